@@ -1,0 +1,45 @@
+# Each target sets up what it needs in a virtual environment of its own; nothing outside this folder is touched.
+PYTHON ?= python3
+VENV ?= .venv
+# What to install torch from, for example TORCH=torch==2.13.0. Empty: tests that need torch are skipped.
+TORCH ?=
+
+BIN := $(VENV)/bin
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test lint bench wheel clean
+
+help:  ## Show this list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
+
+demo: $(VENV)/.demo  ## Serve the embedded digits, train a classifier on them through the client, show the result.
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev  ## Run the tests.
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## Check style, types and import contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev  ## Measure against plain sockets and torch's local DataLoader (TORCH=torch to have it).
+	$(BIN)/python -m benchmarks
+
+wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
+	$(BIN)/python .ci/check_wheel.py
+
+clean:  ## Remove what the other targets made.
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[server,demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[dev]'
+	touch $@ $(VENV)/.demo

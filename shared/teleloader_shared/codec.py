@@ -1,0 +1,380 @@
+"""A batch or a failure as bytes, and back: docs/protocol.md, "The frame".
+
+Writing goes in two steps, so that a worker can collate straight into shared memory: `FrameWriter` knows the frame's
+size before an element is copied, and `FrameWriter.write` fills a buffer of that size. Reading makes views of the
+buffer, never copies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from reprlib import repr as short
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from teleloader_shared import dtypes
+from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
+from teleloader_shared.spec import Compression
+from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, unflatten
+
+MAGIC: Final = b"TLF1"
+ALIGNMENT: Final = 64
+DEFAULT_MAX_BATCH_BYTES: Final = 2**30
+
+# array32 of n, fixstr "TLF1", uint64 frame size, bool has checksum, uint64 checksum, uint32 header size
+_PROLOGUE: Final = struct.Struct(">BIB4sBQBBQBI")
+PROLOGUE_SIZE: Final = _PROLOGUE.size
+_ARRAY32, _FIXSTR4, _UINT64, _UINT32, _TRUE, _FALSE, _BIN8, _BIN32 = 0xDD, 0xA4, 0xCF, 0xCE, 0xC3, 0xC2, 0xC4, 0xC6
+_VALUES_BEFORE_SEGMENTS: Final = 6
+_BIN8_HEAD: Final = 2
+_BIN32_HEAD: Final = 5
+
+MakeArray = Callable[[NDArray[Any], str, str], Any]
+"""What a reader does with an array's bits: (bits, dtype name, kind) -> the leaf that the user sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Which batch a frame holds."""
+
+    loader: str
+    """The loader's key."""
+    epoch: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of epoch {self.epoch} of loader {self.loader[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of user code in place of a batch."""
+
+    type: str
+    """Qualified name of the exception's type; builtin ones have no module in it."""
+    message: str
+    traceback: str
+    indices: list[int]
+    """What the batch should have held (the first 1,000 of it)."""
+    worker: int
+    """Number of the worker that failed, -1 in the server's own process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame as it was read."""
+
+    address: Address
+    content: Any
+    """The batch, or a `Failure`."""
+    padding: int
+    """How many samples at the batch's end are repetitions (`Plan.padding`)."""
+    nbytes: int
+    """Size of the frame on the wire."""
+
+
+class FrameWriter:
+    """One frame, laid out and ready to be written.
+
+    Args:
+        address: Which batch it is.
+        content: The batch, or a `Failure`.
+        padding: `Plan.padding` of the batch.
+        checksum: Whether to state a checksum.
+        compression: How to compress arrays, if at all. Compressing happens here, not in `write`.
+        max_bytes: The largest frame that may be.
+
+    Raises:
+        EncodeError: When the batch holds something that cannot travel.
+        BatchTooLarge: When the frame would be larger than `max_bytes`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        content: object,
+        *,
+        padding: int = 0,
+        checksum: bool = True,
+        compression: Compression | None = None,
+        max_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+    ) -> None:
+        header: dict[str, Any] = {"loader": address.loader, "epoch": address.epoch, "batch": address.batch}
+        self._leaves: list[Leaf] = []
+        if isinstance(content, Failure):
+            header["failure"] = {name: getattr(content, name) for name in Failure.__slots__}
+        else:
+            header["padding"] = padding
+            header["tree"], self._leaves = flatten(content)
+        sizes = [dtypes.storage(leaf.dtype_name).itemsize * prod(leaf.shape) for leaf in self._leaves]
+        if sum(sizes) > max_bytes:
+            raise BatchTooLarge(_too_large(address, sum(sizes), max_bytes))
+        if compression is not None and sizes:
+            header["compression"] = compression
+            self._leaves = [_compressed(leaf, compression) for leaf in self._leaves]
+            sizes = [prod(leaf.shape) for leaf in self._leaves]
+        try:
+            self._header: bytes = msgpack.packb(header, use_bin_type=True)
+        except UnicodeEncodeError as error:
+            raise EncodeError(f"{address} holds a string that is not valid Unicode: {error}") from None
+        self._checksum = checksum
+        self._segments: list[tuple[int, int]] = []
+        end = PROLOGUE_SIZE + len(self._header)
+        for size in sizes:
+            if size >= 2**32:
+                raise BatchTooLarge(f"an array of {size:,} bytes cannot travel: the format's limit is 4 GiB an array")
+            start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
+            self._segments.append((start, size))
+            end = start + size
+        self.nbytes = _aligned(end + _BIN8_HEAD)
+        """Size of the frame in bytes, a multiple of 64."""
+        if self.nbytes > max_bytes:
+            raise BatchTooLarge(_too_large(address, self.nbytes, max_bytes))
+
+    def write(self, buffer: NDArray[np.uint8]) -> None:
+        """Fill the first `nbytes` of `buffer` (uint8, contiguous, starting at a multiple of 64 in memory)."""
+        raw = buffer.data
+        end = PROLOGUE_SIZE + len(self._header)
+        raw[PROLOGUE_SIZE:end] = self._header
+        for leaf, (start, size) in zip(self._leaves, self._segments, strict=True):
+            _write_pad(raw, end, start - _BIN32_HEAD)
+            struct.pack_into(">BI", raw, start - _BIN32_HEAD, _BIN32, size)
+            leaf.write(buffer[start : start + size].view(dtypes.storage(leaf.dtype_name)).reshape(leaf.shape))
+            end = start + size
+        _write_pad(raw, end, self.nbytes)
+        values = _VALUES_BEFORE_SEGMENTS + 2 * len(self._segments) + 1
+        digest = xxhash.xxh3_64_intdigest(raw[PROLOGUE_SIZE : self.nbytes]) if self._checksum else 0
+        flag = _TRUE if self._checksum else _FALSE
+        _PROLOGUE.pack_into(
+            raw, 0, _ARRAY32, values, _FIXSTR4, MAGIC, _UINT64, self.nbytes, flag, _UINT64, digest, _UINT32,
+            len(self._header),
+        )  # fmt: skip
+
+
+def to_bytes(address: Address, content: object, **options: Any) -> bytes:
+    """The frame of a small batch or a failure, for tests and one-offs; `options` are those of `FrameWriter`."""
+    writer = FrameWriter(address, content, **options)
+    buffer = np.empty(writer.nbytes, np.uint8)
+    writer.write(buffer)
+    return buffer.tobytes()
+
+
+def frame_size(prologue: bytes | memoryview) -> int:
+    """The size of a frame, from its first `PROLOGUE_SIZE` bytes.
+
+    Raises:
+        ProtocolError: When these are not the beginning of a frame.
+    """
+    return _read_prologue(prologue).size
+
+
+def split(buffer: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    """The frames that stand one after another in `buffer`, as views.
+
+    Raises:
+        ProtocolError: When the buffer does not end where a frame ends.
+    """
+    start = 0
+    while start < len(buffer):
+        end = start + frame_size(buffer[start : start + PROLOGUE_SIZE].data)
+        if end > len(buffer):
+            raise ProtocolError(f"a frame of {end - start:,} bytes is cut off after {len(buffer) - start:,}")
+        yield buffer[start:end]
+        start = end
+
+
+def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
+    """Decode one whole frame.
+
+    Args:
+        frame: Exactly its bytes; the arrays of the batch are views of them (unless they were compressed).
+        make_array: What to make of an array's bits.
+        max_bytes: How much decompressed arrays may take together.
+
+    Raises:
+        CorruptFrame: When the checksum does not match.
+        ProtocolError: When the bytes break the format.
+    """
+    size, values, checksum, header_size = _read_prologue(frame[:PROLOGUE_SIZE].data)
+    if size != len(frame):
+        raise ProtocolError(f"a frame states {size:,} bytes and has {len(frame):,}")
+    if checksum is not None and xxhash.xxh3_64_intdigest(frame[PROLOGUE_SIZE:].data) != checksum:
+        raise CorruptFrame("a frame's content does not match its checksum")
+    end = PROLOGUE_SIZE + header_size
+    try:
+        header = msgpack.unpackb(frame[PROLOGUE_SIZE:end].data, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"the header of a frame is not msgpack: {error!r}") from None
+    match header:
+        case {"loader": str(loader), "epoch": int(epoch), "batch": int(batch)}:
+            address = Address(loader, epoch, batch)
+        case _:
+            raise ProtocolError("the header of a frame states no loader, epoch and batch")
+    segments = _Segments(frame, end, header.get("compression"), make_array, max_bytes)
+    padding = 0
+    if "failure" in header:
+        content: Any = _read_failure(header["failure"])
+    elif "tree" in header:
+        content = unflatten(header["tree"], segments.take)
+        padding = header.get("padding", 0)
+        if type(padding) is not int or padding < 0:
+            raise ProtocolError(f"the padding of a frame must be a whole number from 0 on, was {short(padding)}")
+    else:
+        raise ProtocolError("the header of a frame has neither a tree nor a failure")
+    segments.finish(values)
+    return Frame(address, content, padding, size)
+
+
+class _Segments:
+    """The arrays of a frame, taken one after another."""
+
+    def __init__(
+        self, frame: NDArray[np.uint8], end: int, compression: object, make_array: MakeArray, max_bytes: int
+    ) -> None:
+        self._frame = frame
+        self._end = end
+        self._compression = compression
+        self._make_array = make_array
+        self._max_bytes = max_bytes
+        self._taken = self._taken_bytes = 0
+
+    def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """The next array, which the tree says is of that type and shape."""
+        dtype = dtypes.storage(dtype_name)
+        wanted = dtype.itemsize * prod(shape)
+        self._taken += 1
+        self._taken_bytes += wanted
+        if self._taken_bytes > self._max_bytes:
+            raise ProtocolError(f"a frame declares arrays of more than the limit of {self._max_bytes:,} bytes")
+        start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
+        if start > len(self._frame):
+            raise ProtocolError("a frame ends before the arrays that its tree declares")
+        marker, size = struct.unpack_from(">BI", self._frame.data, start - _BIN32_HEAD)
+        self._end = start + size
+        if marker != _BIN32 or self._end > len(self._frame):
+            raise ProtocolError("a frame has no array where its tree declares one")
+        segment = self._frame[start : self._end]
+        if self._compression is not None:
+            segment = _decompress(segment, self._compression, wanted)
+        if len(segment) != wanted:
+            raise ProtocolError(
+                f"an array {dtype_name} of shape {shape} must have {wanted:,} bytes, has {len(segment):,}"
+            )
+        try:
+            bits = segment.view(dtype).reshape(shape)
+        except ValueError as error:
+            raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
+        return self._make_array(bits, dtype_name, kind)
+
+    def finish(self, values: int) -> None:
+        """After the last array the frame must end, and have as many values as it states."""
+        if _aligned(self._end + _BIN8_HEAD) != len(self._frame):
+            raise ProtocolError("a frame goes on after the arrays that its tree declares")
+        if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
+            raise ProtocolError(f"a frame states {values} values and has {self._taken} arrays")
+
+
+class _Prologue(NamedTuple):
+    size: int
+    values: int
+    checksum: int | None
+    header_size: int
+
+
+def _read_prologue(prologue: bytes | memoryview) -> _Prologue:
+    if len(prologue) < PROLOGUE_SIZE:
+        raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(prologue)}")
+    array, values, string, magic, *rest = _PROLOGUE.unpack_from(prologue)
+    if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
+        raise ProtocolError(f"not a frame of this protocol version: it begins with {bytes(prologue[:10])!r}")
+    size_type, size, flag, digest_type, digest, header_type, header_size = rest
+    if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
+        raise ProtocolError("the prologue of a frame has values of other types than the format states")
+    if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
+        raise ProtocolError(f"impossible frame: {values} values, {size:,} bytes, of which {header_size:,} header")
+    if flag == _FALSE and digest:
+        raise ProtocolError("a frame states a checksum and that it has none")
+    return _Prologue(size, values, digest if flag == _TRUE else None, header_size)
+
+
+def _read_failure(fields: object) -> Failure:
+    match fields:
+        case {
+            "type": str(type_name),
+            "message": str(message),
+            "traceback": str(traceback),
+            "indices": list(indices),
+            "worker": int(worker),
+        }:
+            return Failure(type_name, message, traceback, [i for i in indices if isinstance(i, int)], worker)
+    raise ProtocolError(f"a failure frame lacks some of {', '.join(Failure.__slots__)}")
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _write_pad(raw: memoryview, start: int, end: int) -> None:
+    """A bin8 of zeros that fills [start, end)."""
+    size = end - start - _BIN8_HEAD
+    raw[start:end] = bytes((_BIN8, size)) + bytes(size)
+
+
+def _too_large(address: Address, size: int, limit: int) -> str:
+    return (
+        f"{address} has {size:,} bytes, and the limit is {limit:,}: use a smaller batch_size, or start the server with "
+        "a larger --max-batch-bytes and give the client the same max_batch_bytes"
+    )
+
+
+def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
+    bits = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
+    leaf.write(bits)
+    raw = bits.reshape(-1).view(np.uint8)
+    if compression == "zstd":
+        packed = _library("zstandard").ZstdCompressor(level=1).compress(raw)
+    else:
+        packed = _library("lz4.block").compress(raw, store_size=False)
+    return ArrayLeaf("uint8", "ndarray", np.frombuffer(packed, np.uint8))
+
+
+def _decompress(segment: NDArray[np.uint8], compression: object, size: int) -> NDArray[np.uint8]:
+    """Never makes more than `size` bytes, whatever the segment holds."""
+    if size == 0:
+        return np.empty(0, np.uint8)
+    if compression == "zstd":
+        library = _library("zstandard")
+        out = np.empty(size, np.uint8)
+        try:
+            reader = library.ZstdDecompressor().stream_reader(segment)
+            filled = reader.readinto(out.data)
+            if reader.read(1):
+                raise ProtocolError(f"an array unpacks to more than the {size:,} bytes that it must have")
+        except library.ZstdError as error:
+            raise ProtocolError(f"an array is not valid zstd: {error}") from None
+        return out[:filled]
+    if compression == "lz4":
+        library = _library("lz4.block")
+        try:
+            unpacked = library.decompress(segment, uncompressed_size=size, return_bytearray=True)
+        except (library.LZ4BlockError, ValueError, OverflowError, MemoryError) as error:
+            raise ProtocolError(f"an array is not valid lz4: {error}") from None
+        return np.frombuffer(unpacked, np.uint8)
+    raise ProtocolError(f"unknown compression {short(compression)}; this version knows zstd and lz4")
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise TeleloaderError(
+            f"compression needs {name.split('.')[0]}: pip install 'teleloader[compression]' on both sides"
+        ) from None

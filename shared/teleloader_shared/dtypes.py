@@ -1,0 +1,75 @@
+"""The element types that travel, by name."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_shared.errors import ProtocolError, TeleloaderError
+
+NUMPY: Final[dict[str, np.dtype[np.generic]]] = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""NumPy's own types, little-endian."""
+
+EXTENDED: Final[dict[str, np.dtype[np.generic]]] = {
+    "bfloat16": NUMPY["uint16"],
+    "float8_e4m3fn": NUMPY["uint8"],
+    "float8_e4m3fnuz": NUMPY["uint8"],
+    "float8_e5m2": NUMPY["uint8"],
+    "float8_e5m2fnuz": NUMPY["uint8"],
+}
+"""Types that torch and ml_dtypes have and NumPy has not, each with the NumPy type that holds its bits."""
+
+NAMES: Final = (*NUMPY, *EXTENDED)
+
+
+@lru_cache(maxsize=256)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """NumPy's name of a type; NumPy itself puts it together anew each time, which small batches would feel."""
+    return dtype.name
+
+
+def storage(name: str) -> np.dtype[np.generic]:
+    """The little-endian NumPy type whose bits stand for the type `name`.
+
+    Raises:
+        ProtocolError: When no type has that name.
+    """
+    found = NUMPY.get(name) or EXTENDED.get(name)
+    if found is None:
+        raise ProtocolError(f"unknown dtype {name!r} in a frame; this version knows {', '.join(NAMES)}")
+    return found
+
+
+def bits_of(array: NDArray[Any]) -> NDArray[Any]:
+    """`array`, or for one of the `EXTENDED` types its bits; in whatever byte order it has.
+
+    Args:
+        array: Of a type in `NAMES`.
+    """
+    bits = EXTENDED.get(name_of(array.dtype))
+    return array if bits is None else array.view(bits.newbyteorder(array.dtype.byteorder))
+
+
+def extended_numpy(name: str) -> np.dtype[np.generic]:
+    """The ml_dtypes type `name`, for a client that has no torch.
+
+    Raises:
+        TeleloaderError: When ml_dtypes is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TeleloaderError(
+            f"this batch holds {name}, which NumPy does not have: pip install ml_dtypes, or take it as torch tensors"
+        ) from None
+    found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
+    return found

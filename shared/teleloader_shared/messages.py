@@ -1,0 +1,63 @@
+"""What client and server say to each other besides frames: paths, headers and JSON records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+PROTOCOL_VERSION: Final = 1
+"""Raised when an older peer would misunderstand; stated by both sides when a loader is registered."""
+
+PROTOCOL_HEADER: Final = "Teleloader-Protocol"
+CONSUMER_HEADER: Final = "Teleloader-Consumer"
+"""Names the consumer in /stats and in the server's fair sharing; without it a connection's address does."""
+FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
+PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
+
+READY_BYTES: Final = 2**20
+"""An answer of several frames ends with the one that reaches this size."""
+
+DATASETS_PATH: Final = "/v1/datasets"
+LOADERS_PATH: Final = "/v1/loaders"
+
+
+def batches_path(key: str, epoch: int) -> str:
+    """Where the batches of an epoch are; ``/{k}`` after it is one of them."""
+    return f"{LOADERS_PATH}/{key}/epochs/{epoch}/batches"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """What ``GET /v1/datasets`` says of one dataset."""
+
+    name: str
+    kind: Literal["map", "iterable"]
+    length: int | None
+    """Number of samples; None for an iterable-style dataset without ``__len__``."""
+    version: str
+    """What its owner calls this state of the data, "" when nothing was stated."""
+    fingerprint: str
+    """Digest of name, kind, length, version and of how it is collated and seeded."""
+    collate: str
+    """The collate function, ``default`` or ``module:function``."""
+    seeding: Literal["batch", "sample"]
+    """Whether random numbers are seeded anew for each batch or for each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What ``POST /v1/loaders`` answers."""
+
+    key: str
+    """Name of the loader in the paths of its batches; the same for the same spec, on every server."""
+    batches: int
+    """Batches in an epoch."""
+    length: int
+    """Samples in the dataset."""
+    fingerprint: str
+    """The dataset's fingerprint."""
+    num_workers: int
+    """Worker processes of this server, 0 when it loads in its own process."""
+    max_batch_bytes: int
+    """The largest frame that the server sends."""
+    protocol: int = PROTOCOL_VERSION

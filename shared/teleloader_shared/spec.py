@@ -1,0 +1,110 @@
+"""What a client asks for: a `LoaderSpec`, checked at birth, and the key that is its name on the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+from teleloader_shared.errors import InvalidSpec
+
+Tail = Literal["pad", "drop", "uneven"]
+Compression = Literal["zstd", "lz4"]
+
+MAX_BATCH_SIZE: Final = 2**20
+MAX_WORLD_SIZE: Final = 2**20
+MAX_EPOCH: Final = 2**62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSpec:
+    """All that decides the batches of a loader, apart from the epoch.
+
+    Raises:
+        InvalidSpec: At construction, naming the field, its value and what it may be.
+    """
+
+    dataset: str
+    """Name under which the server hosts the dataset."""
+    fingerprint: str | None = None
+    """The dataset's fingerprint that the client insists on; None takes the one that is hosted."""
+    batch_size: int | None = 1
+    """Samples in a batch of this rank; None for single samples that are not collated."""
+    shuffle: bool = False
+    """Whether each epoch has an order of its own, drawn from (seed, epoch)."""
+    drop_last: bool = False
+    """Whether an incomplete last batch is left out."""
+    seed: int = 0
+    """In [0, 2**64). Decides the order and the randomness of augmentation."""
+    rank: int = 0
+    """Position of this consumer among `world_size` data-parallel ones."""
+    world_size: int = 1
+    """How many data-parallel consumers share the epoch."""
+    tail: Tail = "pad"
+    """What happens when the dataset's length is no multiple of `world_size`.
+
+    ``pad`` repeats samples from the head of the order (as torch's DistributedSampler), ``drop`` leaves the rest
+    out (as it does with drop_last=True), ``uneven`` gives some ranks one sample more than others.
+    """
+    checksum: bool = True
+    """Whether each frame carries a checksum of its content."""
+    compression: Compression | None = None
+    """How the workers compress arrays before they travel."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no loader can be."""
+        if not isinstance(self.dataset, str) or not self.dataset:
+            raise InvalidSpec(f"dataset must be the name of a hosted dataset, was {self.dataset!r}")
+        if self.fingerprint is not None and not isinstance(self.fingerprint, str):
+            raise InvalidSpec(f"fingerprint must be a string or null, was {self.fingerprint!r}")
+        if self.batch_size is not None:
+            _whole("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
+        _whole("seed", self.seed, 0, 2**64 - 1)
+        _whole("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        _whole("rank", self.rank, 0, self.world_size - 1)
+        for name in ("shuffle", "drop_last", "checksum"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSpec(f"{name} must be true or false, was {getattr(self, name)!r}")
+        if self.batch_size is None and self.drop_last:
+            raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
+        _choice("tail", self.tail, get_args(Tail))
+        _choice("compression", self.compression, (None, *get_args(Compression)))
+
+    @classmethod
+    def from_json(cls, fields: object) -> LoaderSpec:
+        """The spec that a JSON object states; fields it leaves out have their defaults."""
+        if not isinstance(fields, Mapping):
+            raise InvalidSpec(f"a loader spec must be a JSON object, was {type(fields).__name__}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise InvalidSpec(f"unknown field {unknown[0]!r} in the loader spec; the fields are {', '.join(known)}")
+        if "dataset" not in fields:
+            raise InvalidSpec("the loader spec must name a dataset; GET /v1/datasets lists those that are hosted")
+        return cls(**fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """The spec as a JSON object with every field."""
+        return dataclasses.asdict(self)
+
+    def canonical(self) -> bytes:
+        """The one byte string that states this spec: JSON with sorted names and no spaces."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def key(self) -> str:
+        """The digest of `canonical`, 32 hexadecimal digits: equal specs have equal keys on every server."""
+        return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    # bool is an int to Python, but a batch size of True is a mistake
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {value!r}")
+
+
+def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise InvalidSpec(f"{name} must be one of {', '.join(json.dumps(choice) for choice in choices)}, was {value!r}")

@@ -1,0 +1,8 @@
+"""The version of this distribution."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Final
+
+VERSION: Final = version("teleloader")
