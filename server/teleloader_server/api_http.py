@@ -1,0 +1,288 @@
+"""The HTTP endpoints; docs/protocol.md describes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any, Final, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from teleloader_server.pool import Lease
+from teleloader_server.problems import Problem
+from teleloader_server.service import BatchStream, LoaderService
+from teleloader_shared.errors import InvalidSpec, ServerUnavailable, VersionMismatch
+from teleloader_shared.messages import (
+    CONSUMER_HEADER,
+    DATASETS_PATH,
+    FRAME_MEDIA_TYPE,
+    LOADERS_PATH,
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
+    READY_BYTES,
+    DatasetInfo,
+    Registration,
+)
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.stats import Stats
+
+_Result = TypeVar("_Result")
+
+MAX_AHEAD: Final = 4096
+MAX_SPEC_BYTES: Final = 64 * 1024
+LINGER: Final = 0.005
+"""Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
+WRITE_BYTES: Final = 256 * 1024
+"""Small frames are joined into writes of about this size: one write costs more than copying it."""
+
+MUTABLE: Final = {"cache-control": "no-store"}
+"""A failure, or a part of a range: the next answer may be another one."""
+
+Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
+Ahead = Annotated[int, Query(ge=0, le=MAX_AHEAD, description="how many batches will be wanted after these")]
+Consumer = Annotated[
+    str, Header(alias=CONSUMER_HEADER, max_length=200, description="who asks, for /stats and fair sharing")
+]
+
+
+class FrameResponse(Response):
+    """Frames as the body, written from where they are: shared memory goes to the socket without a copy."""
+
+    def __init__(self, frames: list[Lease], headers: dict[str, str]) -> None:
+        self._frames = frames
+        size = sum(len(frame) for frame in frames)
+        super().__init__(headers={**headers, "content-length": str(size)}, media_type=FRAME_MEDIA_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send head and frames."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in joined(self._frames):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class StreamResponse(Response):
+    """All batches of a request, each sent when it is ready. The connection's flow control holds it back."""
+
+    def __init__(self, service: LoaderService, request: tuple[str, str, int, int, int, int]) -> None:
+        super().__init__(media_type=FRAME_MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._service = service
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send head, then frames as they come."""
+        with suppress(ClientDisconnect, ServerUnavailable):  # an answer that has begun can only be broken off
+            await self._send(receive, send)
+
+    async def _send(self, receive: Receive, send: Send) -> None:
+        async with self._service.batches(*self._request) as stream, departure(receive) as gone:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while not stream.exhausted:
+                for piece in joined(await unless(gone, ready_frames(stream)), split=True):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that ends when the client closes the connection; uvicorn lets one send into the void without a word."""
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.create_task(wait())
+    try:
+        yield gone
+    finally:
+        gone.cancel()
+
+
+async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, which is given up when the client has gone.
+
+    Raises:
+        ClientDisconnect: When it has.
+    """
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+
+
+async def ready_frames(stream: BatchStream) -> list[Lease]:
+    """The next frame, waiting for it, and those after it that are ready soon after."""
+    frames = [(await stream.take()).raw]
+    size = len(frames[0])
+    if size < READY_BYTES and not stream.exhausted:
+        await stream.linger(LINGER)
+    while size < READY_BYTES and (frame := stream.take_ready()) is not None:
+        frames.append(frame.raw)
+        size += len(frame.raw)
+    return frames
+
+
+def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview | bytes]:
+    """The frames' bytes in few writes.
+
+    Large frames are passed on as they are; small ones are joined. With `split`, large ones come in pieces of 1 MiB:
+    uvicorn copies each piece of a chunked body to put its size before it.
+    """
+    small: list[NDArray[np.uint8]] = []
+    gathered = 0
+    for frame in frames:
+        if len(frame) >= WRITE_BYTES:
+            if small:
+                yield np.concatenate(small).data
+            small, gathered = [], 0
+            step = 2**20 if split else len(frame)
+            for start in range(0, len(frame), step):
+                yield frame[start : start + step].data
+            continue
+        small.append(frame)
+        gathered += len(frame)
+        if gathered >= WRITE_BYTES:
+            yield np.concatenate(small).data
+            small, gathered = [], 0
+    if small:
+        yield np.concatenate(small).data
+
+
+def make_router(service: LoaderService) -> APIRouter:
+    """The endpoints of `service`."""
+    router = APIRouter()
+    _add_loaders(router, service)
+    _add_batches(router, service)
+    _add_status(router, service)
+    return router
+
+
+def _add_loaders(router: APIRouter, service: LoaderService) -> None:
+
+    @router.get(DATASETS_PATH, summary="The datasets that are hosted")
+    async def datasets() -> list[DatasetInfo]:
+        return list(service.datasets.values())
+
+    @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
+    async def dataset(name: str) -> DatasetInfo:
+        return service.dataset(name)
+
+    @router.post(
+        LOADERS_PATH,
+        summary="Register a loader; the same spec has the same key, however often",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": TypeAdapter(LoaderSpec).json_schema()}},
+            }
+        },
+    )
+    async def register(
+        request: Request, protocol: Annotated[int | None, Header(alias=PROTOCOL_HEADER)] = None
+    ) -> Registration:
+        if protocol not in (None, PROTOCOL_VERSION):
+            raise VersionMismatch(
+                f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
+                "release of teleloader on both sides"
+            )
+        if service.draining:
+            raise ServerUnavailable("the server is stopping: connect to another one, or wait until it is back")
+        return service.register(LoaderSpec.from_json(await read_json(request)))
+
+
+def _add_batches(router: APIRouter, service: LoaderService) -> None:
+    @router.get(
+        LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
+        summary="One batch, as a frame",
+        response_class=Response,
+        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has it already"}},
+    )
+    async def batch(
+        request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0, consumer: Consumer = ""
+    ) -> Response:
+        service.plan(key, epoch).check(k)
+        etag = f'"{key}-{epoch}-{k}"'
+        # what an address stands for never changes, so a client that has it needs nothing of us
+        immutable = {"etag": etag, "cache-control": "public, max-age=31536000, immutable"}
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=immutable)
+        who = consumer or address_of(request)
+        async with service.batches(who, key, epoch, k, k + 1, ahead) as stream, departure(request.receive) as gone:
+            frame = await unless(gone, stream.take())
+            return FrameResponse([frame.raw], MUTABLE if frame.failed else immutable)
+
+    @router.get(
+        LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
+        summary="The batches [start, stop) as frames, one after another",
+        response_class=Response,
+        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
+    )
+    async def batches(
+        request: Request,
+        key: str,
+        epoch: Number,
+        start: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
+        stop: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
+        ahead: Ahead = 0,
+        ready: Annotated[
+            bool, Query(description="answer with the batches from start that are ready, at least one, and their size")
+        ] = False,
+        consumer: Consumer = "",
+    ) -> Response:
+        if stop <= start:
+            raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
+        who = consumer or address_of(request)
+        if not ready:
+            return StreamResponse(service, (who, key, epoch, start, stop, ahead))
+        async with (
+            service.batches(who, key, epoch, start, stop, ahead) as stream,
+            departure(request.receive) as gone,
+        ):
+            return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
+
+
+def _add_status(router: APIRouter, service: LoaderService) -> None:
+    @router.get("/stats", summary="What the server does: a record for each worker, dataset and consumer")
+    async def stats() -> Stats:
+        return await service.stats()
+
+    @router.get("/healthz", summary="The process answers")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
+    async def readyz() -> Any:
+        if service.ready:
+            return {"status": "ready"}
+        return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")
+
+
+async def read_json(request: Request) -> object:
+    """The body, when it is JSON of a sane size."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_SPEC_BYTES:
+            raise InvalidSpec(f"the body is larger than {MAX_SPEC_BYTES:,} bytes; a loader spec has some hundred")
+    try:
+        parsed: object = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidSpec(f"the body is not JSON: {error}") from None
+    return parsed
+
+
+def address_of(request: Request) -> str:
+    """What a consumer is called that does not say its name."""
+    return f"{request.client.host}:{request.client.port}" if request.client else "unknown"

@@ -1,0 +1,141 @@
+"""Messages and file descriptors between the server, its template process and its workers.
+
+A channel is one end of a Unix stream socket pair. Messages are msgpack values, which frame themselves; a file
+descriptor travels beside the message that it belongs to (SCM_RIGHTS). Both ends are processes of the same server, so
+there is nothing hostile here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+_MAX_FDS = 64
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Channel:
+    """One end. Blocking or not as its socket is: `setblocking`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
+        self._fds: deque[int] = deque()
+        self._unsent = bytearray()
+        _open_channels.add(self)
+
+    @staticmethod
+    def pair() -> tuple[Channel, socket.socket]:
+        """A channel that never blocks, and the socket of its other end, to be handed to another process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        return Channel(ours), theirs
+
+    def fileno(self) -> int:
+        """The file descriptor, to wait on; -1 when closed."""
+        return self._socket.fileno()
+
+    def receive(self) -> list[Any]:
+        """The messages that have arrived, perhaps none: the first bytes to come may be a part of one.
+
+        Raises:
+            EOFError: When the other end is closed, or its process has ended.
+            BlockingIOError: When nothing has come and the socket does not block.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+        except ConnectionResetError:
+            data, fds = b"", []
+        if not data:
+            raise EOFError
+        self._fds.extend(fds)
+        self._unpacker.feed(data)
+        return list(self._unpacker)
+
+    def take_fd(self) -> int:
+        """The file descriptor that came with the message at hand; the caller closes it.
+
+        Raises:
+            OSError: When the system had none to give.
+        """
+        if not self._fds:
+            raise OSError(errno.EMFILE, "a file descriptor was lost: raise the limit of open files (ulimit -n)")
+        return self._fds.popleft()
+
+    def put(self, message: Any) -> None:
+        """Keep a message for the next `flush`."""
+        self._unsent += msgpack.packb(message)
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send a message with its file descriptors, and what was put before it, waiting until it is sent."""
+        timeout = self._socket.gettimeout()
+        self._socket.settimeout(None)
+        try:
+            if fds:
+                # descriptors belong to the first byte of their message, so what stands before it must go first
+                self.flush()
+                data = msgpack.packb(message)
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    sent = socket.send_fds(self._socket, [data], list(fds))
+                    self._unsent += data[sent:]
+            else:
+                self.put(message)
+            self.flush()
+        finally:
+            self._socket.settimeout(timeout)
+
+    def flush(self) -> bool:
+        """Send what can be sent; False when some of it must wait until the socket is writable.
+
+        A message to a process that has ended goes nowhere: its end is seen by `receive`.
+        """
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        return not self._unsent
+
+    def close(self) -> None:
+        """Close the socket and the descriptors that nobody took."""
+        _open_channels.discard(self)
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+def close_inherited(keep: Channel) -> None:
+    """In a process that was just forked: close the parent's other channels and its network sockets.
+
+    A forked process that keeps a client's connection open hides the server's death from that client; one that keeps
+    the listening socket goes on accepting connections that nobody serves.
+    """
+    for channel in list(_open_channels):
+        if channel is not keep:
+            channel._socket.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        fd = int(entry.name)
+        with suppress(OSError):  # the descriptor of the listing itself is gone already
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and _family(fd) in (socket.AF_INET, socket.AF_INET6):
+                # not closed but replaced: the parent's Python objects still name this descriptor, and would close
+                # whatever had its number next
+                os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+def _family(fd: int) -> int:
+    probe = socket.socket(fileno=os.dup(fd))
+    try:
+        return probe.family
+    finally:
+        probe.close()

@@ -1,0 +1,212 @@
+"""What ``teleloader-server`` does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import uvloop
+
+from teleloader_server.app import Server, bind, url_of
+from teleloader_server.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    DEFAULT_SHUTDOWN_GRACE,
+    ConfigError,
+    DatasetConfig,
+    Limits,
+    default_memory_budget,
+    default_num_workers,
+    parse_size,
+    read_toml,
+)
+from teleloader_server.pools import spawned_pool
+from teleloader_server.service import LoaderService
+from teleloader_shared.version import VERSION
+
+DEMO: Final = (
+    DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
+    DatasetConfig(name="digits-test", factory="teleloader_server.demo:digits_test", version="1"),
+)
+EXIT_USAGE: Final = 2
+
+logger = logging.getLogger("teleloader_server")
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, written ``512MiB`` or ``2GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read it."""
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> list[DatasetConfig]:
+    """Take the file's ``[server]`` table as defaults, below the command line and the environment."""
+    if path is None:
+        return []
+    try:
+        defaults, datasets = read_toml(path)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    known = {option.name for option in context.command.params} - {"config", "demo", "datasets", "version"}
+    for name in defaults:
+        if name not in known:
+            raise click.UsageError(
+                f"[server] of {path} has an unknown entry {name!r}; it may have {', '.join(sorted(map(str, known)))}"
+            )
+    context.default_map = defaults
+    return datasets
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.argument("datasets", nargs=-1, metavar="[DATASET]...")
+@click.option("--demo", is_flag=True, help="Host the handwritten digits that come with the package.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
+    help="TOML file with a [server] table (the options below) and a [datasets.NAME] table for each dataset.",
+)  # fmt: skip
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 takes a free one.",
+)  # fmt: skip
+@click.option(
+    "--num-workers", default=default_num_workers, show_default="number of CPUs", type=click.IntRange(0, 1024),
+    help="Worker processes; 0 loads in the server's own process, for debugging.",
+)  # fmt: skip
+@click.option(
+    "--memory-budget", default=default_memory_budget, show_default="2GiB, or a quarter of a smaller memory",
+    type=Size(), help="What finished batches may take before work ahead waits.",
+)  # fmt: skip
+@click.option(
+    "--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="The largest batch that is sent."
+)
+@click.option(
+    "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
+    help="Seconds that answers have to be finished when the server is told to stop.",
+)  # fmt: skip
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]),
+    help="How much to say on stderr.",
+)  # fmt: skip
+@click.version_option(VERSION, prog_name="teleloader-server", allow_from_autoenv=False)
+def server(
+    datasets: tuple[str, ...],
+    demo: bool,
+    config: list[DatasetConfig],
+    host: str,
+    port: int,
+    num_workers: int,
+    memory_budget: int,
+    max_batch_bytes: int,
+    shutdown_grace: float,
+    log_level: str,
+) -> None:
+    """Host datasets, and worker processes that turn them into batches.
+
+    A DATASET is module:name, where name is a dataset or a function that makes one, importable from the current folder
+    or installed; clients call it by that name, or by another one that you choose.
+
+    \b
+      teleloader-server --demo
+      teleloader-server my_package.data:train my_package.data:validation
+      teleloader-server imagenet=my_package.data:make_imagenet --num-workers 16
+      teleloader-server --config loader.toml --host 10.0.0.5
+
+    Then, on the machine that trains:
+
+    \b
+      from teleloader import DataLoader, RemoteDataset
+      loader = DataLoader(RemoteDataset("http://cpu-box:8000", "train"), batch_size=256, shuffle=True)
+
+    Each option can be set by an environment variable too: TELELOADER_PORT=8000, and so on.
+    """  # noqa: D301 - the escapes are click's
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
+    # a dataset of the user's stands in the folder from which the server is started
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        configs = [*config, *(DatasetConfig.parse(text) for text in datasets), *(DEMO if demo else ())]
+        limits = Limits(num_workers=num_workers, memory_budget=memory_budget, max_batch_bytes=max_batch_bytes)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if not configs:
+        raise click.UsageError("name at least one dataset as module:name, or host the embedded one with --demo")
+    names = [dataset.name for dataset in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.UsageError(f"two datasets are called {name!r}: give one another name with NAME=module:name")
+    sys.exit(_run(configs, limits, host, port, shutdown_grace))
+
+
+def _run(configs: list[DatasetConfig], limits: Limits, host: str, port: int, grace: float) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(configs, limits, host, port, grace))
+
+
+async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: int, grace: float) -> int:
+    try:
+        listening = bind(host, port)
+    except OSError as error:
+        logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
+        return EXIT_USAGE
+    service = LoaderService(spawned_pool(configs, limits), limits)
+    web = Server(service, host, port, grace)
+    starting = asyncio.create_task(service.start())
+
+    def stop() -> None:
+        # the first signal lets answers be finished, the second does not
+        web.force_exit = web.should_exit
+        web.should_exit = True
+        starting.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    logger.info("building %s", ", ".join(f"{config.name} ({config.factory})" for config in configs))
+    try:
+        await starting
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    except asyncio.CancelledError:
+        logger.info("stopped before it was ready")
+        return 0
+    try:
+        listening.listen()  # another server may have begun to, while the datasets were built
+    except OSError as error:
+        logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
+        await service.close()
+        return EXIT_USAGE
+    announced = asyncio.create_task(_announce(web, service, url_of(listening)))
+    try:
+        await web.serve([listening])
+    finally:
+        announced.cancel()
+        await service.close()
+        logger.info("stopped")
+    return 0
+
+
+async def _announce(web: Server, service: LoaderService, url: str) -> None:
+    """Say where the server is, and how to use it."""
+    await web.listening.wait()
+    for info in service.datasets.values():
+        logger.info("dataset %s: %s samples", info.name, f"{info.length:,}")
+    count = service.limits.num_workers
+    where = "in this process" if count == 0 else f"in {count} worker process{'es' if count > 1 else ''}"
+    everywhere = " (and at this machine's other addresses)" if web.config.host in ("0.0.0.0", "::") else ""  # noqa: S104
+    logger.info("teleloader-server %s is ready at %s%s and loads %s. Ctrl-C stops it", VERSION, url, everywhere, where)
+    first = next(iter(service.datasets))
+    logger.info('connect with: DataLoader(RemoteDataset("%s", "%s"), batch_size=32)', url, first)

@@ -1,0 +1,160 @@
+"""What a server is told: the datasets that it hosts and the limits that it keeps. Refused at birth when impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8000
+MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
+DEFAULT_SHUTDOWN_GRACE: Final = 10.0
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
+
+
+class ConfigError(Exception):
+    """The configuration cannot be served; the message says which part and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetConfig:
+    """One hosted dataset.
+
+    Raises:
+        ConfigError: At construction, naming the field and its value.
+    """
+
+    name: str
+    """What clients call it: letters, digits, ``.``, ``_`` and ``-``."""
+    factory: str
+    """``module:name`` of a dataset, or of a class or function that makes one."""
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments for the factory."""
+    collate: str | None = None
+    """``module:function`` that makes a batch of a list of samples; None is torch's default_collate."""
+    worker_init: str | None = None
+    """``module:function`` that each worker calls with its number before its first batch."""
+    version: str = ""
+    """What you call this state of the data. Change it when the data change: clients notice."""
+    seeding: Literal["batch", "sample"] = "batch"
+    """Seed random numbers once a batch, or anew for each sample: then augmentation is independent of batch size."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be hosted."""
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"a dataset's name must be letters, digits, '.', '_' and '-', was {self.name!r}")
+        for field in ("factory", "collate", "worker_init"):
+            target = getattr(self, field)
+            if target is not None and not (isinstance(target, str) and _TARGET.fullmatch(target)):
+                raise ConfigError(f"{field} of dataset {self.name!r} must be 'module:name', was {target!r}")
+        if self.seeding not in ("batch", "sample"):
+            raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', was {self.seeding!r}")
+        if not isinstance(self.version, str):
+            raise ConfigError(f"version of dataset {self.name!r} must be a string, was {self.version!r}")
+        if not isinstance(self.kwargs, Mapping):
+            raise ConfigError(f"kwargs of dataset {self.name!r} must be a table, was {self.kwargs!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> DatasetConfig:
+        """The dataset that a command line names: ``module:name`` or ``name=module:name``."""
+        name, equals, target = text.rpartition("=")
+        if not _TARGET.fullmatch(target):
+            raise ConfigError(
+                f"{text!r} names no dataset: write module:name (the module must be importable from here), "
+                "or chosen-name=module:name"
+            )
+        return cls(name=name if equals else target.partition(":")[2].replace(".", "-"), factory=target)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a pool of workers may take."""
+
+    num_workers: int = 2
+    """Worker processes; 0 loads in the server's own process, for debugging."""
+    memory_budget: int = MAX_DEFAULT_MEMORY_BUDGET
+    """Bytes that encoded batches may take together before work ahead waits."""
+    max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
+    """Bytes of the largest batch that is sent."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be a whole number, was {value!r}")
+        if not 0 <= self.num_workers <= 1024:
+            raise ConfigError(f"num_workers must be in [0, 1024], was {self.num_workers}")
+        if self.memory_budget < 2**20:
+            raise ConfigError(f"memory_budget must be at least 1 MiB, was {self.memory_budget} bytes")
+        if self.max_batch_bytes < 2**10:
+            raise ConfigError(f"max_batch_bytes must be at least 1 KiB, was {self.max_batch_bytes} bytes")
+
+
+def default_num_workers() -> int:
+    """One worker for each CPU that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_memory_budget() -> int:
+    """2 GiB, or a quarter of the memory of this machine or container, if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            total = min(total, int(Path(limit).read_text()))
+    return min(MAX_DEFAULT_MEMORY_BUDGET, total // 4)
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], list[DatasetConfig]]:
+    """The ``[server]`` table and the datasets of a configuration file.
+
+    Raises:
+        ConfigError: When the file cannot be read, or says what is not understood.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    _only_known(f"{path}", tables, ("server", "datasets"))
+    for name in ("server", "datasets"):
+        if not isinstance(tables.get(name, {}), dict):
+            raise ConfigError(f"{name} of {path} must be a table, [{name}], was {tables[name]!r:.80}")
+    fields = [field.name for field in dataclasses.fields(DatasetConfig) if field.name != "name"]
+    datasets = []
+    for name, table in tables.get("datasets", {}).items():
+        if not isinstance(table, dict) or "factory" not in table:
+            raise ConfigError(f'[datasets.{name}] of {path} must be a table with factory = "module:function"')
+        _only_known(f"[datasets.{name}] of {path}", table, fields)
+        datasets.append(DatasetConfig(name=name, **table))
+    return tables.get("server", {}), datasets
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"512MiB"``, ``"2GiB"`` or a plain number; K, M, G and T are powers of 1024.
+
+    Raises:
+        ConfigError: When it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}")
+    return int(match[1]) << (10 * " KMGT".index(match[2].upper() or " "))
+
+
+def _only_known(where: str, table: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> None:
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"{where} has an unknown entry {name!r}; it may have {', '.join(known)}")

@@ -1,0 +1,150 @@
+"""From a dataset's name in the configuration to an object that samples can be taken from."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from teleloader_server.collate import default_convert, lazy_collate
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_shared.messages import DatasetInfo
+
+_MAX_TEXT: Final = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostedDataset:
+    """A dataset that is built, with all that a worker needs to make batches of it."""
+
+    info: DatasetInfo
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    """None is torch's rule: default_collate for batches, default_convert for single samples."""
+    worker_init: Callable[[int], None] | None
+
+    def collate_batch(self, samples: list[Any]) -> Any:
+        """The batch of `samples`."""
+        return lazy_collate(samples) if self.collate is None else self.collate(samples)
+
+    def convert_sample(self, sample: Any) -> Any:
+        """What ``batch_size=None`` makes of one sample."""
+        return default_convert(sample) if self.collate is None else self.collate(sample)
+
+
+def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
+    """Build all that `configs` name.
+
+    Raises:
+        ConfigError: When one of them cannot be built; for an error of the user's own code it has the traceback.
+    """
+    opened = {}
+    for config in configs:
+        try:
+            opened[config.name] = open_dataset(config)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever user code raises
+            # without the frames of this function and the next, which say nothing to the user
+            frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+            text = "".join(traceback.format_exception(error.with_traceback(frames)))
+            raise ConfigError(f"building dataset {config.name!r} failed:\n{text[-_MAX_TEXT:]}") from None
+    return opened
+
+
+def open_dataset(config: DatasetConfig) -> HostedDataset:
+    """Import and build what `config` names.
+
+    Raises:
+        ConfigError: When it cannot be imported, or is no map-style dataset. Errors of the user's own code in the
+            factory come as they are.
+    """
+    found = resolve(config.factory, f"factory of dataset {config.name!r}")
+    if config.kwargs and not is_factory(found):
+        raise ConfigError(f"{config.factory} of dataset {config.name!r} is a dataset already, so it takes no kwargs")
+    dataset = found(**config.kwargs) if is_factory(found) else found
+    return host(
+        dataset,
+        name=config.name,
+        collate=None if config.collate is None else resolve(config.collate, f"collate of {config.name!r}"),
+        collate_name=config.collate or "default",
+        worker_init=(
+            None if config.worker_init is None else resolve(config.worker_init, f"worker_init of {config.name!r}")
+        ),
+        version=config.version,
+        seeding=config.seeding,
+    )
+
+
+def host(
+    dataset: Any,
+    *,
+    name: str,
+    collate: Callable[[list[Any]], Any] | None = None,
+    collate_name: str = "default",
+    worker_init: Callable[[int], None] | None = None,
+    version: str = "",
+    seeding: Literal["batch", "sample"] = "batch",
+) -> HostedDataset:
+    """The record under which an object is hosted.
+
+    Raises:
+        ConfigError: When `dataset` is no map-style dataset.
+    """
+    torch_data = sys.modules.get("torch.utils.data")
+    # torch's IterableDataset has a __getitem__, which only raises
+    iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+    if iterable or not hasattr(dataset, "__getitem__"):
+        # iterable-style datasets have no addressable batches: they need a protocol of their own
+        kind = "iterable-style, which this version does not host" if hasattr(dataset, "__iter__") else "no dataset"
+        raise ConfigError(
+            f"dataset {name!r} ({type(dataset).__qualname__}) is {kind}: it needs __getitem__ and __len__"
+        )
+    try:
+        length = len(dataset)
+    except TypeError as error:
+        raise ConfigError(f"dataset {name!r} ({type(dataset).__qualname__}) has no length: {error}") from None
+    for what, function in (("collate", collate), ("worker_init", worker_init)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{what} of {name!r} cannot be called: it is {function!r:.80}")
+    facts = [name, "map", length, version, collate_name, seeding]
+    fingerprint = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    info = DatasetInfo(
+        name=name, kind="map", length=length, version=version, fingerprint=fingerprint, collate=collate_name,
+        seeding=seeding,
+    )  # fmt: skip
+    return HostedDataset(info=info, dataset=dataset, collate=collate, worker_init=worker_init)
+
+
+def is_factory(found: Any) -> bool:
+    """Whether `found` makes a dataset, rather than being one."""
+    return isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__"))
+
+
+def resolve(target: str, what: str) -> Any:
+    """The object that ``module:name`` stands for.
+
+    Raises:
+        ConfigError: When there is no such module or no such name in it.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, and misses something itself
+        raise ConfigError(
+            f"{what}: there is no module {module_name!r}. It is looked for in the current folder and among the "
+            "installed packages"
+        ) from None
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise ConfigError(f"{what}: module {module_name!r} has no {path!r}") from None
+    return found

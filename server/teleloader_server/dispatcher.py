@@ -1,0 +1,501 @@
+"""The dispatcher decides which worker makes which batch next, and which finished batches are kept.
+
+Plain synchronous functions over plain state: no process, no socket, no clock of its own. `LoaderService` tells it what
+happened (`ask`, `sent`, `finished`, `worker_lost`, ...), then carries out what `decide` returns.
+
+The rules:
+
+1. A batch that exists or is being made is never begun a second time: equal asks share it.
+2. A batch for which a client waits goes before one that it asked for besides, and that before work ahead.
+3. Within a class, the consumer that was served least goes first: a greedy one costs the others nothing.
+4. When memory is full, batches that nobody wants are let go first, the longest unused first of all; then those that
+   are wanted later than the one to be begun. If that is not enough, the batch must wait - unless a client waits for
+   it: then all goes that no client waits for, and it is begun in any case. Memory slows, it never blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from teleloader_shared.codec import Address
+
+Run = tuple[str, int]
+"""One epoch of one loader: (key, epoch)."""
+
+MAX_ATTEMPTS: Final = 3
+"""How many workers a batch may kill before it becomes an error."""
+CACHE_SHARE: Final = 1 / 8
+"""How much of the memory budget may be filled before batches that nobody wants now are let go.
+
+They are kept for consumers that come late. More would cost every other consumer: memory that is used again at once is
+warm, and a large batch is written to fresh memory four times as slowly.
+"""
+MAX_BATCHES: Final = 16384
+"""Batches that are kept at most, whatever their size: each is a memory mapping, and Linux allows 65,530 a process."""
+MAX_ASKED: Final = 256
+"""How far beyond the batch that it waits for a request is worked on."""
+MAX_BEHIND: Final = 4096
+"""How far a consumer may have been sent batches beyond one that it did not ask for, before that one is given up."""
+FORGET_AFTER: Final = 60.0
+"""Seconds after its last ask when nothing is kept or made for a consumer any more."""
+QUEUE_SECONDS: Final = 0.01
+"""Work that a busy worker is given beforehand, so that it does not wait for the next message."""
+MAX_QUEUE: Final = 256
+
+
+class Urgency(enum.Enum):
+    """The classes of rule 2."""
+
+    WAITING = enum.auto()
+    ASKED = enum.auto()
+    AHEAD = enum.auto()
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch that exists or is being made."""
+
+    address: Address
+    nbytes: int
+    """Size of the frame; an estimate until it is ready."""
+    ready: bool = False
+    failed: bool = False
+    """It is an exception, which is told once and not kept: another try may go better."""
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request for the batches [start, stop) that is being answered."""
+
+    consumer: Consumer
+    next: int
+    """The batch that the client waits for."""
+    stop: int
+    cursor: int
+    """All batches of the request before this one exist or are being made."""
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """One client's passage through one run."""
+
+    name: str
+    run: Run
+    position: int
+    """It was sent all batches before this one, or does not want them."""
+    served: float
+    """Seconds of worker time spent for it."""
+    last_seen: float
+    sent_beyond: set[int] = field(default_factory=set)
+    """What it was sent out of order, on another connection."""
+    asks: list[Ask] = field(default_factory=list)
+    ahead_cursor: int = 0
+    ahead_stop: int = 0
+    """Work ahead is wanted in [ahead_cursor, ahead_stop)."""
+
+    def distance(self, k: int) -> int | None:
+        """How many batches from now it wants batch k; None when it does not want it."""
+        # an ask may stand before the position: another connection of the consumer asked for the same
+        found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
+        if found is None and k >= self.position and k not in self.sent_beyond:
+            found = k - self.position
+        return found
+
+
+@dataclass(slots=True)
+class _RunState:
+    batches: dict[int, Batch] = field(default_factory=dict)
+    consumers: list[Consumer] = field(default_factory=list)
+
+    def distance(self, k: int) -> int | None:
+        """How many batches from now the first consumer wants batch k; None when nobody does."""
+        return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Have `worker` make a batch."""
+
+    worker: int
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Let go of a finished batch."""
+
+    address: Address
+
+
+class Dispatcher:
+    """See the module.
+
+    Args:
+        memory_budget: Bytes that frames may take together.
+    """
+
+    def __init__(self, memory_budget: int) -> None:
+        self._budget = memory_budget
+        self._used = 0
+        self._count = 0
+        self._runs: dict[Run, _RunState] = {}
+        self._unwanted: dict[Address, None] = {}
+        """Ready batches that nobody wants, the longest unused first."""
+        self._deaths: dict[Address, int] = {}
+        """Batches that a dead worker had: how often it was surely their fault."""
+        self._told: dict[Address, None] = {}
+        """Failures that were sent."""
+        self._queues: dict[int, deque[Address]] = {}
+        """What each worker has to do, in its order."""
+        self._consumers: dict[tuple[str, Run], Consumer] = {}
+        self._active: dict[Consumer, None] = {}
+        """Those for whom there may be something to begin; the many idle ones are not looked at."""
+        self._level = 0.0
+        """What the consumer for which a batch was begun last had been served: who wants something anew starts there."""
+        self._scans_to_skip = 0
+        self._seconds: dict[str, float] = {}
+        self._sizes: dict[str, float] = {}
+
+    # -- what happened: consumers
+
+    def ask(self, name: str, run: Run, batches: int, start: int, stop: int, ahead: int, now: float) -> Ask:
+        """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them."""
+        consumer = self._consumers.get((name, run))
+        if consumer is None:
+            consumer = self._join(name, run, start, now)
+        if consumer not in self._active:
+            # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
+            consumer.served = max(consumer.served, self._level)
+        consumer.last_seen = now
+        asked = Ask(consumer, start, stop, start)
+        if not consumer.position <= start <= consumer.position + MAX_BEHIND:
+            consumer.sent_beyond.clear()
+            self._move(consumer, start)
+        consumer.asks.append(asked)
+        for k in consumer.sent_beyond:
+            if start <= k < stop:
+                self._unwanted.pop(Address(*run, k), None)
+        furthest = max(ask.stop for ask in consumer.asks)
+        consumer.ahead_cursor = furthest
+        consumer.ahead_stop = min(batches, furthest + ahead)
+        self._active[consumer] = None
+        return asked
+
+    def sent(self, ask: Ask, now: float) -> None:
+        """The batch ``ask.next`` was handed to the connection."""
+        consumer = ask.consumer
+        consumer.last_seen = now
+        k = ask.next
+        if k >= consumer.position:
+            consumer.sent_beyond.add(k)
+        ask.next += 1
+        ask.cursor = max(ask.cursor, ask.next)
+        position = consumer.position
+        while position in consumer.sent_beyond:
+            consumer.sent_beyond.remove(position)
+            position += 1
+        if len(consumer.sent_beyond) > MAX_BEHIND:  # it skips batches: they come from another server
+            position = max(consumer.sent_beyond) + 1
+            consumer.sent_beyond.clear()
+        if position != consumer.position:
+            self._move(consumer, position)
+        self._let_go(consumer.run, (k,))
+        batch = self._runs[consumer.run].batches.get(k)
+        if batch is not None and batch.failed:
+            self._told[batch.address] = None
+
+    def close(self, ask: Ask) -> None:
+        """The request is answered, or its client has gone."""
+        ask.consumer.asks.remove(ask)
+        self._let_go(ask.consumer.run, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
+
+    def forget_idle(self, now: float) -> list[Consumer]:
+        """Forget the consumers that have not asked for so long that they have probably gone."""
+        gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
+        for consumer in gone:
+            del self._consumers[consumer.name, consumer.run]
+            self._active.pop(consumer, None)
+            state = self._runs[consumer.run]
+            state.consumers.remove(consumer)
+            self._let_go(consumer.run, state.batches)
+            self._drop_empty(consumer.run)
+        return gone
+
+    # -- what happened: workers
+
+    def worker_ready(self, worker: int) -> None:
+        """A worker can take batches."""
+        self._queues[worker] = deque()
+
+    def worker_lost(self, worker: int) -> list[Address]:
+        """A worker died. What it had is made again, but for a batch that has killed too many.
+
+        Returns:
+            The batches that are given up; `finished` must be told what stands in their place.
+        """
+        queue = self._queues.pop(worker, deque())
+        given_up = []
+        for address in queue:
+            # Of several batches it cannot be told which one did it: from now on each is given to a worker that has
+            # nothing else, and then it can.
+            self._deaths[address] = self._deaths.get(address, 0) + (len(queue) == 1)
+            if self._deaths[address] >= MAX_ATTEMPTS:
+                given_up.append(address)
+            else:
+                self._remove(address)
+        return given_up
+
+    def finished(
+        self, worker: int | None, address: Address, nbytes: int, seconds: float = 0.0, *, failed: bool = False
+    ) -> None:
+        """A batch is ready; `worker` is None for a failure that the server itself put in its place."""
+        if worker is not None:
+            self._queues[worker].remove(address)
+            self._seconds[address.loader] = _smoothed(self._seconds.get(address.loader), seconds)
+            self._sizes[address.loader] = _smoothed(self._sizes.get(address.loader), nbytes)
+        self._deaths.pop(address, None)
+        run = (address.loader, address.epoch)
+        batch = self._runs[run].batches[address.batch]
+        self._used += nbytes - batch.nbytes
+        batch.nbytes = nbytes
+        batch.ready = True
+        batch.failed = failed
+        self._let_go(run, (address.batch,))
+
+    def forget_loader(self, key: str) -> None:
+        """What was learned of a loader that is not registered any more."""
+        self._seconds.pop(key, None)
+        self._sizes.pop(key, None)
+
+    # -- what can be asked
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        return self._used
+
+    def consumers(self) -> Iterable[Consumer]:
+        """Those that are known now."""
+        return self._consumers.values()
+
+    def is_busy(self, worker: int) -> bool:
+        """Whether the worker has a batch to make."""
+        return bool(self._queues.get(worker))
+
+    # -- what to do now
+
+    def decide(self) -> list[Start | Evict]:
+        """What is to be done, in this order."""
+        actions: list[Start | Evict] = [self._evict(address) for address in list(self._told)]
+        self._begin(actions)
+        for consumer in [c for c in self._active if not c.asks and c.ahead_cursor >= c.ahead_stop]:
+            del self._active[consumer]
+        while self._unwanted and (self._used > self._budget * CACHE_SHARE or self._count > MAX_BATCHES * CACHE_SHARE):
+            actions.append(self._evict(next(iter(self._unwanted))))
+        return actions
+
+    def _begin(self, actions: list[Start | Evict]) -> None:
+        """Begin batches, class by class, each for the consumer that was served least by then."""
+        for urgency in Urgency:
+            left = [consumer for consumer in self._active if self._next(consumer, urgency) is not None]
+            while left:
+                consumer = min(left, key=lambda consumer: consumer.served)
+                k = self._next(consumer, urgency)
+                if k is None:
+                    left.remove(consumer)
+                    continue
+                address = Address(*consumer.run, k)
+                worker = self._free_worker(address)
+                if worker is None:
+                    return  # what is less urgent must not take the worker for which this one waits
+                if not self._start(worker, address, consumer.distance(k) or 0, urgency, actions):
+                    left.remove(consumer)
+                    continue
+                self._level = max(self._level, consumer.served)
+                consumer.served += self._seconds.get(consumer.run[0], 0.001)
+
+    def _start(
+        self, worker: int, address: Address, distance: int, urgency: Urgency, actions: list[Start | Evict]
+    ) -> bool:
+        estimate = int(self._sizes.get(address.loader, 0))
+        evicted = self._make_room(estimate, distance, at_any_price=urgency is Urgency.WAITING)
+        if evicted is None:
+            return False
+        actions += evicted
+        self._runs[address.loader, address.epoch].batches[address.batch] = Batch(address, estimate)
+        self._used += estimate
+        self._count += 1
+        self._queues[worker].append(address)
+        actions.append(Start(worker, address))
+        return True
+
+    def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
+        """The consumer's first batch of that class that is not begun."""
+        batches = self._runs[consumer.run].batches
+        if urgency is Urgency.WAITING:
+            return next((ask.next for ask in consumer.asks if ask.next < ask.stop and ask.next not in batches), None)
+        if urgency is Urgency.ASKED:
+            for ask in consumer.asks:
+                stop = min(ask.stop, ask.next + MAX_ASKED)
+                ask.cursor = _first_missing(batches, ask.cursor, stop)
+                if ask.cursor < stop:
+                    return ask.cursor
+            return None
+        while consumer.ahead_cursor < consumer.ahead_stop and (
+            consumer.ahead_cursor in batches or consumer.distance(consumer.ahead_cursor) is None
+        ):
+            consumer.ahead_cursor += 1
+        return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
+
+    def _free_worker(self, address: Address) -> int | None:
+        """The worker with the least to do, if it can take this batch besides."""
+        suspect = address in self._deaths
+        # beside a suspect nothing else is queued, nor a suspect beside anything
+        open_ = [n for n, queue in self._queues.items() if not queue or not (suspect or queue[-1] in self._deaths)]
+        worker = min(open_, key=lambda number: len(self._queues[number]), default=None)
+        if worker is None or not self._queues[worker]:
+            return worker
+        queue = self._queues[worker]
+        seconds = self._seconds.get(queue[-1].loader, QUEUE_SECONDS)
+        room = min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
+        return worker if len(queue) <= room else None
+
+    # -- memory
+
+    def _is_full(self, nbytes: int = 0) -> bool:
+        return self._used + nbytes > self._budget or self._count >= MAX_BATCHES
+
+    def _make_room(self, nbytes: int, distance: int, *, at_any_price: bool) -> list[Evict] | None:
+        """Let go of what may go for a batch that is wanted `distance` batches from now.
+
+        Returns:
+            What was let go, or None when the batch has no room: then nothing was.
+        """
+        if not self._is_full(nbytes):
+            return []
+        evicted: list[Evict] = []
+        if at_any_price or self._would_fit(nbytes, []):
+            evicted += self._evict_unwanted(nbytes)
+            if not self._is_full(nbytes):
+                return evicted
+        # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
+        if self._scans_to_skip and not at_any_price:
+            self._scans_to_skip -= 1
+            return None
+        candidates = self._may_go(distance, at_any_price=at_any_price)
+        later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
+        if not at_any_price and not self._would_fit(nbytes, later):
+            self._scans_to_skip = self._count // 16
+            return None
+        evicted += self._evict_unwanted(nbytes)
+        enough = min(0.9 * self._budget, self._budget - nbytes)
+        for batch in later:
+            if self._used <= enough and self._count < 0.9 * MAX_BATCHES:
+                break
+            evicted.append(self._evict(batch.address))
+        return evicted
+
+    def _evict_unwanted(self, nbytes: int) -> list[Evict]:
+        """Let go of what nobody wants, the longest unused first, until there is room."""
+        evicted = []
+        while self._is_full(nbytes) and self._unwanted:
+            evicted.append(self._evict(next(iter(self._unwanted))))
+        return evicted
+
+    def _would_fit(self, nbytes: int, later: list[Batch]) -> bool:
+        """Whether there is room when all that nobody wants, and `later`, is let go."""
+        unwanted = (self._runs[a.loader, a.epoch].batches[a.batch] for a in self._unwanted)
+        going = [*unwanted, *later]
+        freed = sum(batch.nbytes for batch in going)
+        return self._used - freed + nbytes <= self._budget and self._count - len(going) < MAX_BATCHES
+
+    def _may_go(self, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
+        """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
+
+        Those are wanted by consumers that are not there at the moment, and may never be again.
+        """
+        for state in self._runs.values():
+            asks = [ask for consumer in state.consumers for ask in consumer.asks]
+            for k, batch in state.batches.items():
+                found = state.distance(k)
+                if not batch.ready or found is None:
+                    continue
+                if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
+                    yield found, batch
+
+    def _evict(self, address: Address) -> Evict:
+        self._unwanted.pop(address, None)
+        self._told.pop(address, None)
+        self._remove(address)
+        return Evict(address)
+
+    def _remove(self, address: Address) -> None:
+        """The batch does not exist any more: whoever wants it must come by it again."""
+        run = (address.loader, address.epoch)
+        state = self._runs[run]
+        self._used -= state.batches.pop(address.batch).nbytes
+        self._count -= 1
+        for consumer in state.consumers:
+            for ask in consumer.asks:
+                if ask.next <= address.batch < ask.cursor:
+                    ask.cursor = address.batch
+            furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
+            if furthest <= address.batch < consumer.ahead_cursor and consumer.distance(address.batch) is not None:
+                consumer.ahead_cursor = address.batch
+                self._active[consumer] = None
+        self._drop_empty(run)
+
+    # -- who wants what
+
+    def _join(self, name: str, run: Run, position: int, now: float) -> Consumer:
+        consumer = Consumer(name, run, position, self._level, now)
+        self._consumers[name, run] = consumer
+        state = self._runs.setdefault(run, _RunState())
+        state.consumers.append(consumer)
+        self._want_again(state)
+        return consumer
+
+    def _move(self, consumer: Consumer, position: int) -> None:
+        """The consumer's next batch is `position` now."""
+        before, consumer.position = consumer.position, position
+        state = self._runs[consumer.run]
+        if position < before:
+            self._want_again(state)
+        elif position - before <= len(state.batches):
+            self._let_go(consumer.run, range(before, position))
+        else:
+            self._let_go(consumer.run, list(state.batches))
+
+    def _want_again(self, state: _RunState) -> None:
+        for k, batch in state.batches.items():
+            if batch.address in self._unwanted and state.distance(k) is not None:
+                del self._unwanted[batch.address]
+
+    def _let_go(self, run: Run, numbers: Iterable[int]) -> None:
+        """Mark those of these batches that nobody wants."""
+        state = self._runs[run]
+        for k in numbers:
+            batch = state.batches.get(k)
+            if batch is not None and batch.ready and state.distance(k) is None:
+                self._unwanted[batch.address] = None
+
+    def _drop_empty(self, run: Run) -> None:
+        state = self._runs[run]
+        if not state.batches and not state.consumers:
+            del self._runs[run]
+            for address in [a for a in self._deaths if (a.loader, a.epoch) == run]:
+                del self._deaths[address]
+
+
+def _first_missing(batches: dict[int, Batch], cursor: int, stop: int) -> int:
+    while cursor < stop and cursor in batches:
+        cursor += 1
+    return cursor
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else 0.8 * before + 0.2 * now

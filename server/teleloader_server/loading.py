@@ -1,0 +1,205 @@
+"""From a task to a frame: indices -> samples -> batch -> bytes. Runs in workers; knows nothing of processes."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.datasets import HostedDataset
+from teleloader_shared.codec import Address, Failure, FrameWriter
+from teleloader_shared.plan import Plan
+from teleloader_shared.seeding import derive
+from teleloader_shared.spec import LoaderSpec
+
+MAX_TEXT: Final = 64 * 1024
+"""Characters of an exception's message or traceback that travel."""
+MAX_INDICES: Final = 1000
+"""Indices of a failed batch that travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A batch to be made. The plan is computed by the worker: a few numbers travel to it, not an index list."""
+
+    spec: LoaderSpec
+    length: int
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a task went; times in seconds."""
+
+    samples: int
+    failed: bool
+    fetch: float
+    collate: float
+    encode: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole time."""
+        return self.fetch + self.collate + self.encode
+
+
+class Loading:
+    """Makes the frames of tasks.
+
+    Args:
+        hosted: The datasets by name.
+        worker: Number of the worker that this runs in, -1 in the server's own process.
+        max_batch_bytes: The largest frame that may be.
+        torch_loaded: Called when a dataset has loaded torch in the middle of a batch.
+    """
+
+    def __init__(
+        self,
+        hosted: Mapping[str, HostedDataset],
+        worker: int,
+        max_batch_bytes: int,
+        torch_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._torch_loaded = torch_loaded
+        self._hosted = hosted
+        self._worker = worker
+        # sys.exit() ends a worker process, but must not end the thread of a server without workers
+        self._caught: type[BaseException] = BaseException if worker < 0 else Exception
+        self._max_batch_bytes = max_batch_bytes
+        self._plan = lru_cache(maxsize=64)(Plan)
+
+    def load(self, task: Task, place: Callable[[int], NDArray[np.uint8]]) -> tuple[int, Report]:
+        """Write the frame of `task` to a buffer that `place(nbytes)` gives; an exception becomes a failure frame.
+
+        Returns:
+            The frame's size, and how it went.
+        """
+        plan = self._plan(task.spec, task.length, task.address.epoch)
+        indices: list[int] = plan[task.address.batch].tolist()
+        padding = plan.padding(task.address.batch)
+        started = fetched = collated = time.perf_counter()
+        failed = False
+        try:
+            hosted = self._hosted[task.spec.dataset]
+            samples = self._fetch(hosted, task, indices)
+            fetched = collated = time.perf_counter()
+            batch = _collate(hosted, task, samples)
+            collated = time.perf_counter()
+            writer = self._writer(task, batch, padding)
+            writer.write(place(writer.nbytes))
+        except self._caught as error:
+            failed = True
+            writer = FrameWriter(task.address, describe(error, indices, self._worker), checksum=task.spec.checksum)
+            writer.write(place(writer.nbytes))
+        ended = time.perf_counter()
+        report = Report(
+            samples=len(indices), failed=failed, fetch=fetched - started, collate=collated - fetched,
+            encode=ended - collated,
+        )  # fmt: skip
+        return writer.nbytes, report
+
+    def _fetch(self, hosted: HostedDataset, task: Task, indices: list[int]) -> list[Any]:
+        if "torch" in sys.modules:
+            return _fetch(hosted, task, indices)
+        try:
+            samples = _fetch(hosted, task, indices)
+        except Exception:
+            if "torch" not in sys.modules:
+                raise
+        else:
+            if "torch" not in sys.modules:
+                return samples
+        # the dataset loaded torch just now, and drew from it before it could be seeded: once more, as every other time
+        self._torch_loaded()
+        return _fetch(hosted, task, indices)
+
+    def _writer(self, task: Task, content: object, padding: int) -> FrameWriter:
+        return FrameWriter(
+            task.address, content, padding=padding, checksum=task.spec.checksum, compression=task.spec.compression,
+            max_bytes=self._max_batch_bytes,
+        )  # fmt: skip
+
+
+def describe(error: BaseException, indices: Sequence[int], worker: int) -> Failure:
+    """What travels of an exception."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot even be printed must not hide itself
+        message = f"<{name} whose str() fails>"
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - as above
+        text = f"{name}: {message}\n"
+    return Failure(
+        type=_utf8(name), message=_utf8(message[:MAX_TEXT]), traceback=_utf8(_cut(text)),
+        indices=list(indices[:MAX_INDICES]), worker=worker,
+    )  # fmt: skip
+
+
+def _cut(text: str) -> str:
+    """The text without its middle: a long message must not push out the lines that it came from."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2 - 10]}\n[...]\n{text[-MAX_TEXT // 2 + 10 :]}"
+
+
+def seed_all(seed: int) -> None:
+    """Seed `random`, NumPy's legacy generator and, when it is loaded, torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # torch.manual_seed looks for every accelerator besides, which takes 80 us, for each batch
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """What was drawn inside leaves no trace: for loading in a process that draws random numbers for itself."""
+    python, legacy = random.getstate(), np.random.get_state()
+    torch = sys.modules.get("torch")
+    torch_state = torch.get_rng_state() if torch is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        if torch is not None:
+            torch.set_rng_state(torch_state)
+
+
+def _fetch(hosted: HostedDataset, task: Task, indices: list[int]) -> list[Any]:
+    spec, epoch, dataset = task.spec, task.address.epoch, hosted.dataset
+    per_sample = hosted.info.seeding == "sample"
+    if not per_sample:
+        seed_all(derive("batch", spec.seed, epoch, spec.rank, task.address.batch))
+        if getattr(dataset, "__getitems__", None) is not None and spec.batch_size is not None:
+            samples: list[Any] = dataset.__getitems__(indices)
+            return samples
+    samples = []
+    for index in indices:
+        if per_sample:
+            seed_all(derive("sample", spec.seed, epoch, index))
+        try:
+            samples.append(dataset[index])
+        except StopIteration as stop:
+            # torch lets it end the epoch silently: samples are lost and nobody knows
+            raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
+    return samples
+
+
+def _collate(hosted: HostedDataset, task: Task, samples: list[Any]) -> Any:
+    return hosted.convert_sample(samples[0]) if task.spec.batch_size is None else hosted.collate_batch(samples)
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

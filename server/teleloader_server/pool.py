@@ -1,0 +1,74 @@
+"""The pool: places that turn tasks into frames.
+
+A pool decides nothing: it runs each task in the place that it is given, and says what happened. This is its interface;
+`pool_inprocess` and `pool_processes` are the implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.loading import Report, Task
+from teleloader_shared.messages import DatasetInfo
+
+Lease = NDArray[np.uint8]
+"""A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
+
+
+class PoolListener(Protocol):
+    """What a pool says; called in the event loop."""
+
+    def worker_ready(self, worker: int) -> None:
+        """The worker can take tasks."""
+
+    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
+        """A task that was submitted to the worker is a frame."""
+
+    def no_worker_starts(self, reason: str) -> None:
+        """Workers die again and again before they are ready; they are still tried."""
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], reason: str) -> None:
+        """The worker's process ended with these tasks undone, the first of them begun; another will be ready soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What the pool knows of one place."""
+
+    worker: int
+    pid: int | None
+    ready: bool
+    restarts: int
+    last_exit: str | None
+    last_restart: float | None
+
+
+class Pool(Protocol):
+    """Places for tasks."""
+
+    async def start(self, listener: PoolListener) -> list[DatasetInfo]:
+        """Build the datasets, then start the workers in the background.
+
+        Raises:
+            ConfigError: When a dataset cannot be built; nothing is left running.
+        """
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Have a ready worker do a task after those that it has."""
+
+    def workers(self) -> list[WorkerState]:
+        """The places and their state."""
+
+    def pids(self) -> list[int]:
+        """All processes of the pool."""
+
+    def mapped_bytes(self) -> int:
+        """Shared memory that is mapped for frames, used or free."""
+
+    async def close(self) -> None:
+        """End all processes and wait for them."""

@@ -1,0 +1,94 @@
+"""The pool of ``num_workers=0``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+
+from teleloader_server.config import Limits
+from teleloader_server.datasets import HostedDataset
+from teleloader_server.loading import Loading, Task, untouched_random_state
+from teleloader_server.pool import Lease, PoolListener, WorkerState
+from teleloader_shared.messages import DatasetInfo
+
+LAST_WORDS: Final = 2.0
+"""Seconds that the batch at hand has to be finished when the server stops."""
+
+
+class InProcessPool:
+    """One place in the server's own process, for debugging: breakpoints and tracebacks are where the user is.
+
+    Args:
+        open_datasets: Called once, in the pool's own thread.
+        limits: What the pool may take.
+    """
+
+    def __init__(self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
+        self._open_datasets = open_datasets
+        self._limits = limits
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        # a daemon, because user code that never returns must not keep the process from ending
+        self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
+
+    async def start(self, listener: PoolListener) -> list[DatasetInfo]:
+        """Build the datasets."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
+        self._thread.start()
+        hosted = await self._opened
+        self._loop.call_soon(listener.worker_ready, 0)
+        return [dataset.info for dataset in hosted.values()]
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Have the thread do a task after those that it has."""
+        self._tasks.put(task)
+
+    def workers(self) -> list[WorkerState]:
+        """The one place."""
+        return [WorkerState(0, os.getpid(), ready=True, restarts=0, last_exit=None, last_restart=None)]
+
+    def pids(self) -> list[int]:
+        """No process but the server's own."""
+        return []
+
+    def mapped_bytes(self) -> int:
+        """No shared memory."""
+        return 0
+
+    async def close(self) -> None:
+        """Wait for the task at hand, but not for ever."""
+        self._tasks.put(None)
+        await self._loop.run_in_executor(None, self._thread.join, LAST_WORDS)
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+            try:
+                hosted = self._open_datasets()
+            except Exception as error:  # noqa: BLE001 - it is raised where the pool is started
+                self._loop.call_soon_threadsafe(self._opened.set_exception, error)
+                return
+            self._loop.call_soon_threadsafe(self._opened.set_result, hosted)
+            loading = Loading(hosted, -1, self._limits.max_batch_bytes)
+            while (task := self._tasks.get()) is not None:
+                self._load(loading, task)
+
+    def _load(self, loading: Loading, task: Task) -> None:
+        buffers: list[Lease] = []
+
+        def place(nbytes: int) -> Lease:
+            buffers.append(np.empty(nbytes, np.uint8))
+            return buffers[-1]
+
+        with untouched_random_state():
+            nbytes, report = loading.load(task, place)
+        self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, buffers[-1][:nbytes], report)

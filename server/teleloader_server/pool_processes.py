@@ -1,0 +1,328 @@
+"""The pool of worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from teleloader_server.arena import Mapping as SlotMapping
+from teleloader_server.channel import Channel
+from teleloader_server.config import ConfigError, Limits
+from teleloader_server.loading import Report, Task
+from teleloader_server.pool import PoolListener, WorkerState
+from teleloader_server.template import Template
+from teleloader_server.worker import WorkerSettings, exit_reason
+from teleloader_shared.messages import DatasetInfo
+
+logger = logging.getLogger(__name__)
+
+FIRST_RESPAWN_DELAY: Final = 0.05
+LAST_RESPAWN_DELAY: Final = 5.0
+UNREADY_DEATHS: Final = 3
+"""After so many deaths of a place's processes before they were of use, clients are told that no worker starts."""
+
+
+class _Process:
+    """One worker process: its channel, its tasks, its slots."""
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.born = time.monotonic()
+        self.pid: int | None = None
+        self.ready = False
+        self.useful = False
+        self.tasks: dict[int, Task] = {}
+        self.loaders: set[str] = set()
+        self.slots: dict[int, SlotMapping] = {}
+        self.flush_due = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """One place of the pool, whichever process fills it."""
+
+    process: _Process
+    restarts: int = 0
+    last_exit: str | None = None
+    last_restart: float | None = None
+    died: float | None = None
+    failures_in_a_row: int = 0
+    respawn: asyncio.TimerHandle | None = None
+    """When its process has died and the next one is not forked yet."""
+
+
+class ProcessPool:
+    """Worker processes, forked from a template process.
+
+    Args:
+        make_template: Starts the template: `Template.spawn` or `Template.fork` with its arguments.
+        limits: What the pool may take.
+    """
+
+    def __init__(self, make_template: Callable[[], Template], limits: Limits) -> None:
+        self._make_template = make_template
+        self._limits = limits
+        self._places: dict[int, _Place] = {}
+        self._task_ids = itertools.count()
+        self._closing = False
+        self._restarting: asyncio.Task[None] | None = None
+
+    async def start(self, listener: PoolListener) -> list[DatasetInfo]:
+        """Start the template, wait until it has built the datasets, have it fork the workers."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._infos = await self._start_template()
+        for number in range(self._limits.num_workers):
+            self._places[number] = _Place(self._fork(number))
+        return self._infos
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Send the task; what the worker does not know of its loader goes before."""
+        process = self._places[worker].process
+        task_id = next(self._task_ids)
+        process.tasks[task_id] = task
+        address = task.address
+        if address.loader not in process.loaders:
+            process.loaders.add(address.loader)
+            self._put(process, ["loader", address.loader, task.spec.to_json(), task.length])
+        self._put(process, ["task", task_id, address.loader, address.epoch, address.batch])
+
+    def workers(self) -> list[WorkerState]:
+        """The places and their state."""
+        return [
+            WorkerState(
+                number, place.process.pid, place.process.ready, place.restarts, place.last_exit, place.last_restart
+            )
+            for number, place in self._places.items()
+        ]
+
+    def pids(self) -> list[int]:
+        """The template and the workers."""
+        return [self._template.pid, *(p.process.pid for p in self._places.values() if p.process.pid is not None)]
+
+    def mapped_bytes(self) -> int:
+        """Shared memory of all slots."""
+        return sum(slot.size for place in self._places.values() for slot in place.process.slots.values())
+
+    async def close(self) -> None:
+        """Close the channels, upon which the processes end, and wait for the template."""
+        self._closing = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._restarting
+        for place in self._places.values():
+            self._forget(place.process)
+        if self._template.channel.fileno() != -1:
+            self._loop.remove_reader(self._template.channel)
+        await self._loop.run_in_executor(None, self._template.reap)
+
+    # -- the template
+
+    async def _start_template(self) -> list[DatasetInfo]:
+        template = self._template = self._make_template()
+        built: asyncio.Future[list[Any]] = self._loop.create_future()
+
+        def receive() -> None:
+            try:
+                messages = template.channel.receive()
+            except EOFError:
+                messages = [["failed", "the process that builds the datasets ended without a word; see its output"]]
+            for message in messages:
+                if not built.done():
+                    built.set_result(message)
+
+        self._loop.add_reader(template.channel, receive)
+        try:
+            word, content = await built
+        except asyncio.CancelledError:
+            self._loop.remove_reader(template.channel)
+            template.channel.close()
+            raise
+        self._loop.remove_reader(template.channel)
+        if word == "failed":
+            await self._loop.run_in_executor(None, template.reap)
+            raise ConfigError(content)
+        self._loop.add_reader(template.channel, self._receive_from_template)
+        return [DatasetInfo(**info) for info in content]
+
+    def _receive_from_template(self) -> None:
+        try:
+            messages = self._template.channel.receive()
+        except EOFError:
+            self._loop.remove_reader(self._template.channel)
+            logger.error("the template process (pid %d) died; starting another", self._template.pid)
+            self._restarting = self._loop.create_task(self._restart_template())
+            return
+        for message in messages:
+            match message:
+                case ["forked", int(number), int(pid)]:
+                    self._places[number].process.pid = pid
+                case ["exited", int(pid), int(status)]:
+                    self._exited(pid, exit_reason(status))
+
+    async def _restart_template(self) -> None:
+        # the kernel ends the workers with their parent, so all places are lost together
+        lost = [place.process for place in self._places.values()]
+        await self._loop.run_in_executor(None, self._template.reap)
+        for process in lost:
+            # they are ours only where we adopt orphans: as a container's first process
+            if process.pid is not None:
+                with suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+        delay = FIRST_RESPAWN_DELAY
+        while True:
+            try:
+                infos = await self._start_template()
+                if infos == self._infos:
+                    break
+                await self._loop.run_in_executor(None, self._template.reap)
+                logger.error("the datasets changed since the start: start the server anew to host %s", infos)
+            except ConfigError as error:
+                logger.error("the datasets cannot be built again: %s", error)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LAST_RESPAWN_DELAY)
+        for process in lost:
+            self._lose(process, f"worker {process.number} (pid {process.pid}) ended with the template process")
+
+    # -- the workers
+
+    def _fork(self, number: int) -> _Process:
+        channel, theirs = Channel.pair()
+        limits = self._limits
+        free_limit = limits.memory_budget // limits.num_workers
+        with theirs:
+            settings = WorkerSettings(number, limits.num_workers, limits.max_batch_bytes, free_limit)
+            self._template.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
+        process = _Process(number, channel)
+        self._loop.add_reader(channel, self._receive, process)
+        return process
+
+    def _receive(self, process: _Process) -> bool:
+        """Take what a worker says; False when it says no more for now."""
+        try:
+            messages = process.channel.receive()
+        except BlockingIOError:
+            return False
+        except EOFError:
+            # how it ended is told by the template, which is its parent
+            self._loop.remove_reader(process.channel)
+            return False
+        for message in messages:
+            match message:
+                case ["done", list(finished)]:
+                    for task_id, frame, nbytes, *report in finished:
+                        self._done(process, task_id, frame, nbytes, Report(*report))
+                case ["slot", int(slot), int(size)]:
+                    self._map(process, slot, size)
+                case ["retract", int(slot)]:
+                    del process.slots[slot]
+                case ["ready", int(pid)]:
+                    process.pid = pid
+                    self._ready(process)
+        return True
+
+    def _map(self, process: _Process, slot: int, size: int) -> None:
+        try:
+            process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
+        except OSError as error:
+            # its batches cannot be reached: another worker makes them again
+            logger.error("no memory of worker %d (pid %s) can be mapped: %s", process.number, process.pid, error)
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+
+    def _ready(self, process: _Process) -> None:
+        process.ready = True
+        place = self._places[process.number]
+        if place.died is not None:
+            place.last_restart = time.monotonic() - place.died
+            place.died = None
+            logger.warning("worker %d is back as pid %s after %.3f s", process.number, process.pid, place.last_restart)
+        self._listener.worker_ready(process.number)
+
+    def _done(self, process: _Process, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
+        process.useful = True
+        if isinstance(frame, bytes):
+            lease = np.frombuffer(frame, np.uint8)
+        elif frame not in process.slots:
+            return  # see `_map`
+        else:
+            lease = process.slots[frame].lease(nbytes, lambda: self._released(process, frame))
+        self._listener.task_done(process.number, process.tasks.pop(task_id), lease, report)
+
+    def _released(self, process: _Process, slot: int) -> None:
+        """Nobody reads a slot any more; called in whichever thread let go of it."""
+        with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+            self._loop.call_soon_threadsafe(self._put, process, ["free", slot])
+
+    def _put(self, process: _Process, message: list[Any]) -> None:
+        """Send a message soon: one system call carries all that is said to a worker at a time."""
+        process.channel.put(message)
+        if not process.flush_due:
+            process.flush_due = True
+            self._loop.call_soon(self._flush, process)
+
+    def _flush(self, process: _Process) -> None:
+        process.flush_due = False
+        if process.channel.fileno() == -1:
+            return
+        if process.channel.flush():
+            self._loop.remove_writer(process.channel)
+        else:
+            process.flush_due = True
+            self._loop.add_writer(process.channel, self._flush, process)
+
+    def _exited(self, pid: int, reason: str) -> None:
+        for place in self._places.values():
+            if place.process.pid == pid:
+                while self._receive(place.process):  # frames that it finished before it ended are as good as any
+                    pass
+                self._lose(place.process, f"worker {place.process.number} (pid {pid}) {reason}")
+
+    def _lose(self, process: _Process, reason: str) -> None:
+        tasks = list(process.tasks.values())
+        self._forget(process)
+        place = self._places[process.number]
+        if self._closing or place.process is not process or place.respawn is not None:
+            return
+        place.restarts += 1
+        place.last_exit = reason
+        place.died = time.monotonic()
+        place.failures_in_a_row = 0 if process.useful else place.failures_in_a_row + 1
+        # a worker that dies before it finished anything is likely to die again: do not burn the machine on it
+        delay = 0.0
+        if place.failures_in_a_row:
+            delay = min(FIRST_RESPAWN_DELAY * 2 ** (place.failures_in_a_row - 1), LAST_RESPAWN_DELAY)
+        logger.warning("%s with %d batches to do; replacing it in %.2f s", reason, len(tasks), delay)
+        place.respawn = self._loop.call_later(delay, self._respawn, place)
+        self._listener.worker_lost(process.number, tasks, reason)
+        if place.failures_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):
+            self._listener.no_worker_starts(reason)
+
+    def _respawn(self, place: _Place) -> None:
+        place.respawn = None
+        if self._restarting is not None and not self._restarting.done():
+            place.respawn = self._loop.call_later(FIRST_RESPAWN_DELAY, self._respawn, place)
+        elif not self._closing:
+            place.process = self._fork(place.process.number)
+
+    def _forget(self, process: _Process) -> None:
+        process.ready = False
+        process.tasks.clear()
+        process.slots.clear()  # a frame that is still being sent keeps its own
+        if process.channel.fileno() != -1:
+            self._loop.remove_reader(process.channel)
+            self._loop.remove_writer(process.channel)
+            process.channel.close()

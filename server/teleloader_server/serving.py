@@ -1,0 +1,146 @@
+"""``serve(object)``: a local server for an object of this process, for notebooks and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+from teleloader_server.config import ConfigError, Limits, default_memory_budget
+from teleloader_server.datasets import HostedDataset, host, is_factory
+from teleloader_server.pools import forked_pool
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+
+DEFAULT_NAME: Final = "dataset"
+
+
+@contextmanager
+def serve(
+    dataset: Any,
+    *,
+    name: str = DEFAULT_NAME,
+    num_workers: int = 2,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    version: str = "",
+    seeding: Literal["batch", "sample"] = "batch",
+    memory_budget: int | None = None,
+    max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+    host_address: str = "127.0.0.1",
+    port: int = 0,
+) -> Iterator[str]:
+    """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
+
+    They see the object as it is when the block is entered; what is changed later is not seen.
+
+        with serve(my_dataset, num_workers=2) as url:
+            loader = DataLoader(RemoteDataset(url), batch_size=32)
+
+    Args:
+        dataset: A map-style dataset, a function or class that makes one, or a mapping of names to such.
+        name: What clients call it (a mapping brings its own names).
+        num_workers: Worker processes; 0 loads in a thread of this process, for debugging.
+        collate_fn: Makes a batch of a list of samples, in the workers; None is torch's default_collate.
+        worker_init_fn: Called in each worker with its number, before its first batch.
+        version: What you call this state of the data; see `DatasetConfig.version`.
+        seeding: See `DatasetConfig.seeding`.
+        memory_budget: Bytes that encoded batches may take together; None is 2 GiB, or a quarter of a smaller memory.
+        max_batch_bytes: Bytes of the largest batch.
+        host_address: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+
+    Yields:
+        The server's URL.
+
+    Raises:
+        ConfigError: When the object is no map-style dataset.
+        OSError: When the address is not to be had.
+    """
+    limits = Limits(
+        num_workers=num_workers,
+        memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
+        max_batch_bytes=max_batch_bytes,
+    )
+    named = dataset if isinstance(dataset, Mapping) else {name: dataset}
+    hosted = {
+        key: host(
+            found() if is_factory(found) else found,
+            name=key,
+            collate=collate_fn,
+            collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
+            worker_init=worker_init_fn,
+            version=version,
+            seeding=seeding,
+        )
+        for key, found in named.items()
+    }
+    server = _LocalServer(hosted, limits, host_address, port)
+    url = server.start()
+    try:
+        yield url
+    finally:
+        server.stop()
+
+
+class _LocalServer:
+    """A server in a thread of this process."""
+
+    def __init__(self, hosted: Mapping[str, HostedDataset], limits: Limits, address: str, port: int) -> None:
+        self._hosted = hosted
+        self._limits = limits
+        self._address = address
+        self._port = port
+        self._started: Future[str] = Future()
+        self._stop: Callable[[], object]
+        self._thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
+
+    def start(self) -> str:
+        """Start it and wait until it listens; its URL."""
+        self._thread.start()
+        try:
+            return self._started.result()
+        except BaseException:
+            self._thread.join()
+            raise
+
+    def stop(self) -> None:
+        """Stop it and wait for its end."""
+        self._stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            import uvloop
+        except ModuleNotFoundError as error:
+            self._started.set_exception(
+                ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
+            )
+            return
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        # here, so that a process that hosts nothing does not load fastapi
+        from teleloader_server.app import Server, bind, url_of
+        from teleloader_server.service import LoaderService
+
+        service = LoaderService(forked_pool(self._hosted, self._limits), self._limits)
+        try:
+            listening = bind(self._address, self._port)
+            await service.start()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            self._started.set_exception(error)
+            return
+        server = Server(service, self._address, self._port, grace=1)
+        serving = asyncio.create_task(server.serve([listening]))
+        await server.listening.wait()
+        loop = asyncio.get_running_loop()
+        self._stop = lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+        self._started.set_result(url_of(listening))
+        try:
+            await serving
+        finally:
+            await service.close()

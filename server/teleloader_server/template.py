@@ -1,0 +1,170 @@
+"""The template process: has the datasets built, and forks workers that share them.
+
+It opens no network socket and runs no thread of ours, so that forking it is cheap and safe: N workers share one copy
+of the data, and a dead worker is replaced in milliseconds. It is born in one of two ways: as a clean interpreter that
+imports what the configuration names (`spawn`), or as a fork of the process whose object is hosted (`fork`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from teleloader_server import worker
+from teleloader_server.channel import Channel, close_inherited
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.datasets import HostedDataset, open_datasets
+from teleloader_server.worker import WorkerSettings
+
+_LAST_WORDS: Final = 2.0
+"""Seconds that workers have to end by themselves when the server stops."""
+
+
+class Template:
+    """The template process, as the server sees it: its channel and its end."""
+
+    def __init__(self, channel: Channel, pid: int, wait: Callable[[], object]) -> None:
+        self.channel = channel
+        self.pid = pid
+        self._wait = wait
+
+    @classmethod
+    def spawn(cls, configs: Sequence[DatasetConfig]) -> Template:
+        """Start a clean interpreter that builds the datasets; it says ``built`` or ``failed`` when it has."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            program = "from teleloader_server.template import main; main()"
+            command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+        channel.send(["build", [dataclasses.asdict(config) for config in configs], sys.path])
+        return cls(channel, process.pid, process.wait)
+
+    @classmethod
+    def fork(cls, hosted: Mapping[str, HostedDataset]) -> Template:
+        """Fork this process; the datasets are what they are now."""
+        channel, theirs = Channel.pair()
+        with warnings.catch_warnings():
+            # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _be_forked(theirs, hosted)
+        theirs.close()
+        return cls(channel, pid, lambda: os.waitpid(pid, 0))
+
+    def reap(self) -> None:
+        """Close the channel, which ends the process and its workers, and wait for it."""
+        self.channel.close()
+        with suppress(ChildProcessError):  # it was waited for already
+            self._wait()
+
+
+def main() -> None:
+    """Be a template that was spawned; the command line holds the channel's descriptor and the server's pid."""
+    control = Channel(socket.socket(fileno=int(sys.argv[1])))
+    worker.end_with_parent()
+    if os.getppid() != int(sys.argv[2]):
+        return  # the server ended before it could be noticed
+    worker.leave_signals_to_the_server()
+    try:
+        messages: list[Any] = []
+        while not messages:  # a long one comes in pieces
+            messages = control.receive()
+    except EOFError:
+        return
+    _, configs, path = messages[0]
+    sys.path[:] = path
+    try:
+        hosted = open_datasets(DatasetConfig(**config) for config in configs)
+    except ConfigError as error:
+        control.send(["failed", str(error)])
+        return
+    _serve(control, hosted)
+    # not by way of the interpreter's shutdown, which would wait for threads that user code has started
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> None:
+    """Never returns: whatever happens, the forked copy of the user's process must not go on."""
+    try:
+        control = Channel(theirs)
+        close_inherited(keep=control)
+        worker.end_with_parent()
+        worker.leave_signals_to_the_server()
+        _serve(control, hosted)
+    except BaseException:  # noqa: BLE001 - as above
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _serve(control: Channel, hosted: Mapping[str, HostedDataset]) -> None:
+    """Fork workers on request and report how they end, until the server closes the channel."""
+    # objects that exist now are never looked at by the collector again, so it does not un-share their pages
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()]])
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(key.data, 0)
+                control.send(["exited", key.data, status])
+                continue
+            try:
+                messages = control.receive()
+            except EOFError:
+                _await_workers(selector, control)
+                return
+            for message in messages:
+                settings = WorkerSettings(*message[1])
+                pid = _fork_worker(control, selector, hosted, settings)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                control.send(["forked", settings.number, pid])
+
+
+def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
+    """The server closed the workers' channels too: let them end by themselves before the kernel ends them with us."""
+    selector.unregister(control)
+    deadline = time.monotonic() + _LAST_WORDS
+    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            selector.unregister(key.fd)
+            os.waitpid(key.data, 0)
+
+
+def _fork_worker(
+    control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
+) -> int:
+    end = socket.socket(fileno=control.take_fd())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as in `Template.fork`
+        pid = os.fork()
+    if pid != 0:
+        end.close()
+        return pid
+    code = 1
+    try:
+        worker.end_with_parent()
+        control.close()
+        selector.close()
+        code = worker.main(Channel(end), hosted, settings)
+    finally:
+        os._exit(code)

@@ -1,0 +1,206 @@
+"""A worker process: takes tasks from its channel, writes frames to its arena, says so. No asyncio, no web server."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.arena import Arena, Slot
+from teleloader_server.channel import Channel
+from teleloader_server.datasets import HostedDataset
+from teleloader_server.loading import Loading, Report, Task, describe, seed_all
+from teleloader_server.worker_info import WorkerInfo, set_worker_info
+from teleloader_shared.codec import Address, FrameWriter
+from teleloader_shared.seeding import derive
+from teleloader_shared.spec import LoaderSpec
+
+REPORT_EVERY: Final = 0.002
+"""Seconds in which finished small batches are gathered before the server is told of them in one message."""
+
+INLINE_BYTES: Final = 32 * 1024
+"""Frames up to this size are sent to the server through the channel: a copy costs less than a mapping."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, whatever way it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave_signals_to_the_server() -> None:
+    """Let SIGINT and SIGTERM pass: Ctrl-C and service managers send them to every process, the server decides."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # a handler, not SIG_IGN, which programs that user code starts would inherit
+        signal.signal(number, lambda *_: None)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told at its birth."""
+
+    number: int
+    num_workers: int
+    max_batch_bytes: int
+    """The largest frame that may be."""
+    free_limit: int
+    """Bytes of shared memory that are kept for reuse."""
+
+
+class Worker:
+    """What runs in a worker process.
+
+    Args:
+        channel: Blocking end of the channel to the server.
+        hosted: The datasets by name.
+        settings: What else it is told.
+    """
+
+    def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> None:
+        self._channel = channel
+        self._hosted = hosted
+        self._number = settings.number
+        self._num_workers = settings.num_workers
+        self._loading = Loading(hosted, settings.number, settings.max_batch_bytes, self._adopt_torch)
+        self._arena = Arena(settings.free_limit, self._announce, lambda slot: channel.send(["retract", slot]))
+        self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
+        self._tasks: deque[tuple[int, Task]] = deque()
+        self._finished: list[list[Any]] = []
+        self._reported = 0.0
+        self._current: HostedDataset | None = None
+        self._init_failures: dict[str, BaseException] = {}
+
+    def run(self) -> None:
+        """Work until the server closes the channel.
+
+        Raises:
+            EOFError: When it does.
+        """
+        self._initialise()
+        self._channel.send(["ready", os.getpid()])
+        while True:
+            while not self._tasks:
+                self._report()
+                self._receive()
+                self._reported = time.monotonic()
+            self._work(*self._tasks.popleft())
+            if time.monotonic() - self._reported > REPORT_EVERY:
+                self._report()
+
+    def _initialise(self) -> None:
+        seed = derive("worker", self._number)
+        self._adopt_torch()
+        for name, hosted in self._hosted.items():
+            self._set_info(hosted)
+            seed_all(seed)
+            if hosted.worker_init is not None:
+                try:
+                    hosted.worker_init(self._number)
+                except Exception as error:  # noqa: BLE001 - it arrives at the clients with every batch
+                    self._init_failures[name] = error
+                    print(f"worker_init of dataset {name!r} failed in worker {self._number}:", file=sys.stderr)
+                    traceback.print_exception(error)
+
+    def _adopt_torch(self) -> None:
+        """Do to torch what torch's own workers do, when it is there."""
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)
+            if self._current is not None:
+                self._set_info(self._current)
+
+    def _set_info(self, hosted: HostedDataset) -> None:
+        self._current = hosted
+        seed = derive("worker", self._number)
+        set_worker_info(WorkerInfo(id=self._number, num_workers=self._num_workers, seed=seed, dataset=hosted.dataset))
+
+    def _receive(self) -> None:
+        for message in self._channel.receive():
+            match message:
+                case ["loader", str(key), dict(spec), int(length)]:
+                    self._loaders[key] = (LoaderSpec.from_json(spec), length)
+                case ["task", int(task_id), str(key), int(epoch), int(batch)]:
+                    self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch))))
+                case ["free", int(slot)]:
+                    self._arena.give_back(slot)
+
+    def _work(self, task_id: int, task: Task) -> None:
+        hosted = self._hosted[task.spec.dataset]
+        if hosted is not self._current:
+            self._set_info(hosted)
+        placed: list[Slot | NDArray[np.uint8]] = []
+
+        def place(nbytes: int) -> NDArray[np.uint8]:
+            # a batch that fails while it is written is replaced by its failure
+            for before in placed:
+                if isinstance(before, Slot):
+                    self._arena.give_back(before.number)
+            place = np.empty(nbytes, np.uint8) if nbytes <= INLINE_BYTES else self._arena.take(nbytes)
+            placed[:] = [place]
+            return place.memory if isinstance(place, Slot) else place
+
+        failure = self._init_failures.get(task.spec.dataset)
+        if failure is None:
+            nbytes, report = self._loading.load(task, place)
+        else:
+            writer = FrameWriter(task.address, describe(failure, [], self._number))
+            writer.write(place(writer.nbytes))
+            nbytes, report = writer.nbytes, Report(0, failed=True, fetch=0.0, collate=0.0, encode=0.0)
+        frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
+        self._finished.append(
+            [task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode]
+        )
+
+    def _report(self) -> None:
+        if self._finished:
+            self._channel.send(["done", self._finished])
+            self._finished = []
+        self._reported = time.monotonic()
+
+    def _announce(self, slot: int, fd: int, size: int) -> None:
+        self._channel.send(["slot", slot, size], [fd])
+
+
+def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> int:
+    """Be a worker process until the server ends it.
+
+    Returns:
+        The process's exit code: 0 when the server closed the channel.
+    """
+    gc.enable()
+    code = 1
+    try:
+        Worker(channel, hosted, settings).run()
+    except EOFError:
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:  # noqa: BLE001 - the process ends, and its log must say why
+        traceback.print_exc()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
+
+
+def exit_reason(status: int) -> str:
+    """What ``os.waitpid`` says of a process's end, in words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        known = number in set(signal.Signals)
+        return f"killed by signal {signal.Signals(number).name if known else number}"
+    return f"exited with code {os.waitstatus_to_exitcode(status)}"
