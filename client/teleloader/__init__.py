@@ -1,0 +1,54 @@
+"""teleloader: PyTorch's DataLoader, with its workers on another machine.
+
+from teleloader import DataLoader, RemoteDataset
+
+dataset = RemoteDataset("http://cpu-box:8000", "train")
+loader = DataLoader(dataset, batch_size=256, shuffle=True)
+for images, labels in loader: ...
+"""
+
+from __future__ import annotations
+
+from teleloader.loader import DataLoader
+from teleloader.remote import RemoteDataset
+from teleloader_shared.errors import (
+    BatchOutOfRange,
+    BatchTooLarge,
+    CorruptFrame,
+    DatasetChanged,
+    EncodeError,
+    InvalidSpec,
+    LoaderTimeout,
+    ProtocolError,
+    RemoteError,
+    ServerUnavailable,
+    StateMismatch,
+    TeleloaderError,
+    UnknownDataset,
+    UnknownLoader,
+    VersionMismatch,
+    WorkerDied,
+)
+from teleloader_shared.version import VERSION as __version__
+
+__all__ = [
+    "BatchOutOfRange",
+    "BatchTooLarge",
+    "CorruptFrame",
+    "DataLoader",
+    "DatasetChanged",
+    "EncodeError",
+    "InvalidSpec",
+    "LoaderTimeout",
+    "ProtocolError",
+    "RemoteDataset",
+    "RemoteError",
+    "ServerUnavailable",
+    "StateMismatch",
+    "TeleloaderError",
+    "UnknownDataset",
+    "UnknownLoader",
+    "VersionMismatch",
+    "WorkerDied",
+    "__version__",
+]

@@ -1,0 +1,149 @@
+"""`RemoteDataset`: a dataset that a loader server hosts; and the control plane to that server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from typing import Any, Final, TypeVar
+
+import httpx
+
+from teleloader.backoff import Backoff
+from teleloader.failures import known_error
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
+from teleloader_shared.messages import (
+    DATASETS_PATH,
+    LOADERS_PATH,
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
+    DatasetInfo,
+    Registration,
+)
+from teleloader_shared.spec import LoaderSpec
+
+DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
+"""Seconds for which a server that does not answer is tried again."""
+REQUEST_TIMEOUT: Final = 10.0
+
+logger = logging.getLogger("teleloader")
+
+_Record = TypeVar("_Record", DatasetInfo, Registration)
+
+
+class RemoteDataset:
+    """A dataset on a loader server.
+
+    Args:
+        url: Where the server is, e.g. ``"http://cpu-box:8000"``.
+        name: The dataset's name there; None takes the only one that is hosted.
+        reconnect_timeout: Seconds for which a server that does not answer is tried again, now and later.
+
+    Raises:
+        ServerUnavailable: When the server did not answer for so long.
+        UnknownDataset: When it hosts no dataset of that name.
+        ValueError: When `url` is no HTTP URL.
+    """
+
+    def __init__(
+        self, url: str, name: str | None = None, *, reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT
+    ) -> None:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
+        self.url = url.rstrip("/")
+        self.reconnect_timeout = reconnect_timeout
+        hosted = {info.name: info for info in self._datasets()}
+        if name is None and len(hosted) == 1:
+            name = next(iter(hosted))
+        if name not in hosted:
+            known = ", ".join(repr(known) for known in hosted)
+            raise UnknownDataset(f"{self.url} hosts {known}, and {name!r} was asked for")
+        self.info = hosted[name]
+        """What the server says of the dataset."""
+
+    @property
+    def name(self) -> str:
+        """The dataset's name on the server."""
+        return self.info.name
+
+    def __len__(self) -> int:
+        if self.info.length is None:
+            raise TypeError(f"object of type {self.name!r} has no len()")
+        return self.info.length
+
+    def __repr__(self) -> str:
+        return f"RemoteDataset({self.url!r}, {self.name!r})"
+
+    def register(self, spec: LoaderSpec) -> Registration:
+        """Make a loader known to the server, however often.
+
+        Raises:
+            ServerUnavailable: When the server does not answer.
+            DatasetChanged: When it hosts other data now than `spec` was made for.
+            VersionMismatch: When it speaks another version of the protocol.
+        """
+        registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
+        if registered.protocol != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"{self.url} speaks protocol version {registered.protocol} and this client {PROTOCOL_VERSION}: install "
+                "the same release of teleloader on both sides"
+            )
+        return registered
+
+    def _datasets(self) -> list[DatasetInfo]:
+        """What the server hosts; waits for one that is only being started."""
+        backoff = Backoff(self.reconnect_timeout)
+        while True:
+            try:
+                return [_record(DatasetInfo, found) for found in self._request("GET", DATASETS_PATH)]
+            except ServerUnavailable as error:
+                if backoff.first:
+                    logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
+                if not backoff.pause():
+                    raise ServerUnavailable(
+                        f"{error} (tried for {self.reconnect_timeout:g} s). Is teleloader-server running there, and is "
+                        "the address right?"
+                    ) from None
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+        try:
+            # a client for each of these few requests: no socket is left open between them. What the environment says
+            # of proxies is ignored, because the batches themselves do not go through one either
+            with httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client:
+                answer = client.request(method, self.url + path, headers=headers, timeout=REQUEST_TIMEOUT, **options)
+        except httpx.TransportError as error:
+            raise ServerUnavailable(
+                f"no loader server answers at {self.url}: {error or type(error).__name__}"
+            ) from None
+        if answer.status_code != httpx.codes.OK:
+            raise error_of(answer.status_code, answer.content, str(answer.url))
+        try:
+            return answer.json()
+        except ValueError:
+            raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+
+def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
+    """The error that an answer other than 200 stands for."""
+    problem = _problem_of(body)
+    detail = problem.get("detail", body[:200].decode(errors="replace"))
+    return known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
+
+
+def _problem_of(body: bytes) -> dict[str, str]:
+    """The fields of a problem+json body, {} when it is none."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return {}
+    return {key: str(value) for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _record(kind: type[_Record], fields: Any) -> _Record:
+    """A record from JSON; fields that a newer server adds are ignored."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(fields, dict) or not set(names) <= set(fields):
+        raise ProtocolError(f"the server's answer lacks some of {', '.join(names)}: is it a loader server?")
+    return kind(**{name: fields[name] for name in names})
