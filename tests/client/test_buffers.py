@@ -1,0 +1,87 @@
+"""A buffer is used again when nobody holds a view of it, and not before."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from teleloader.buffers import BufferPool, allocate
+from tests.conftest import need
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where it is in memory."""
+    return int(array.ctypes.data)
+
+
+def test_a_buffer_nobody_holds_is_used_again() -> None:
+    """The same memory, so no page is touched for the first time."""
+    pool = BufferPool()
+    first = address(pool.take(10**6))
+    assert address(pool.take(10**6)) == first
+
+
+def test_a_view_keeps_its_buffer() -> None:
+    """However small, and through any number of views of views."""
+    pool = BufferPool()
+    view = pool.take(10**6)[100:200].view(np.int32).reshape(5, 5)[1:]
+    kept = address(view)
+    view[:] = 7
+    other = pool.take(10**6)
+    other[:] = 0
+    assert address(view) == kept
+    assert (view == 7).all()
+
+
+def test_a_tensor_keeps_its_buffer() -> None:
+    """Torch's storage holds the array that it was made from."""
+    need("torch")
+    import torch
+
+    pool = BufferPool()
+    tensor = torch.from_numpy(pool.take(2**20)[:64])
+    tensor.fill_(7)
+    part = tensor[3:5]
+    del tensor
+    other = pool.take(2**20)
+    other[:] = 0
+    assert part.tolist() == [7, 7]
+    where = part.data_ptr() - 3
+    del part
+    gc.collect()
+    assert address(pool.take(2**20)) == where
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 4096, 65_537, 10**6])
+def test_buffers_are_aligned(nbytes: int) -> None:
+    """To 64 bytes, as the arrays in a frame are."""
+    buffer = BufferPool().take(nbytes)
+    assert len(buffer) == nbytes
+    assert address(buffer) % 64 == 0
+
+
+def test_free_memory_is_bounded() -> None:
+    """What is over the limit goes back to the system."""
+    made = []
+
+    def make(size: int) -> NDArray[np.uint8]:
+        made.append(size)
+        return np.empty(size, np.uint8)
+
+    pool = BufferPool(make, free_bytes=3 * 2**20)
+    held = [pool.take(2**20 - 64) for _ in range(5)]
+    del held
+    again = [pool.take(2**20 - 64) for _ in range(5)]
+    assert len(again) == 5
+    assert len(made) == 7, "two of five were kept: each has room to align"
+
+
+def test_much_too_large_buffers_are_not_taken() -> None:
+    """A small batch does not hold a large buffer."""
+    pool = BufferPool(allocate)
+    large = address(pool.take(10**7))
+    assert address(pool.take(10**6)) != large

@@ -1,0 +1,63 @@
+"""A failure on the server becomes an exception that users of torch know."""
+
+from __future__ import annotations
+
+import pytest
+
+from teleloader import EncodeError, RemoteError, WorkerDied
+from teleloader.failures import exception_of
+from teleloader_shared.codec import Address, Failure
+
+ADDRESS = Address("a" * 32, 2, 7)
+
+
+def raised(type_name: str, message: str = "it broke", worker: int = 1) -> Exception:
+    """The exception for a failure of that type."""
+    traceback = f"Traceback (most recent call last):\n  ...\n{type_name}: {message}\n"
+    return exception_of(Failure(type_name, message, traceback, [1, 2], worker), ADDRESS, "http://here")
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, FileNotFoundError, ZeroDivisionError, MemoryError])
+def test_builtin_types_are_kept(kind: type[Exception]) -> None:
+    """So that `except ValueError` means what it meant."""
+    assert type(raised(kind.__name__)) is kind
+
+
+def test_the_text_is_torchs_and_more() -> None:
+    """Who caught it, the original traceback, and which batch it was."""
+    assert str(raised("ValueError")) == (
+        "Caught ValueError in DataLoader worker process 1.\n"
+        "Original Traceback (most recent call last):\n  ...\nValueError: it broke\n\n"
+        "This was batch 7 of epoch 2, with the indices [1, 2], on http://here."
+    )
+
+
+def test_a_key_error_keeps_its_lines() -> None:
+    """Python shows the repr of a KeyError's message, which would hide the traceback."""
+    assert "\nOriginal Traceback" in str(raised("KeyError"))
+
+
+@pytest.mark.parametrize("name", ["UnicodeDecodeError", "StopIteration", "StopAsyncIteration"])
+def test_types_that_cannot_be_raised_with_a_text_are_runtime_errors(name: str) -> None:
+    """As torch does; a StopIteration would end the loop silently."""
+    assert type(raised(name)) is RuntimeError
+
+
+@pytest.mark.parametrize("name", ["PIL.UnidentifiedImageError", "os.system", "KeyboardInterrupt", "eval", "__import__"])
+def test_other_types_are_remote_errors(name: str) -> None:
+    """Nothing is imported, and nothing called, on a server's word."""
+    error = raised(name)
+    assert isinstance(error, RemoteError)
+    assert error.type == name
+
+
+@pytest.mark.parametrize("kind", [EncodeError, WorkerDied])
+def test_teleloaders_own_types_are_kept(kind: type[Exception]) -> None:
+    """They are known on both sides."""
+    assert type(raised(f"{kind.__module__}.{kind.__name__}")) is kind
+
+
+def test_many_indices_are_not_all_shown() -> None:
+    """Twenty are enough for a message."""
+    error = exception_of(Failure("ValueError", "", "", list(range(100)), -1), ADDRESS, "x")
+    assert "18, 19, ...]" in str(error)

@@ -1,0 +1,152 @@
+"""The constructor: what it refuses, and in whose words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import teleloader
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable, TeleloaderError, UnknownDataset
+from teleloader_server import serve
+from tests.conftest import need
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with a dataset of 10 samples and an empty one."""
+    with serve({"ten": list(range(10)), "none": []}, num_workers=1) as address:
+        yield address
+
+
+AS_TORCH: list[dict[str, Any]] = [
+    {"timeout": -1},
+    {"prefetch_factor": -1},
+    {"batch_size": 0},
+    {"batch_size": -1},
+    {"batch_size": 2.0},
+    {"batch_size": True},
+    {"batch_size": None, "drop_last": True},
+    {"drop_last": 1},
+]
+
+
+@pytest.mark.parametrize("arguments", AS_TORCH, ids=str)
+def test_bad_arguments_fail_as_in_torch(url: str, arguments: dict[str, Any]) -> None:
+    """Same type, same text."""
+    need("torch")
+    from torch.utils.data import DataLoader as TorchLoader
+
+    workers = 1 if "prefetch_factor" in arguments else 0
+    with pytest.raises(ValueError) as torchs:
+        TorchLoader(list(range(10)), num_workers=workers, **arguments)
+    with pytest.raises(ValueError) as ours:
+        DataLoader(RemoteDataset(url, "ten"), **arguments)
+    assert str(ours.value) == str(torchs.value)
+
+
+def test_an_empty_dataset(url: str) -> None:
+    """No batches; but to shuffle it is an error, as in torch."""
+    assert list(DataLoader(RemoteDataset(url, "none"), 2)) == []
+    with pytest.raises(ValueError, match="num_samples should be a positive integer value, but got num_samples=0"):
+        DataLoader(RemoteDataset(url, "none"), 2, shuffle=True)
+
+
+@pytest.mark.parametrize(("batch_size", "drop_last", "batches"), [(3, False, 4), (3, True, 3), (None, False, 10)])
+def test_length(url: str, batch_size: int | None, drop_last: bool, batches: int) -> None:
+    """len() is the number of batches that iteration gives."""
+    loader = DataLoader(RemoteDataset(url, "ten"), batch_size, drop_last=drop_last, output="numpy")
+    assert len(loader) == batches == len(list(loader))
+
+
+def test_each_iteration_is_the_next_epoch(url: str) -> None:
+    """set_epoch chooses it; the same epoch is the same order again."""
+    loader = DataLoader(RemoteDataset(url, "ten"), 10, shuffle=True, output="numpy")
+    first, second = (next(iter(loader)).tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    loader.set_epoch(0)
+    assert next(iter(loader)).tolist() == first
+
+
+def test_an_interrupted_epoch_survives_set_epoch(url: str) -> None:
+    """Frameworks call set_epoch at the start of each epoch, also of the one that is resumed."""
+    loader = DataLoader(RemoteDataset(url, "ten"), 2, shuffle=True, output="numpy")
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(2)]
+    again = DataLoader(RemoteDataset(url, "ten"), 2, shuffle=True, output="numpy")
+    again.load_state_dict(loader.state_dict())
+    again.set_epoch(0)
+    seen += [batch.tolist() for batch in again]
+    assert sorted(i for batch in seen for i in batch) == list(range(10))
+
+
+def test_numpy_on_request(url: str) -> None:
+    """output="numpy" does not load torch; another word is refused."""
+    assert type(next(iter(DataLoader(RemoteDataset(url, "ten"), output="numpy")))).__module__ == "numpy"
+    with pytest.raises(ValueError, match="output must be 'torch', 'numpy' or None, was 'jax'"):
+        DataLoader(RemoteDataset(url, "ten"), output="jax")  # type: ignore[arg-type]
+
+
+def test_pinning_without_an_accelerator_warns_as_torch_does(url: str) -> None:
+    """And the batches are ordinary tensors."""
+    need("torch")
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("an accelerator is there")
+    with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
+        loader = DataLoader(RemoteDataset(url, "ten"), 5, pin_memory=True)
+    assert not next(iter(loader)).is_pinned()
+
+
+def test_pinning_needs_torch(url: str) -> None:
+    """NumPy cannot pin."""
+    with pytest.raises(TeleloaderError, match="pin_memory=True needs torch tensors"):
+        DataLoader(RemoteDataset(url, "ten"), pin_memory=True, output="numpy")
+
+
+def test_a_local_dataset_is_refused_with_the_way_to_host_it() -> None:
+    """DataLoader loads remotely."""
+    with pytest.raises(TypeError, match=r"was list\. To host a local object: with teleloader_server\.serve"):
+        DataLoader([1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:
+    """No URL, no server, no such dataset, none named: each says what to do."""
+    with pytest.raises(ValueError, match="must look like http://host:8000, was 'cpu-box:8000'"):
+        RemoteDataset("cpu-box:8000")
+    with pytest.raises(ServerUnavailable, match="Is teleloader-server running there"):
+        RemoteDataset("http://127.0.0.1:9", reconnect_timeout=0)
+    with pytest.raises(UnknownDataset, match="hosts 'ten', 'none', and 'eleven' was asked for"):
+        RemoteDataset(url, "eleven")
+    with pytest.raises(UnknownDataset, match="hosts 'ten', 'none', and None was asked for"):
+        RemoteDataset(url)
+
+
+def test_ranks_come_from_torch_distributed(url: str, tmp_path: Any) -> None:
+    """When it is initialised; otherwise there is one rank."""
+    need("torch")
+    import torch.distributed as dist
+
+    assert DataLoader(RemoteDataset(url, "ten")).spec.world_size == 1
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sys.modules["torch.distributed"].get_world_size()
+        spec = DataLoader(RemoteDataset(url, "ten")).spec
+        assert (spec.rank, spec.world_size) == (0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_exported() -> None:
+    """The public face changes on purpose only."""
+    assert set(teleloader.__all__) == {
+        "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged", "EncodeError",
+        "InvalidSpec", "LoaderTimeout", "ProtocolError", "RemoteDataset", "RemoteError", "ServerUnavailable",
+        "StateMismatch", "TeleloaderError", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",
+        "__version__",
+    }  # fmt: skip
+    assert all(hasattr(teleloader, name) for name in teleloader.__all__)

@@ -1,0 +1,117 @@
+"""What all tests share: real servers, and what a machine must have."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def need(module: str) -> None:
+    """Skip a test whose module is not installed; in CI everything must be, so there it fails."""
+    if importlib.util.find_spec(module) is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{module} must be installed in CI")
+        pytest.skip(f"needs {module}")
+
+
+class ServerProcess:
+    """A ``teleloader-server`` of its own, on a free port."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self._logged = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        ready = self.await_line(r"is ready at (\S+)")
+        self.url = ready[1]
+
+    @property
+    def pid(self) -> int:
+        """The server's own process."""
+        return self.process.pid
+
+    def await_line(self, pattern: str) -> re.Match[str]:
+        """The first line of the log that matches, waiting for it."""
+
+        def find() -> re.Match[str] | None:
+            return next((found for line in self.log if (found := re.search(pattern, line))), None)
+
+        with self._logged:
+            self._logged.wait_for(lambda: find() or self.process.poll() is not None, 60)
+            found = find()
+        assert found, f"no line of the server's log matches {pattern!r}:\n{''.join(self.log)}"
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """What /stats says now."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/stats").raise_for_status().json()
+        return answer
+
+    def worker_pids(self) -> list[int]:
+        """The processes of the pool's workers."""
+        return [worker["pid"] for worker in self.stats()["workers"]]
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.end(signal.SIGKILL)
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End the server and wait for it; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        code = self.process.wait(60)
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._logged:
+                self.log.append(line)
+                self._logged.notify_all()
+        with self._logged:
+            self._logged.notify_all()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on, for servers that follow one another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Start servers with command-line arguments; they are ended with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, port: int = 0) -> ServerProcess:
+            server = ServerProcess("--port", str(port), *arguments)
+            stack.callback(server.end)
+            return server
+
+        yield start

@@ -1,0 +1,37 @@
+"""Whether two batches are the same, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
+    """Same containers, same element types, same bits."""
+    assert type(got).__name__ == type(expected).__name__, f"{path}: {type(got)} is not {type(expected)}"
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), path
+        for key in expected:
+            assert_same(got[key], expected[key], f"{path}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), path
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same(one, other, f"{path}[{i}]")
+    elif isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype, path
+        assert got.shape == expected.shape, path
+        assert got.tobytes() == expected.tobytes(), path
+    elif type(expected).__module__ == "torch":
+        assert got.dtype == expected.dtype, path
+        assert got.shape == expected.shape, path
+        assert got.equal(expected) or (got != got).equal(expected != expected), path
+    else:
+        assert got == expected, path
+
+
+def reference(dataset: Any, plan: Sequence[Any], collate: Any) -> Iterator[Any]:
+    """The loop that a loader must equal."""
+    for indices in plan:
+        yield collate([dataset[i] for i in indices.tolist()])

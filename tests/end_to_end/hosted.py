@@ -1,0 +1,221 @@
+"""Datasets that servers under test host: ``tests.end_to_end.hosted:name``."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+class Samples:
+    """`length` samples, each made of its index by `make`."""
+
+    def __init__(self, make: Any, length: int = 50) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        return self._make(index)
+
+
+SAMPLES: dict[str, Any] = {
+    "dict": lambda i: {"image": np.full((2, 3), i, np.uint8), "label": i, "weight": i / 3},
+    "tuple": lambda i: (np.arange(i, i + 4, dtype=np.float32), i % 2 == 0, np.float64(i)),
+    "nested": lambda i: {"a": [i, (i + 1, {"b": np.int16(i)})], "p": Point(np.zeros(2, np.float16), f"p{i}")},
+    "string": lambda i: f"sample {i}",
+    "bytes": lambda i: (bytes([i]), str(i)),
+    "scalar": lambda i: i * 0.5,
+    "array": lambda i: np.array([[i, -i]], dtype=np.int64),
+    "complex": lambda i: np.array([i + 1j], dtype=np.complex64),
+}
+
+
+class Augmented:
+    """Draws from each random generator that users draw from."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        return {
+            "python": random.random(),
+            "numpy": np.random.normal(size=3),
+            "torch": torch.randn(2),
+            "index": index,
+        }
+
+
+class WithTorch:
+    """Tensors, bfloat16 among them."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        return {"half": torch.full((2,), index / 7, dtype=torch.bfloat16), "bool": torch.tensor(index % 3 == 0)}
+
+
+def failing() -> Samples:
+    """Sample 17 cannot be had."""
+
+    def make(index: int) -> int:
+        if index == 17:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+    return Samples(make, 40)
+
+
+class KillsOnce:
+    """The worker that loads sample 20 first dies of SIGKILL in the middle of it."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = Path(marker)
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> int:
+        if index == 20 and not self._marker.exists():
+            self._marker.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def kills_once() -> KillsOnce:
+    """The marker's path comes by the environment."""
+    return KillsOnce(os.environ["KILL_MARKER"])
+
+
+class Poisoned:
+    """Sample 5 ends every worker."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            sys.stdout.flush()
+            os._exit(3)
+        return index
+
+
+class Large:
+    """`megabytes` in memory, shared by all workers."""
+
+    def __init__(self, megabytes: int) -> None:
+        self._rows = np.ones((megabytes, 2**20), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._rows[index].sum())
+
+
+def large() -> Large:
+    """256 MiB."""
+    return Large(256)
+
+
+class Slow:
+    """Waits for a file to appear before it gives a sample; for tests that look at a server at work."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = Path(gate)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        import time
+
+        while not self._gate.exists():
+            time.sleep(0.005)
+        return index
+
+
+def slow() -> Slow:
+    """The gate's path comes by the environment."""
+    return Slow(os.environ["GATE"])
+
+
+def broken() -> Any:
+    """A factory that fails."""
+    raise RuntimeError("the disk is not mounted")
+
+
+def endless() -> Any:
+    """Iterable-style, which is not hosted yet."""
+    return iter(range(10))
+
+
+def make_squares(length: int) -> Samples:
+    """So many squares."""
+    return Samples(lambda i: i * i, length)
+
+
+_worker = -1
+
+
+def remember_worker(worker: int) -> None:
+    """A worker-init function."""
+    global _worker
+    _worker = worker
+
+
+def collate_sum(samples: list[int]) -> dict[str, int]:
+    """A collate function that knows which worker it runs in."""
+    return {"sum": sum(samples), "worker": _worker}
+
+
+numbers = [(i, float(i) ** 2) for i in range(100)]
+samples = {name: Samples(make) for name, make in SAMPLES.items()}
+augmented = Augmented()
+with_torch = WithTorch()
+poisoned = Poisoned()
+
+
+def of_names(names: list[str]) -> list[str]:
+    """As many samples as names."""
+    return names
+
+
+class LazyTorch:
+    """Loads torch only when it is asked for a sample."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> float:
+        import torch
+
+        assert torch.utils.data.get_worker_info() is not None
+        return float(torch.rand(1))
+
+
+lazy_torch = LazyTorch()
+
+
+def threaded() -> Samples:
+    """Its factory starts a thread that never ends."""
+    threading.Thread(target=threading.Event().wait).start()
+    return Samples(lambda i: i)

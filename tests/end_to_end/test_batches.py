@@ -1,0 +1,223 @@
+"""What arrives is what a local loop would have made, whoever made it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import default_collate, serve
+from teleloader_shared.plan import audit
+from tests.conftest import ROOT, StartServer, need
+from tests.end_to_end import hosted
+from tests.end_to_end.compare import assert_same, reference
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+@pytest.mark.parametrize("kind", hosted.SAMPLES)
+def test_numpy_batches_equal_the_local_loop(kind: str, num_workers: int) -> None:
+    """Element for element and type for type, for each kind of sample and any number of workers."""
+    dataset = hosted.Samples(hosted.SAMPLES[kind])
+    with serve(dataset, num_workers=num_workers) as url:
+        loader = DataLoader(RemoteDataset(url), batch_size=7, shuffle=True, output="numpy")
+        expected = [_plain(batch) for batch in reference(dataset, list(loader.plan(0)), default_collate)]
+        got = list(loader)
+    assert len(got) == len(expected) == len(loader)
+    assert_same(got, expected)
+
+
+def _plain(batch: Any) -> Any:
+    """The batch with plain arrays in place of those that are marked to become tensors."""
+    if isinstance(batch, dict):
+        return {key: _plain(item) for key, item in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_plain, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(_plain, batch))
+    return np.asarray(batch) if isinstance(batch, np.ndarray) else batch
+
+
+@pytest.mark.parametrize("kind", hosted.SAMPLES)
+def test_torch_batches_equal_torchs_own(kind: str) -> None:
+    """With torch on the client, a batch is what torch's own default_collate makes of the samples."""
+    need("torch")
+    from torch.utils.data import default_collate as torch_collate
+
+    dataset = hosted.Samples(hosted.SAMPLES[kind])
+    with serve(dataset, num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), batch_size=6, drop_last=True)
+        assert_same(list(loader), list(reference(dataset, list(loader.plan(0)), torch_collate)))
+
+
+def test_tensors_travel_with_their_type() -> None:
+    """A dataset of torch tensors, bfloat16 among them, arrives as torch's default_collate would make it."""
+    need("torch")
+    from torch.utils.data import default_collate as torch_collate
+
+    with serve(hosted.with_torch, num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), batch_size=6)
+        assert_same(list(loader), list(reference(hosted.with_torch, list(loader.plan(0)), torch_collate)))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_the_wire_changes_nothing(compression: Any, checksum: bool) -> None:
+    """Compression and checksums are not to be seen in the batches."""
+    dataset = hosted.Samples(lambda i: np.full((64, 64), i, np.float32))
+    with serve(dataset, num_workers=1) as url:
+        loader = DataLoader(
+            RemoteDataset(url), batch_size=10, output="numpy", compression=compression, checksum=checksum
+        )
+        assert_same(list(loader), [_plain(b) for b in reference(dataset, list(loader.plan(0)), default_collate)])
+
+
+def test_single_samples_are_converted_not_collated() -> None:
+    """batch_size=None gives the samples one by one, as torch's default_convert makes them."""
+    need("torch")
+    from torch.utils.data import default_convert
+
+    dataset = hosted.Samples(hosted.SAMPLES["dict"])
+    with serve(dataset, num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), batch_size=None, shuffle=True)
+        assert len(loader) == len(dataset)
+        expected = [default_convert(dataset[int(indices[0])]) for indices in loader.plan(0)]
+        assert_same(list(loader), expected)
+
+
+def test_a_collate_function_of_ones_own() -> None:
+    """What a collate function returns arrives with its types; arrays stay arrays."""
+    dataset = hosted.Samples(lambda i: np.arange(i % 3 + 1))
+
+    def pad(samples: list[Any]) -> Any:
+        width = max(map(len, samples))
+        return {
+            "rows": np.stack([np.pad(s, (0, width - len(s))) for s in samples]),
+            "lengths": tuple(map(len, samples)),
+        }
+
+    with serve(dataset, num_workers=2, collate_fn=pad) as url:
+        loader = DataLoader(RemoteDataset(url), batch_size=4)
+        assert_same(list(loader), list(reference(dataset, list(loader.plan(0)), pad)))
+
+
+def test_augmentation_is_a_function_of_the_address(start_server: StartServer) -> None:
+    """Two servers with different numbers of workers make bit-identical epochs from random, NumPy and torch."""
+    need("torch")
+    target = "augmented=tests.end_to_end.hosted:augmented"
+    epochs = []
+    for num_workers in ("1", "3"):
+        server = start_server(target, "--num-workers", num_workers)
+        loader = DataLoader(RemoteDataset(server.url, "augmented"), batch_size=3, shuffle=True, seed=5)
+        epochs.append([list(loader), list(loader)])
+    assert_same(epochs[0], epochs[1])
+    assert epochs[0][0][0]["python"][0] != epochs[0][1][0]["python"][0], "epochs must differ"
+
+
+def test_random_numbers_of_the_calling_process_are_its_own() -> None:
+    """A server without workers loads in this process, and leaves its random numbers as they were."""
+    need("torch")
+    import torch
+
+    torch.manual_seed(1)
+    np.random.seed(1)
+    expected = (torch.rand(1), np.random.rand())
+    torch.manual_seed(1)
+    np.random.seed(1)
+    with serve(hosted.augmented, num_workers=0) as url:
+        list(DataLoader(RemoteDataset(url), batch_size=4))
+    assert_same((torch.rand(1), np.random.rand()), expected)
+
+
+def test_ranks_share_an_epoch() -> None:
+    """Four ranks together visit each sample exactly once."""
+    with serve(hosted.Samples(lambda i: i, 103), num_workers=2) as url:
+        seen = [
+            np.asarray(batch)
+            for rank in range(4)
+            for batch in DataLoader(RemoteDataset(url), 5, True, rank=rank, world_size=4, tail="uneven", output="numpy")
+        ]
+    assert audit(seen, 103).exact
+
+
+RESUME = """
+import json, sys
+from teleloader import DataLoader, RemoteDataset
+url, state, arguments = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+loader = DataLoader(RemoteDataset(url, "numbers"), output="numpy", **arguments)
+loader.load_state_dict(state)
+print(json.dumps([batch[0].tolist() for batch in loader]))
+"""
+
+
+def _resume(url: str, state: dict[str, Any], **arguments: Any) -> list[list[int]]:
+    """The rest of the epoch, in a new process."""
+    command = [sys.executable, "-W", "error", "-c", RESUME, url, json.dumps(state), json.dumps(arguments)]
+    batches: list[list[int]] = json.loads(subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout)
+    return batches
+
+
+def test_resume_at_any_batch(start_server: StartServer) -> None:
+    """A state taken after any batch continues in a new process, on a restarted server with other workers."""
+    server = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "2")
+    arguments: dict[str, Any] = {"batch_size": 9, "shuffle": True, "seed": 3}
+    loader = DataLoader(RemoteDataset(server.url, "numbers"), output="numpy", **arguments)
+    whole, states = [], [loader.state_dict()]
+    for batch in loader:
+        whole.append(batch[0].tolist())
+        states.append(loader.state_dict())
+    assert len(json.dumps(states[5])) < 150
+    server.end()
+    restarted = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "1")
+    second_epoch = [batch[0].tolist() for batch in loader_of(restarted.url, 1, arguments)]
+    for done in (0, 1, 5, len(whole) - 1):
+        assert _resume(restarted.url, states[done], **arguments) == whole[done:]
+    assert _resume(restarted.url, states[-1], **arguments) == second_epoch, "after the last batch comes the next epoch"
+
+
+def loader_of(url: str, epoch: int, arguments: dict[str, Any]) -> DataLoader:
+    """A loader that begins with that epoch."""
+    loader = DataLoader(RemoteDataset(url, "numbers"), output="numpy", **arguments)
+    loader.set_epoch(epoch)
+    return loader
+
+
+def test_resume_with_twice_the_ranks() -> None:
+    """W doubled and B halved: the ranks together go on with exactly the samples that come next."""
+    with serve(hosted.Samples(lambda i: i, 96), num_workers=2) as url:
+        dataset = RemoteDataset(url)
+
+        def loader(rank: int, world_size: int, batch_size: int) -> DataLoader:
+            return DataLoader(dataset, batch_size, True, rank=rank, world_size=world_size, output="numpy")
+
+        old = [loader(rank, 2, 8) for rank in range(2)]
+        before: list[int] = []
+        for iterator in map(iter, old):
+            before += [i for _ in range(2) for i in next(iterator).tolist()]
+        state = old[0].state_dict()
+        assert state == old[1].state_dict(), "the state is the same on every rank"
+        after: list[int] = []
+        for rank in range(4):
+            new = loader(rank, 4, 4)
+            new.load_state_dict(json.loads(json.dumps(state)))
+            after += [i for batch in new for i in batch.tolist()]
+        order = [i for batch in loader(0, 1, 16).plan(0) for i in batch.tolist()]
+    assert sorted(before) == sorted(order[:32])
+    assert sorted(after) == sorted(order[32:])
+
+
+def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    """Another dataset, seed or global batch size: one sentence with both values."""
+    with serve({"a": hosted.Samples(lambda i: i), "b": hosted.Samples(lambda i: i, 60)}, num_workers=1) as url:
+        state = DataLoader(RemoteDataset(url, "a"), 4, seed=1).state_dict()
+        with pytest.raises(ValueError, match="seed = 1, and this loader has 2"):
+            DataLoader(RemoteDataset(url, "a"), 4, seed=2).load_state_dict(state)
+        with pytest.raises(ValueError, match="dataset = "):
+            DataLoader(RemoteDataset(url, "b"), 4, seed=1).load_state_dict(state)
+        with pytest.raises(ValueError, match="no multiple of this loader's batch_size"):
+            DataLoader(RemoteDataset(url, "a"), 4, seed=1).load_state_dict({**state, "samples": 6})

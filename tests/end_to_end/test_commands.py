@@ -1,0 +1,147 @@
+"""The commands, as a person types them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from tests.conftest import ROOT, StartServer
+
+HOSTED = "tests.end_to_end.hosted:"
+
+
+def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a server that does not start."""
+    command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=False
+    )
+    return done.returncode, " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name at least one dataset as module:name, or host the embedded one with --demo"),
+        (["numbers"], "'numbers' names no dataset: write module:name"),
+        (["nosuch:thing"], "there is no module 'nosuch'"),
+        (["json:nothing"], "module 'json' has no 'nothing'"),
+        ([HOSTED + "endless"], "is iterable-style, which this version does not host"),
+        ([HOSTED + "broken"], "building dataset 'broken' failed"),
+        ([HOSTED + "broken", "--num-workers", "0"], "RuntimeError: the disk is not mounted"),
+        ([HOSTED + "numbers", HOSTED + "numbers"], "two datasets are called 'numbers'"),
+        (["--demo", "--memory-budget", "3x"], "look like 512MiB or 2GiB, was '3x'"),
+        (["--demo", "--port", "70000"], "70000 is not in the range"),
+        (["--demo", "--config", "/no/such/file.toml"], "cannot read /no/such/file.toml"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
+)
+def test_a_server_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
+    """Exit code 2, and a sentence instead of a traceback of ours."""
+    code, said = run_server(*arguments)
+    assert code == 2
+    assert words in said
+    assert "teleloader_server/commands.py" not in said
+
+
+def test_a_port_that_is_taken() -> None:
+    """One line that names the address and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = run_server("--demo", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use. Choose another --host or --port" in said
+
+
+def test_options_come_from_the_environment_too() -> None:
+    """TELELOADER_PORT is --port, and a wrong value is refused alike."""
+    code, said = run_server("--demo", TELELOADER_PORT="70000")
+    assert code == 2
+    assert "70000 is not in the range" in said
+
+
+def test_a_configuration_file(start_server: StartServer, tmp_path: Path) -> None:
+    """Datasets with arguments, a collate function, a worker-init function and a version; options of the server."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f"""
+        [server]
+        num_workers = 1
+        [datasets.squares]
+        factory = "{HOSTED}make_squares"
+        kwargs = {{ length = 7 }}
+        collate = "{HOSTED}collate_sum"
+        worker_init = "{HOSTED}remember_worker"
+        version = "3"
+        seeding = "sample"
+        """
+    )
+    server = start_server("--config", str(config))
+    dataset = RemoteDataset(server.url, "squares")
+    assert (len(dataset), dataset.info.version, dataset.info.seeding) == (7, "3", "sample")
+    assert list(DataLoader(dataset, 4)) == [{"sum": 0 + 1 + 4 + 9, "worker": 0}, {"sum": 16 + 25 + 36, "worker": 0}]
+    assert len(server.stats()["workers"]) == 1
+
+
+def test_the_demo_trains() -> None:
+    """The embedded digits, served and learnt: the exit code says that the accuracy is above 95 %."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "demo.py", "--output", "numpy"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    accuracy = re.search(r"test accuracy ([\d.]+)%", done.stdout)
+    assert accuracy
+    assert float(accuracy[1]) > 95
+    assert "What the server's /stats said" in done.stdout
+
+
+def test_ctrl_c_ends_the_demo_and_its_server() -> None:
+    """No process is left, and no traceback is shown."""
+    demo = subprocess.Popen(
+        [sys.executable, ROOT / "examples" / "demo.py", "--output", "numpy", "--epochs", "100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # a test run that was started in the background ignores Ctrl-C, and its children would too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert demo.stdout is not None
+    url = demo.stdout.readline().split()[-1]
+    while not _batches_sent(url):  # it trains
+        pass
+    family = psutil.Process(demo.pid).children(recursive=True)
+    assert len(family) == 4, "server, template, two workers"
+    errors = _press_ctrl_c(demo)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    gone, alive = psutil.wait_procs(family, timeout=30)
+    assert (len(gone), alive) == (4, [])
+
+
+def _batches_sent(url: str) -> int:
+    """What the demo's server has sent by now."""
+    return sum(int(dataset["batches_sent"]) for dataset in httpx.get(f"{url}/stats").json()["datasets"])
+
+
+def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
+    """As in a terminal: the whole process group gets it; again, where Python dropped it in a callback. Its stderr."""
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            return process.communicate(timeout=15)[1]
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    return process.communicate()[1]

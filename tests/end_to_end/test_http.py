@@ -1,0 +1,185 @@
+"""The endpoints, as curl or another language's client sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+
+from teleloader_server import serve
+from teleloader_shared import codec
+from teleloader_shared.messages import FRAME_MEDIA_TYPE, PROTOCOL_HEADER
+from tests.end_to_end import hosted
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[httpx.Client]:
+    """A client of a server with one dataset of 50 samples."""
+    with serve(hosted.samples["dict"], num_workers=2) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def key(server: httpx.Client) -> str:
+    """A registered loader with 7 batches."""
+    answer = server.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8})
+    assert answer.status_code == 200, answer.text
+    registered: str = answer.json()["key"]
+    return registered
+
+
+def test_the_same_spec_has_the_same_key(server: httpx.Client, key: str) -> None:
+    """However often it is registered, and whether defaults are spelled out or not."""
+    spec = {"dataset": "dataset", "batch_size": 8, "shuffle": False, "seed": 0, "rank": 0}
+    answer = server.post("/v1/loaders", json=spec).json()
+    assert answer["key"] == key
+    assert (answer["batches"], answer["length"], answer["num_workers"], answer["protocol"]) == (7, 50, 2, 1)
+
+
+def test_a_batch_is_one_msgpack_array(server: httpx.Client, key: str) -> None:
+    """Any msgpack library reads it: prologue, header, then arrays as they are in memory."""
+    answer = server.get(f"/v1/loaders/{key}/epochs/0/batches/2")
+    assert answer.headers["content-type"] == FRAME_MEDIA_TYPE
+    assert "immutable" in answer.headers["cache-control"]
+    magic, size, checked, _, _, header, *payload = msgpack.unpackb(answer.content)
+    assert (magic, size, checked) == ("TLF1", len(answer.content), True)
+    assert (header["loader"], header["epoch"], header["batch"]) == (key, 0, 2)
+    names = [name for name, _ in header["tree"]["dict"]]
+    assert names == ["image", "label", "weight"]
+    labels = np.frombuffer(payload[3], "<i8")
+    assert labels.tolist() == list(range(16, 24))
+
+
+def test_a_batch_that_the_client_has_is_not_sent_again(server: httpx.Client, key: str) -> None:
+    """If-None-Match with the batch's ETag is answered with 304."""
+    path = f"/v1/loaders/{key}/epochs/0/batches/1"
+    etag = server.get(path).headers["etag"]
+    again = server.get(path, headers={"If-None-Match": etag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_a_range_is_all_its_frames_in_order(server: httpx.Client, key: str) -> None:
+    """One after another, as they are ready."""
+    answer = server.get(f"/v1/loaders/{key}/epochs/3/batches", params={"start": 1, "stop": 7})
+    frames = list(codec.split(np.frombuffer(answer.content, np.uint8)))
+    addresses = [codec.read(frame, lambda bits, *_: bits).address for frame in frames]
+    assert addresses == [codec.Address(key, 3, k) for k in range(1, 7)]
+
+
+def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str) -> None:
+    """With ready=true the answer has the first batches of the range, at least one, and a Content-Length."""
+    answer = server.get(f"/v1/loaders/{key}/epochs/4/batches", params={"start": 0, "stop": 7, "ready": True})
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    frames = list(codec.split(np.frombuffer(answer.content, np.uint8)))
+    assert 1 <= len(frames) <= 7
+
+
+BAD: list[tuple[str, str, Any, int, str, str]] = [
+    ("POST", "/v1/loaders", {"dataset": "nope"}, 404, "UnknownDataset", "there is 'dataset'"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 0}, 422, "InvalidSpec", "batch_size must be"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 10**9}, 422, "InvalidSpec", "1048576"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": True}, 422, "InvalidSpec", "was True"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "seed": 2**64}, 422, "InvalidSpec", "seed must be"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "rank": 1}, 422, "InvalidSpec", "rank must be"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "tail": "cut"}, 422, "InvalidSpec", '"pad", "drop", "uneven"'),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "colour": 1}, 422, "InvalidSpec", "unknown field 'colour'"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "fingerprint": "x"}, 409, "DatasetChanged", "made for x"),
+    ("POST", "/v1/loaders", [], 422, "InvalidSpec", "must be a JSON object"),
+    ("GET", "/v1/datasets/nope", None, 404, "UnknownDataset", "no dataset 'nope'"),
+    ("GET", "/v1/datasets/..%2F..%2Fetc%2Fpasswd", None, 404, "NotFound", "/docs lists"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches/7", None, 404, "BatchOutOfRange", "has the batches 0 to 6"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches/-1", None, 422, "InvalidRequest", "path.k"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches/x", None, 422, "InvalidRequest", "path.k"),
+    ("GET", f"/v1/loaders/{{key}}/epochs/0/batches/{2**63}", None, 422, "InvalidRequest", "path.k"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches?start=0&stop=99", None, 404, "BatchOutOfRange", "0 to 6"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches?start=3&stop=3", None, 422, "InvalidSpec", "greater than start"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches", None, 422, "InvalidRequest", "query.start"),
+    ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "POST its spec"),
+    ("GET", "/nothing/here", None, 404, "NotFound", "/docs lists"),
+    ("DELETE", "/stats", None, 405, "MethodNotAllowed", ""),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "code", "words"), BAD)
+def test_a_bad_request_gets_a_sentence(
+    server: httpx.Client, key: str, method: str, path: str, body: Any, status: int, code: str, words: str
+) -> None:
+    """problem+json: what was wrong, the value, what to do."""
+    answer = server.request(method, path.format(key=key), json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status
+    assert problem["code"] == code
+    assert words in problem["detail"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000, b" " * 100_000], ids=lambda body: body[:4])
+def test_a_body_that_is_no_json_is_refused(server: httpx.Client, body: bytes) -> None:
+    """Empty, broken, not UTF-8, nested or too large."""
+    answer = server.post("/v1/loaders", content=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "InvalidSpec")
+
+
+def test_another_protocol_version_is_refused(server: httpx.Client) -> None:
+    """426, with both versions and what to do."""
+    answer = server.post("/v1/loaders", json={"dataset": "dataset"}, headers={PROTOCOL_HEADER: "2"})
+    assert (answer.status_code, answer.json()["code"]) == (426, "VersionMismatch")
+    assert "version 2 and this server 1: install the same release" in answer.json()["detail"]
+
+
+def test_probes_and_stats(server: httpx.Client, key: str) -> None:
+    """Alive, ready, and a record for the server, each dataset, worker and consumer."""
+    assert server.get("/healthz").json() == {"status": "ok"}
+    assert server.get("/readyz").json() == {"status": "ready"}
+    server.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers={"Teleloader-Consumer": "me"})
+    stats = server.get("/stats").json()
+    assert stats["server"]["num_workers"] == len(stats["workers"]) == 2
+    assert [dataset["dataset"] for dataset in stats["datasets"]] == ["dataset"]
+    (mine,) = [consumer for consumer in stats["consumers"] if consumer["consumer"] == "me"]
+    assert (mine["loader"], mine["position"], mine["batches_sent"]) == (key, 1, 1)
+    assert 0 < stats["workers"][0]["pss"] <= stats["workers"][0]["rss"]
+
+
+def test_the_api_describes_itself(server: httpx.Client) -> None:
+    """OpenAPI has every path and the fields of a spec."""
+    described = server.get("/openapi.json").json()
+    assert "/v1/loaders/{key}/epochs/{epoch}/batches/{k}" in described["paths"]
+    body = described["paths"]["/v1/loaders"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"dataset", "batch_size", "shuffle", "tail"} <= set(body["properties"])
+
+
+def test_a_client_that_leaves_is_not_worked_for() -> None:
+    """Whoever asks for a whole epoch and goes away in the middle of it costs the workers nothing from then on."""
+    dataset = hosted.Samples(lambda i: np.zeros(2**20, np.uint8), 500)
+    with serve(dataset, num_workers=2) as url, httpx.Client(base_url=url) as client:
+        key = client.post("/v1/loaders", json={"dataset": "dataset"}).json()["key"]
+        path = f"/v1/loaders/{key}/epochs/0/batches"
+        with client.stream("GET", path, params={"start": 0, "stop": 500}) as answer:
+            next(answer.iter_raw())
+        before = -1
+        while (computed := _computed(client)) != before or _busy(client):
+            before = computed
+        assert computed < 400
+        client.get(path, params={"start": 0, "stop": 1}).raise_for_status()
+
+
+def _computed(client: httpx.Client) -> int:
+    return int(client.get("/stats").json()["datasets"][0]["batches_computed"])
+
+
+def _busy(client: httpx.Client) -> bool:
+    return any(worker["state"] == "busy" for worker in client.get("/stats").json()["workers"])
+
+
+def test_a_failure_is_not_kept_by_caches() -> None:
+    """What failed may go better later, so it is no immutable resource."""
+    with serve(hosted.failing(), num_workers=1) as url, httpx.Client(base_url=url) as client:
+        key = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 4}).json()["key"]
+        failed = client.get(f"/v1/loaders/{key}/epochs/0/batches/4")
+        assert failed.headers["cache-control"] == "no-store"
+        assert "etag" not in failed.headers

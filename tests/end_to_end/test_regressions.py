@@ -1,0 +1,216 @@
+"""What once went wrong: each test is named after the promise that was broken."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset, WorkerDied
+from teleloader_server import serve
+from tests.client.fake_server import Request, fake_server
+from tests.conftest import StartServer, need
+from tests.end_to_end import hosted
+
+TARGET = "tests.end_to_end.hosted:"
+
+
+def test_torch_that_is_loaded_in_the_middle_of_a_batch_is_seeded(start_server: StartServer) -> None:
+    """The first batch of each worker is drawn again, and the worker's info is there."""
+    need("torch")
+    epochs = []
+    for num_workers in ("1", "2", "3"):
+        server = start_server(f"lazy={TARGET}lazy_torch", "--num-workers", num_workers)
+        loader = DataLoader(RemoteDataset(server.url, "lazy"), 4, output="numpy")
+        epochs.append([batch.tolist() for batch in loader])
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+def test_a_failure_is_not_kept_when_its_cause_has_gone(tmp_path: Path) -> None:
+    """The next consumer's try is a new one."""
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    def sample(index: int) -> int:
+        if broken.exists():
+            raise OSError("stale file handle")
+        return index
+
+    with serve(hosted.Samples(sample, 8), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 4, output="numpy")
+        with pytest.raises(OSError, match="stale file handle"):
+            next(iter(loader))
+        broken.unlink()
+        loader.set_epoch(0)
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_stuck_sample_does_not_keep_a_server_without_workers() -> None:
+    """Leaving the block ends the server, though user code never returns."""
+    stuck, entered = threading.Event(), threading.Event()
+
+    def sample(index: int) -> int:
+        entered.set()
+        stuck.wait()
+        return index
+
+    with serve(hosted.Samples(sample), num_workers=0) as url:
+        batches = iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy"))
+        entered.wait()
+    stuck.set()
+    del batches
+
+
+def test_sys_exit_in_a_server_without_workers_is_an_error_of_its_batch() -> None:
+    """It must not end the thread that loads."""
+
+    def sample(index: int) -> int:
+        return sys.exit(3) if index == 1 else index
+
+    with serve(hosted.Samples(sample, 3), num_workers=0) as url:
+        batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
+        assert next(batches).tolist() == [0]
+        with pytest.raises(RuntimeError, match="SystemExit"):
+            next(batches)
+        assert next(batches).tolist() == [2]
+
+
+def test_a_stopping_server_does_not_end_its_clients(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    """SIGTERM while a client waits: it goes on with the server that comes after, and no traceback is logged."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    arguments = (f"slow={TARGET}slow", "--num-workers", "1", "--shutdown-grace", "1")
+    first = start_server(*arguments, port=free_port)
+    loader = DataLoader(RemoteDataset(first.url, "slow"), 2, output="numpy")
+    with ThreadPoolExecutor(1) as thread:
+        epoch = thread.submit(lambda: [i for batch in loader for i in batch.tolist()])
+        while not any(worker["state"] == "busy" for worker in first.stats()["workers"]):
+            pass
+        assert first.end() == 0
+        gate.touch()
+        start_server(*arguments, port=free_port)
+        assert epoch.result() == list(range(8))
+    assert "Traceback" not in "".join(first.log)
+
+
+def test_iterators_of_one_loader_do_not_share_memory_that_is_in_use() -> None:
+    """Two at once see the same batches, each its own copy."""
+    with serve(hosted.Samples(lambda i: np.full(50_000, i % 251, np.uint8), 600), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 4, output="numpy")
+
+        def check(_: int) -> bool:
+            batches = iter(loader)
+            loader.set_epoch(0)
+            return all((batch == (np.arange(4 * k, 4 * k + 4) % 251)[:, None]).all() for k, batch in enumerate(batches))
+
+        with ThreadPoolExecutor(3) as threads:
+            assert all(threads.map(check, range(6)))
+
+
+def test_a_server_that_was_left_gives_its_memory_back() -> None:
+    """No mapping of shared memory outlives the block."""
+    with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
+        list(DataLoader(RemoteDataset(url), output="numpy"))
+        assert _shared_mappings()
+    gc.collect()
+    assert _shared_mappings() == 0
+
+
+def _shared_mappings() -> int:
+    return sum("memfd:teleloader" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_requests_without_a_name_do_not_fill_the_memory() -> None:
+    """What a client that has gone might still want goes for what one waits for."""
+    dataset = hosted.Samples(lambda i: np.zeros(2**20, np.uint8), 60)
+    with serve(dataset, num_workers=1, memory_budget=8 * 2**20) as url:
+        key = httpx.post(f"{url}/v1/loaders", json={"dataset": "dataset"}).json()["key"]
+        for k in range(60):
+            httpx.get(f"{url}/v1/loaders/{key}/epochs/0/batches/{k}").raise_for_status()
+        server = httpx.get(f"{url}/stats").json()["server"]
+    assert server["memory_used"] <= server["memory_budget"]
+
+
+def test_a_thread_of_the_dataset_does_not_keep_the_server(start_server: StartServer) -> None:
+    """SIGTERM ends a server whose dataset has started a thread that never ends."""
+    server = start_server(f"threaded={TARGET}threaded", "--num-workers", "1")
+    assert server.end(signal.SIGTERM) == 0
+
+
+def test_a_long_configuration_reaches_the_template(start_server: StartServer, tmp_path: Path) -> None:
+    """Longer than one read of its channel."""
+    config = tmp_path / "loader.toml"
+    names = json.dumps([f"file-{i:060}" for i in range(5000)])
+    config.write_text(f'[datasets.many]\nfactory = "{TARGET}of_names"\nkwargs = {{ names = {names} }}\n')
+    server = start_server("--config", str(config), "--num-workers", "1")
+    assert len(RemoteDataset(server.url, "many")) == 5000
+
+
+def test_single_damaged_answers_are_not_three_in_a_row() -> None:
+    """Each is asked for again, however many there are in an epoch."""
+
+    def answer(request: Request) -> bytes:
+        body = bytearray(request.right())
+        if request.number % 3 == 2:
+            body[-70] ^= 1
+        return bytes(body)
+
+    with fake_server(answer) as url:
+        loader = DataLoader(RemoteDataset(url), output="numpy")
+        for _ in range(4):
+            assert len(list(loader)) == 8
+
+
+def test_workers_that_never_start_are_an_error() -> None:
+    """Whoever waits is told, instead of waiting for ever."""
+
+    def end(worker: int) -> None:
+        os._exit(7)
+
+    with (
+        serve(hosted.Samples(lambda i: i), num_workers=2, worker_init_fn=end) as url,
+        pytest.raises(WorkerDied, match=r"no worker of the server can start: worker .* exited with code 7"),
+    ):
+        next(iter(DataLoader(RemoteDataset(url), output="numpy")))
+
+
+@pytest.mark.parametrize("length", [5, 7, 8])
+def test_the_state_is_the_same_on_every_rank_also_with_uneven_tails(length: int) -> None:
+    """After each step, and after the epoch."""
+    with serve(hosted.Samples(lambda i: i, length), num_workers=1) as url:
+        loaders = [
+            DataLoader(RemoteDataset(url), 1, rank=rank, world_size=3, tail="uneven", output="numpy")
+            for rank in range(3)
+        ]
+        steps = [_states(loader) for loader in loaders]
+        for states in zip(*(step[0] for step in steps), strict=False):
+            assert all(state == states[0] for state in states)
+        assert [after for _, after in steps] == [steps[0][1]] * 3
+
+
+def _states(loader: DataLoader) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    during = [loader.state_dict() for _ in loader]
+    return during, loader.state_dict()
+
+
+@pytest.mark.parametrize("value", [-1, "a", 1.0, True, None])
+def test_an_epoch_is_a_whole_number(value: Any) -> None:
+    """What is none is refused at once; NumPy's integers are."""
+    with serve(hosted.Samples(lambda i: i), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), output="numpy")
+        with pytest.raises(ValueError, match="epoch must be a whole number from 0, was"):
+            loader.set_epoch(value)
+        loader.set_epoch(np.int64(3))
+        assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 3

@@ -1,0 +1,404 @@
+"""A worker's memory and the server's view of it: reused, never taken away while somebody reads, never left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from teleloader_server.arena import Arena, Mapping, Slot
+from teleloader_server.channel import Channel
+
+PAGE = 4096
+
+
+class Server:
+    """The other side of an arena: maps what is announced, and remembers what was said."""
+
+    def __init__(self, free_limit: int = 2**30) -> None:
+        self.arena = Arena(free_limit, self._announce, self._retract)
+        self.mappings: dict[int, Mapping] = {}
+        self.retracted: list[int] = []
+
+    def _announce(self, number: int, fd: int, size: int) -> None:
+        assert number not in self.mappings, "a number is given once"
+        assert os.fstat(fd).st_size == size
+        self.mappings[number] = Mapping(os.dup(fd), size)
+
+    def _retract(self, number: int) -> None:
+        del self.mappings[number]
+        self.retracted.append(number)
+
+
+def open_descriptors() -> int:
+    """How many this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- The worker's side --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000, 2**20, 2**20 + 1, 5_000_000])
+def test_a_slot_has_room_for_what_was_asked(nbytes: int) -> None:
+    """At least so much, writable, and at most a quarter or a page more."""
+    slot = Server().arena.take(nbytes)
+    assert nbytes <= len(slot.memory) <= max(nbytes + PAGE, nbytes * 5 // 4)
+    slot.memory[:nbytes] = 1
+
+
+def test_memory_begins_where_arrays_must() -> None:
+    """A frame's alignment counts from a multiple of 64."""
+    assert Server().arena.take(100).memory.ctypes.data % 64 == 0
+
+
+def test_sizes_are_few_and_close() -> None:
+    """There are eight sizes in each power of two: an eighth of the memory at most is not used."""
+    arena = Server(free_limit=0).arena
+    sizes = set()
+    for nbytes in range(2**20 + 1, 2**21 + 1, 2**14):
+        slot = arena.take(nbytes)
+        sizes.add(len(slot.memory))
+        arena.give_back(slot.number)
+    assert len(sizes) == 8
+
+
+def test_a_slot_that_was_given_back_is_used_again() -> None:
+    """Batches of much the same size need no new memory."""
+    server = Server()
+    first = server.arena.take(1_000_000)
+    server.arena.give_back(first.number)
+    again = server.arena.take(999_000)
+    assert again is first
+    assert list(server.mappings) == [first.number]
+
+
+def test_a_slot_in_use_is_given_to_nobody_else() -> None:
+    """Two batches at a time have two slots."""
+    server = Server()
+    first, second = server.arena.take(PAGE), server.arena.take(PAGE)
+    assert first.number != second.number
+    first.memory[:] = 1
+    second.memory[:] = 2
+    assert set(first.memory) == {1}
+
+
+def test_the_smallest_fitting_slot_is_used() -> None:
+    """A large slot is kept for a large batch."""
+    server = Server()
+    large, small = server.arena.take(100 * PAGE), server.arena.take(60 * PAGE)
+    for slot in (large, small):
+        server.arena.give_back(slot.number)
+    assert server.arena.take(55 * PAGE) is small
+    assert server.arena.take(60 * PAGE) is large
+
+
+def test_a_slot_that_is_far_too_large_is_not_used() -> None:
+    """A small batch does not occupy a slot of more than twice its size."""
+    server = Server()
+    large = server.arena.take(100 * PAGE)
+    server.arena.give_back(large.number)
+    assert server.arena.take(10 * PAGE) is not large
+    assert server.arena.take(50 * PAGE) is large
+
+
+def test_free_memory_beyond_the_limit_is_given_to_the_system() -> None:
+    """The slot that was free the longest goes first, and the server is told."""
+    server = Server(free_limit=2 * PAGE)
+    slots = [server.arena.take(PAGE) for _ in range(4)]
+    for slot in slots[:2]:
+        server.arena.give_back(slot.number)
+    assert server.retracted == []
+    for slot in slots[2:]:
+        server.arena.give_back(slot.number)
+    assert server.retracted == [slots[0].number, slots[1].number]
+    assert {server.arena.take(PAGE).number for _ in range(2)} == {slot.number for slot in slots[2:]}
+
+
+def test_a_slot_larger_than_the_limit_is_not_kept() -> None:
+    """It goes as soon as it is free, and with it whatever else was free."""
+    server = Server(free_limit=PAGE)
+    slot = server.arena.take(2 * PAGE)
+    assert server.retracted == []
+    server.arena.give_back(slot.number)
+    assert server.retracted == [slot.number]
+    assert server.mappings == {}
+
+
+def test_memory_in_use_does_not_count_as_free() -> None:
+    """The limit is on free memory: what is taken out of it makes room in it."""
+    server = Server(free_limit=PAGE)
+    first = server.arena.take(PAGE)
+    server.arena.give_back(first.number)
+    assert server.arena.take(PAGE) is first
+    second = server.arena.take(PAGE)
+    server.arena.give_back(second.number)
+    assert server.retracted == []
+
+
+def test_a_slot_keeps_no_descriptor_open() -> None:
+    """Thousands of slots do not use up a process's descriptors: the mapping alone holds the memory."""
+    arena = Arena(2**30, lambda number, fd, size: None, lambda number: None)
+    before = open_descriptors()
+    slots = [arena.take(PAGE) for _ in range(10)]
+    assert open_descriptors() == before
+    assert len({slot.number for slot in slots}) == 10
+
+
+def test_a_full_system_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is asked for when the slot is made, not when it is written; afterwards nothing is left of the attempt."""
+    server = Server()
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            server.arena.take(PAGE)
+    assert open_descriptors() == before
+    assert server.mappings == {}
+    slot = server.arena.take(PAGE)
+    assert list(server.mappings) == [slot.number]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    limit=st.integers(0, 40 * PAGE),
+    moves=st.lists(st.integers(1, 20 * PAGE) | st.integers(-10, -1), max_size=40),
+)
+def test_any_sequence_of_taking_and_giving_back(limit: int, moves: list[int]) -> None:
+    """Slots in use are distinct and large enough, free memory stays in its limit, and the server knows all slots."""
+    server = Server(limit)
+    used: list[Slot] = []
+    free = 0
+    for move in moves:
+        if move > 0:
+            known = set(server.mappings)
+            slot = server.arena.take(move)
+            assert len(slot.memory) >= move
+            assert slot.number not in {other.number for other in used}
+            free -= len(slot.memory) if slot.number in known else 0
+            used.append(slot)
+        elif used:
+            slot = used.pop(move % len(used))
+            before = {number: mapping.size for number, mapping in server.mappings.items()}
+            server.arena.give_back(slot.number)
+            free += len(slot.memory) - sum(before[number] for number in before.keys() - server.mappings.keys())
+        assert 0 <= free <= limit
+        assert {slot.number for slot in used} <= set(server.mappings)
+        sizes = sum(mapping.size for mapping in server.mappings.values())
+        assert sizes == free + sum(len(slot.memory) for slot in used)
+
+
+# --- The server's side --------------------------------------------------------------------------------------------
+
+
+def lease_of(content: bytes) -> tuple[NDArray[np.uint8], list[str]]:
+    """A lease on a slot that a worker filled so, and what is said when it is released."""
+    server = Server()
+    slot = server.arena.take(len(content))
+    slot.memory[: len(content)] = np.frombuffer(content, np.uint8)
+    said: list[str] = []
+    return server.mappings[slot.number].lease(len(content), lambda: said.append("released")), said
+
+
+def test_the_server_sees_what_the_worker_wrote() -> None:
+    """Both look at the same memory; the server's lease ends where the frame ends."""
+    lease, _ = lease_of(b"a frame")
+    assert lease.tobytes() == b"a frame"
+
+
+def test_a_lease_is_read_only() -> None:
+    """The server never writes to a worker's memory."""
+    lease, _ = lease_of(b"a frame")
+    with pytest.raises(ValueError, match="read-only"):
+        lease[0] = 1
+    assert lease.data.readonly
+
+
+def test_a_lease_is_released_when_it_is_gone() -> None:
+    """At once, and only once."""
+    lease, said = lease_of(b"a frame")
+    assert said == []
+    del lease
+    assert said == ["released"]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(look, id=name)
+        for name, look in {
+            "slice": lambda lease: lease[8:16],
+            "slice of a slice": lambda lease: lease[8:40][4:8],
+            "memoryview": lambda lease: lease[8:16].data,
+            "other type": lambda lease: lease.view(np.uint64),
+            "cast memoryview": lambda lease: memoryview(lease).cast("B")[3:],
+            "in a list": lambda lease: [lease[i : i + 1] for i in range(3)],
+        }.items()
+    ],
+)
+def test_a_slot_is_kept_until_the_last_view_is_gone(look: Callable[[Any], Any]) -> None:
+    """Whatever holds a part of the lease holds all of it: the event loop's transport holds what it has not sent."""
+    lease, said = lease_of(bytes(range(64)))
+    view = look(lease)
+    del lease
+    assert said == []
+    del view
+    assert said == ["released"]
+
+
+def test_a_slot_may_be_leased_again() -> None:
+    """Each use of a slot is a lease of its own, of its own length."""
+    server = Server()
+    slot = server.arena.take(PAGE)
+    mapping = server.mappings[slot.number]
+    said: list[int] = []
+    for length in (10, 4000):
+        slot.memory[:length] = length % 251
+        lease = mapping.lease(length, lambda length=length: said.append(length))  # type: ignore[misc]
+        assert len(lease) == length
+        assert set(lease.tolist()) == {length % 251}
+        del lease
+    assert said == [10, 4000]
+
+
+def test_a_lease_outlives_the_mapping_and_the_slot() -> None:
+    """A worker that is lost, or a slot that is retracted, takes nothing from who is still reading."""
+    server = Server(free_limit=0)
+    slot = server.arena.take(PAGE)
+    slot.memory[:] = 7
+    lease = server.mappings[slot.number].lease(PAGE, lambda: None)
+    server.arena.give_back(slot.number)
+    assert server.retracted == [slot.number]
+    del server, slot
+    assert set(lease.tolist()) == {7}
+
+
+def test_a_mapping_closes_the_descriptor_that_it_was_given() -> None:
+    """The server holds one mapping for each slot, and no descriptor."""
+    slot = os.memfd_create("test")
+    os.truncate(slot, PAGE)
+    before = open_descriptors()
+    mapping = Mapping(slot, PAGE)
+    assert open_descriptors() == before - 1
+    assert mapping.size == PAGE
+
+
+def test_more_than_the_slot_cannot_be_leased() -> None:
+    """A size that a broken worker states does not read beyond its memory."""
+    server = Server()
+    slot = server.arena.take(PAGE)
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        server.mappings[slot.number].lease(len(slot.memory) + 1, lambda: None)
+
+
+def test_a_lease_that_lives_to_the_end_is_not_released_by_the_end() -> None:
+    """When the process ends, nobody is told: the loop that would carry the message is gone."""
+    program = """
+import os
+from teleloader_server.arena import Arena, Mapping
+mappings = []
+arena = Arena(0, lambda number, fd, size: mappings.append(Mapping(os.dup(fd), size)), print)
+arena.take(1)
+lease = mappings[0].lease(1, lambda: print("released"))
+"""
+    ended = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, stdout=subprocess.PIPE)
+    assert ended.stdout == b""
+
+
+# --- Two processes ------------------------------------------------------------------------------------------------
+
+WORKER = """
+import socket, sys
+from teleloader_server.arena import Arena
+from teleloader_server.channel import Channel
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+arena = Arena(2**20, lambda number, fd, size: channel.send(["slot", number, size], [fd]), print)
+for value in range(3):
+    slot = arena.take(100_000)
+    slot.memory[:100_000] = value
+    channel.send(["done", slot.number])
+    if value < 2:
+        while not (messages := channel.receive()):
+            pass
+        arena.give_back(messages[0])
+channel.receive()
+"""
+
+
+class RealWorker:
+    """A process that fills slots."""
+
+    def __init__(self) -> None:
+        ours, theirs = Channel.pair()
+        self.channel = ours
+        self.messages: list[Any] = []
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+
+    def next(self) -> Any:
+        """What it says next."""
+        while not self.messages:
+            select.select([self.channel], [], [])
+            self.messages += self.channel.receive()
+        return self.messages.pop(0)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for it."""
+        self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+
+def test_one_slot_serves_a_worker_process_for_all_its_batches() -> None:
+    """The memory goes to the server once; afterwards only numbers travel, and each batch is read in place."""
+    worker = RealWorker()
+    try:
+        said, number, size = worker.next()
+        assert said == "slot"
+        mapping = Mapping(worker.channel.take_fd(), size)
+        for value in range(3):
+            assert worker.next() == ["done", number]
+            lease = mapping.lease(100_000, lambda: worker.channel.send(number))
+            assert set(lease.tolist()) == {value}
+            del lease
+    finally:
+        worker.kill()
+
+
+def test_what_a_killed_worker_made_can_still_be_read_and_nothing_is_left_of_it() -> None:
+    """The memory has no name and no file: it is there while somebody maps it, and then it is gone."""
+    names, mapped = set(os.listdir("/dev/shm")), memfds_mapped()
+    worker = RealWorker()
+    try:
+        _, number, size = worker.next()
+        mapping = Mapping(worker.channel.take_fd(), size)
+        assert worker.next() == ["done", number]
+        lease = mapping.lease(100_000, lambda: None)
+    finally:
+        worker.kill()
+    assert set(lease.tolist()) == {0}
+    assert memfds_mapped() == mapped + 1
+    del lease, mapping
+    assert memfds_mapped() == mapped
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+def memfds_mapped() -> int:
+    """How many anonymous memory files of ours this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:teleloader")

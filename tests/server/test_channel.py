@@ -1,0 +1,384 @@
+"""Messages and descriptors between processes: whole, in order, and never stuck."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teleloader_server.channel import Channel
+from tests.server.test_arena import open_descriptors
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    """Our end, which never blocks, and the other one, which does."""
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Channel, socket.socket]]:
+    """A channel, and the socket of its other end."""
+    ours, theirs = Channel.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def received(channel: Channel, count: int) -> list[Any]:
+    """The next `count` messages, waiting for them."""
+    messages: list[Any] = []
+    while len(messages) < count:
+        select.select([channel], [], [])
+        messages += channel.receive()
+    return messages
+
+
+def pipe_that_says(text: bytes) -> int:
+    """A descriptor from which `text` can be read."""
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    os.close(writer)
+    return reader
+
+
+def read_and_close(fd: int) -> bytes:
+    """What can be read from a descriptor."""
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+# --- Messages -----------------------------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(messages=st.lists(values, min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50)))
+def test_messages_come_whole_and_in_order_however_they_are_cut(messages: list[Any], cuts: list[int]) -> None:
+    """A stream has no boundaries: a part of a message is kept until the rest is there, several at once are several."""
+    ours, theirs = Channel.pair()
+    stream = b"".join(msgpack.packb(message) for message in messages)
+    got: list[Any] = []
+    for cut in [*cuts, len(stream)]:
+        piece, stream = stream[:cut], stream[cut:]
+        if piece:
+            theirs.sendall(piece)
+            got += ours.receive()
+    assert got == messages
+    ours.close()
+    theirs.close()
+
+
+def test_a_part_of_a_message_is_no_message(raw: tuple[Channel, socket.socket]) -> None:
+    """What has arrived so far may be nothing yet."""
+    channel, other = raw
+    packed = msgpack.packb(["task", 1])
+    other.sendall(packed[:3])
+    assert channel.receive() == []
+    other.sendall(packed[3:] + packed)
+    assert channel.receive() == [["task", 1], ["task", 1]]
+
+
+def test_both_ends_talk(pair: tuple[Channel, Channel]) -> None:
+    """What one sends the other receives, both ways."""
+    ours, other = pair
+    ours.send(["to you"])
+    other.send(["to me"])
+    assert received(other, 1) == [["to you"]]
+    assert received(ours, 1) == [["to me"]]
+
+
+def test_a_channel_that_does_not_block_says_that_nothing_has_come(pair: tuple[Channel, Channel]) -> None:
+    """The event loop is not held up."""
+    with pytest.raises(BlockingIOError):
+        pair[0].receive()
+
+
+def test_a_large_message_arrives(pair: tuple[Channel, Channel]) -> None:
+    """Messages may be larger than what a socket holds; `send` waits until it is sent, also on a socket without wait."""
+    ours, other = pair
+    message = ["done", b"x" * 10_000_000]
+    got: list[Any] = []
+    reader = threading.Thread(target=lambda: got.extend(received(other, 1)))
+    reader.start()
+    ours.send(message)
+    reader.join()
+    assert got == [message]
+    with pytest.raises(BlockingIOError):
+        ours.receive()  # it blocks no more than before
+
+
+def test_what_was_put_is_sent_with_the_next_flush(pair: tuple[Channel, Channel]) -> None:
+    """One system call carries many messages."""
+    ours, other = pair
+    for number in range(3):
+        ours.put(number)
+    os.set_blocking(other.fileno(), False)
+    with pytest.raises(BlockingIOError):
+        other.receive()
+    assert ours.flush()
+    assert other.receive() == [0, 1, 2]
+    assert ours.flush(), "nothing to send is sent"
+
+
+def test_what_was_put_goes_before_what_is_sent(pair: tuple[Channel, Channel]) -> None:
+    """The order of messages is the order in which they were given."""
+    ours, other = pair
+    ours.put("first")
+    ours.send("second")
+    assert received(other, 2) == ["first", "second"]
+
+
+def test_a_full_socket_takes_the_rest_later(pair: tuple[Channel, Channel]) -> None:
+    """`flush` sends what fits and says that there is more; when the socket is writable, it goes on where it was."""
+    ours, other = pair
+    messages = [[number, "x" * 1000] for number in range(3000)]
+    for message in messages:
+        ours.put(message)
+    assert not ours.flush()
+    got: list[Any] = []
+    while not ours.flush():
+        while not select.select([], [ours], [], 0)[1]:
+            got += other.receive()
+    got += received(other, len(messages) - len(got))
+    assert got == messages
+
+
+# --- Descriptors --------------------------------------------------------------------------------------------------
+
+
+def test_a_descriptor_travels_beside_its_message(pair: tuple[Channel, Channel]) -> None:
+    """The receiver has one of its own, and the sender may close its."""
+    ours, other = pair
+    fd = pipe_that_says(b"hello")
+    ours.send(["slot", 1], [fd])
+    os.close(fd)
+    assert received(other, 1) == [["slot", 1]]
+    assert read_and_close(other.take_fd()) == b"hello"
+
+
+def test_descriptors_come_in_the_order_of_their_messages(pair: tuple[Channel, Channel]) -> None:
+    """Among messages without any, and also when many are received at once."""
+    ours, other = pair
+    for number in range(100):
+        ours.put(["without", number])
+        fd = pipe_that_says(str(number).encode())
+        ours.send(["with", number], [fd])
+        os.close(fd)
+    got = received(other, 200)
+    assert got == [[kind, number] for number in range(100) for kind in ("without", "with")]
+    assert [read_and_close(other.take_fd()) for _ in range(100)] == [str(number).encode() for number in range(100)]
+
+
+def test_a_descriptor_is_there_when_its_message_is(pair: tuple[Channel, Channel]) -> None:
+    """Whoever reads the message can take the descriptor at once, whatever was received together."""
+    ours, other = pair
+    for number in range(5):
+        fd = pipe_that_says(str(number).encode())
+        ours.send(number, [fd])
+        os.close(fd)
+    got = 0
+    while got < 5:
+        for number in other.receive():
+            assert read_and_close(other.take_fd()) == str(number).encode()
+            got += 1
+
+
+def test_a_message_may_have_several_descriptors(pair: tuple[Channel, Channel]) -> None:
+    """They come in their order."""
+    ours, other = pair
+    fds = [pipe_that_says(text) for text in (b"a", b"b", b"c")]
+    ours.send("three", fds)
+    for fd in fds:
+        os.close(fd)
+    assert received(other, 1) == ["three"]
+    assert [read_and_close(other.take_fd()) for _ in range(3)] == [b"a", b"b", b"c"]
+
+
+def test_a_large_message_may_have_a_descriptor(pair: tuple[Channel, Channel]) -> None:
+    """What does not fit in the socket follows, and the descriptor belongs to the whole."""
+    ours, other = pair
+    fd = pipe_that_says(b"hello")
+    got: list[Any] = []
+    reader = threading.Thread(target=lambda: got.extend(received(other, 2)))
+    reader.start()
+    ours.send("x" * 5_000_000, [fd])
+    ours.send("after")
+    reader.join()
+    os.close(fd)
+    assert got == ["x" * 5_000_000, "after"]
+    assert read_and_close(other.take_fd()) == b"hello"
+
+
+def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
+    """Nothing is left open by a worker that died between its message and the server's answer."""
+    before = open_descriptors()
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    fd = pipe_that_says(b"")
+    ours.send("slot", [fd])
+    os.close(fd)
+    assert received(other, 1) == ["slot"]
+    ours.close()
+    other.close()
+    assert open_descriptors() == before
+
+
+# --- The end ------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_comes_after_all_messages(pair: tuple[Channel, Channel]) -> None:
+    """What was sent before the other end was closed is received; then it is the end, however often one asks."""
+    ours, other = pair
+    other.send("last words")
+    other.close()
+    assert ours.receive() == ["last words"]
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            ours.receive()
+
+
+def test_an_end_with_unread_messages_is_an_end(pair: tuple[Channel, Channel]) -> None:
+    """The system calls it a reset; it means the same."""
+    ours, other = pair
+    ours.send("never read")
+    other.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+
+
+def test_a_message_that_is_cut_off_by_the_end_is_none(raw: tuple[Channel, socket.socket]) -> None:
+    """Half a message of a process that was killed is not delivered."""
+    channel, other = raw
+    other.sendall(msgpack.packb(["whole"]) + msgpack.packb(["cut off"])[:-1])
+    other.close()
+    assert channel.receive() == [["whole"]]
+    with pytest.raises(EOFError):
+        channel.receive()
+
+
+def test_a_message_to_one_who_has_ended_goes_nowhere(pair: tuple[Channel, Channel]) -> None:
+    """Sending is no error: the end is seen by who receives."""
+    ours, other = pair
+    other.close()
+    ours.send("hello?")
+    ours.put("hello?")
+    ours.flush()
+    with pytest.raises(EOFError):
+        ours.receive()
+
+
+def test_a_descriptor_to_one_who_has_ended_goes_nowhere_too(pair: tuple[Channel, Channel]) -> None:
+    """The same for a message with a descriptor, and the channel blocks no more than before."""
+    ours, other = pair
+    other.close()
+    with open(os.devnull) as file:
+        ours.send("hello?", [file.fileno()])
+    assert not os.get_blocking(ours.fileno())
+
+
+def test_a_closed_channel_has_no_descriptor(pair: tuple[Channel, Channel]) -> None:
+    """-1, as Python says of files."""
+    pair[0].close()
+    assert pair[0].fileno() == -1
+    pair[0].close()
+
+
+def test_the_end_of_a_killed_process_is_seen() -> None:
+    """A worker that is killed is an end, after what it said."""
+    ours, theirs = Channel.pair()
+    program = """
+import socket, sys
+from teleloader_server.channel import Channel
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+channel.send("alive")
+channel.receive()
+"""
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    assert received(ours, 1) == ["alive"]
+    process.kill()
+    process.wait()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+
+
+# --- What a forked process must not keep --------------------------------------------------------------------------
+
+
+def test_a_forked_process_holds_no_connection_of_its_parent() -> None:
+    """Other channels and network sockets are closed in it, so that their ends are seen; the kept channel works.
+
+    In a process of its own: it forks.
+    """
+    program = """
+import os, socket, sys
+from teleloader_server.channel import Channel, close_inherited
+
+listening = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listening.getsockname())
+served, _ = listening.accept()
+datagram = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+unix, unix_end = socket.socketpair()
+another, another_end = Channel.pair()
+ours, theirs = Channel.pair()
+descriptors = [s.fileno() for s in (listening, served, datagram)]
+
+pid = os.fork()
+if pid == 0:
+    try:
+        keep = Channel(theirs)
+        close_inherited(keep)
+        still_open = [os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors]
+        assert unix.send(b"x") == 1, "a Unix socket of the user's is none of ours"
+        keep.send(["child", still_open])
+        keep.receive()
+    except EOFError:
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+theirs.close()
+os.set_blocking(ours.fileno(), True)
+messages = []
+while not messages:
+    messages = ours.receive()
+assert messages == [["child", ["/dev/null"] * 3]], messages
+assert unix_end.recv(1) == b"x"
+# the child lives, and yet the ends of what the parent closes are seen
+served.close()
+assert client.recv(1) == b""
+another.close()
+assert another_end.recv(1) == b""
+address = listening.getsockname()
+listening.close()
+try:
+    socket.create_connection(address)
+except ConnectionRefusedError:
+    pass
+else:
+    raise SystemExit("somebody still listens")
+ours.close()
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

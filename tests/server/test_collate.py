@@ -1,0 +1,544 @@
+"""Our collate functions make what torch's make, with NumPy alone.
+
+torch's own functions, in the same process, say what is right. Samples of NumPy and Python objects take the path that a
+server without torch takes; tensors have a path of their own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections import OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from teleloader_server.collate import Stack, TensorStack, default_collate, default_convert, lazy_collate
+from teleloader_shared import dtypes
+from teleloader_shared.tree import Tensor
+from tests.conftest import need
+
+Point = namedtuple("Point", ["x", "y"])
+Collate = Callable[[Any], Any]
+
+fixed = settings(derandomize=True, deadline=None, max_examples=150)
+
+
+@pytest.fixture(scope="module")
+def torch_collate() -> Collate:
+    """Torch's own default_collate."""
+    need("torch")
+    from torch.utils.data import default_collate
+
+    return default_collate  # type: ignore[no-any-return, unused-ignore]
+
+
+@pytest.fixture(scope="module")
+def torch_convert() -> Collate:
+    """Torch's own default_convert."""
+    need("torch")
+    from torch.utils.data import default_convert
+
+    return default_convert  # type: ignore[no-any-return, unused-ignore]
+
+
+# --- What is compared ---------------------------------------------------------------------------------------------
+
+
+def outcome(function: Collate, argument: Any) -> Any:
+    """What a function makes of its argument, in a form that can be compared: its error, or the described value."""
+    try:
+        return described(function(argument))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what is compared
+        return type(error), str(error)
+
+
+def described(value: Any) -> Any:
+    """Containers by type and content, arrays by kind, element type, shape and bits."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return described_tensor(torch, value)
+    if isinstance(value, Stack | TensorStack):
+        return "tensor", value.dtype_name, tuple(value.shape), bits(written(value))
+    if isinstance(value, np.ndarray):
+        return "tensor" if isinstance(value, Tensor) else "array", value.dtype.name, value.shape, bits(value)
+    if isinstance(value, Mapping):
+        return type(value), [(key, described(item)) for key, item in value.items()]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return type(value), [described(item) for item in value]
+    return type(value), repr(value)
+
+
+def described_tensor(torch: Any, tensor: Any) -> Any:
+    """The same of a torch tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if name in dtypes.EXTENDED:
+        plain = plain.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    return "tensor", name, tuple(tensor.shape), bits(plain.numpy())
+
+
+def bits(array: NDArray[Any]) -> bytes:
+    """The elements' bits, all NaN made equal: which of them arithmetic yields is the processor's business."""
+    array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", subok=False)
+    if array.dtype.kind in "fc":
+        parts = array.reshape(-1).view(array.real.dtype)
+        parts[np.isnan(parts)] = np.nan
+    return array.tobytes()
+
+
+def written(stack: Stack | TensorStack) -> NDArray[Any]:
+    """What a stack writes where it is told to."""
+    out = np.empty(stack.shape, dtypes.storage(stack.dtype_name))
+    stack.write(out)
+    return out
+
+
+# --- Samples ------------------------------------------------------------------------------------------------------
+
+Samples = st.SearchStrategy[Any]
+
+DTYPES = [np.dtype(name) for name in dtypes.NUMPY]
+"""All types that travel."""
+int64s = st.integers(-(2**63), 2**63 - 1)
+strings = st.text(max_size=4)
+
+
+def arrays(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any]) -> Samples:
+    """Arrays of a type and shape, some of them not contiguous."""
+    return hnp.arrays(dtype, shape) | hnp.arrays(dtype, shape).map(lambda array: np.asfortranarray(array))
+
+
+def scalars(dtype: np.dtype[Any]) -> Samples:
+    """NumPy scalars of a type; torch refuses those of uint64."""
+    return hnp.from_dtype(np.dtype(np.uint32) if dtype == np.uint64 else dtype)
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> Samples:
+    """One kind of leaf: a strategy whose values can stand in one column."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    kinds = [int64s, st.booleans(), st.floats(), strings, st.binary(max_size=3), scalars(dtype), arrays(dtype, shape)]
+    return draw(st.sampled_from(kinds))
+
+
+def containers(kinds: st.SearchStrategy[Samples]) -> st.SearchStrategy[Samples]:
+    """Containers of these kinds."""
+    several = st.lists(kinds, max_size=3)
+    named = st.dictionaries(strings | st.integers() | st.tuples(st.booleans()), kinds, max_size=3)
+    return st.one_of(
+        several.map(lambda items: st.tuples(*items)),
+        several.map(lambda items: st.tuples(*items).map(list)),
+        several.map(lambda items: st.tuples(*items).map(deque)),
+        several.map(lambda items: st.tuples(*items).map(UserList)),
+        st.tuples(kinds, kinds).map(lambda pair: st.builds(Point, *pair)),
+        named.map(st.fixed_dictionaries),
+        named.map(lambda items: st.fixed_dictionaries(items).map(OrderedDict)),
+        named.map(lambda items: st.fixed_dictionaries(items).map(partial(defaultdict, list))),
+    )
+
+
+kinds_of_samples = st.recursive(leaves(), containers, max_leaves=5)
+samples = kinds_of_samples.flatmap(lambda kind: kind)
+batches = kinds_of_samples.flatmap(lambda kind: st.lists(kind, min_size=1, max_size=4))
+
+
+# --- default_collate ----------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(batch=batches)
+def test_a_batch_is_what_torch_makes_of_the_samples(torch_collate: Collate, batch: list[Any]) -> None:
+    """Same containers, element types, shapes and values, for anything that samples are made of."""
+    assert outcome(default_collate, batch) == outcome(torch_collate, batch)
+
+
+@fixed
+@given(batch=batches)
+def test_a_lazy_batch_is_the_same_once_it_is_written(torch_collate: Collate, batch: list[Any]) -> None:
+    """What workers use knows shapes and types beforehand, and writes the same elements."""
+    assert outcome(lazy_collate, batch) == outcome(torch_collate, batch)
+
+
+small_floats = st.floats(width=32)
+
+
+@fixed
+@given(
+    batch=st.one_of(
+        st.lists(st.booleans() | int64s, min_size=1, max_size=5),
+        st.tuples(st.floats(), st.lists(st.booleans() | int64s | st.floats(), max_size=4)).map(lambda t: [t[0], *t[1]]),
+        st.tuples(st.booleans() | int64s, st.lists(st.booleans() | int64s | small_floats, max_size=4)).map(
+            lambda t: [t[0], *t[1]]
+        ),
+    )
+)
+def test_a_column_of_python_numbers_has_torchs_type(torch_collate: Collate, batch: list[Any]) -> None:
+    """Bools and ints are int64, a leading float makes float64, a later one float32."""
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+@fixed
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+def test_ragged_arrays_are_refused_in_torchs_words(torch_collate: Collate, data: st.DataObject, dtype: Any) -> None:
+    """The message names the first entry that differs, and both shapes."""
+    shapes = hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3)
+    batch = data.draw(st.lists(arrays(dtype, shapes), min_size=2, max_size=4))
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+@fixed
+@given(batch=st.lists(st.lists(int64s, max_size=2) | st.tuples(int64s) | st.tuples(int64s, int64s), min_size=2))
+def test_ragged_sequences_are_refused_in_torchs_words(torch_collate: Collate, batch: list[Any]) -> None:
+    """Lists and tuples of different lengths cannot be columns."""
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(batch, id=name)
+        for name, batch in {
+            "none": [None],
+            "object": [object],
+            "complex": [1j, 2j],
+            "set": [{1}],
+            "generator": [iter(())],
+            "nested": [{"a": [1, (2, {"b": None})]}] * 2,
+            "array of strings": [np.array(["a"])],
+            "array of bytes": [np.array([b"a"])],
+            "array of objects": [np.array([None])],
+            "set in a list": [[{1}], [{2}]],
+            "missing key": [{"a": 1, "b": 1}, {"a": 2}],
+            "no mapping": [{"a": 1}, 5],
+            "no sequence": [[1], 5],
+            "nothing": [],
+        }.items()
+    ],
+)
+def test_what_cannot_be_collated_is_refused_in_torchs_words(torch_collate: Collate, batch: list[Any]) -> None:
+    """Same type, same text."""
+    wanted = outcome(torch_collate, batch)
+    assert issubclass(wanted[0], Exception)
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == wanted
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(batch, id=name)
+        for name, batch in {
+            "more keys than the first": [{"a": 1}, {"a": 2, "b": 3}],
+            "other order of keys": [OrderedDict(b=1, a=2), {"a": 1, "b": 2}],
+            "list then tuple": [[1, 2], (3, 4)],
+            "tuple then list": [(1, 2), [3, 4]],
+            "range": [range(2), range(2)],
+            "bytearray": [bytearray(b"ab"), bytearray(b"cd")],
+            "read-only mapping": [types.MappingProxyType({"a": 1})] * 2,
+            "strings, then not": ["a", 1, None],
+            "numpy strings": [np.str_("a"), np.str_("b")],
+            "numpy bytes": [np.bytes_(b"a")],
+            "empty lists": [[], []],
+            "empty tuples": [(), ()],
+            "empty dicts": [{}, {}],
+            "arrays without elements": [np.zeros((2, 0))] * 2,
+        }.items()
+    ],
+)
+def test_containers_follow_the_first_sample(torch_collate: Collate, batch: list[Any]) -> None:
+    """Keys, order and type are those of the first sample; what cannot be rebuilt becomes a plain one."""
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+MIXED: dict[str, list[Any]] = {
+    "int, then NumPy float": [1, np.float32(2.5)],
+    "int, then NumPy double": [1, np.float64(2.5)],
+    "int, then NumPy complex": [1, np.complex64(1j)],
+    "int, then complex": [1, 1j],
+    "bool, then NumPy bool": [True, np.bool_(False)],
+    "bool, then NumPy int": [True, np.int8(5)],
+    "NumPy float, then float": [np.float32(1), 2.5],
+    "NumPy float, then int": [np.float32(1), 2],
+    "NumPy int, then float": [np.int64(1), 2.5],
+    "NumPy int, then NumPy float": [np.int64(1), np.float32(0.5)],
+}
+"""Columns whose numbers are not all of one type, which torch promotes in its own way."""
+
+
+@pytest.mark.parametrize("batch", [pytest.param(batch, id=name) for name, batch in MIXED.items()])
+def test_a_column_of_mixed_numbers_is_promoted_as_torch_does(torch_collate: Collate, batch: list[Any]) -> None:
+    """No number is cut, and the element type is torch's."""
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+PROMOTED = [
+    ("int32", "float32"),
+    ("int64", "float32"),
+    ("int16", "float16"),
+    ("uint32", "float32"),
+    ("int64", "complex64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *PROMOTED,
+        *(("uint8", "int8"), ("bool", "int8"), ("float32", "complex64"), ("float64", "complex64"), ("int8", "int64")),
+        *(("float16", "float32"), ("bool", "float16")),
+    ],
+)
+def test_arrays_of_mixed_types_are_promoted_as_torch_does(torch_collate: Collate, first: str, second: str) -> None:
+    """A float type is not widened because an integer array stands beside it."""
+    batch = [np.ones(2, first), np.ones(2, second)]
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+NO_NUMBERS: dict[str, list[Any]] = {
+    "string": [1, "a"],
+    "digits": [1, "2"],
+    "none": [1, None],
+    "string after float": [1.0, "a"],
+    "digits after float": [1.0, "2.5"],
+    "none after float": [1.0, None],
+    "none after NumPy number": [np.int64(1), None],
+    "too large": [2**63],
+    "too small": [0, -(2**63) - 1],
+    "none in a namedtuple": [Point(1, 2), Point(None, 2)],
+    "shorter namedtuple": [Point(1, 2), (3,)],
+}
+
+
+@pytest.mark.parametrize("batch", [pytest.param(batch, id=name) for name, batch in NO_NUMBERS.items()])
+def test_what_is_no_number_is_not_taken_for_one(torch_collate: Collate, batch: list[Any]) -> None:
+    """A column of numbers that holds something else is an error, of torch's type, and never a guess."""
+    wanted = outcome(torch_collate, batch)[0]
+    assert issubclass(wanted, Exception)
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch)[0] is wanted
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [np.timedelta64(1, "s"), np.array(["2020"], "M8[s]"), np.zeros(2, [("a", "i4")]), np.array(["a"])],
+    ids=["timedelta", "datetimes", "records", "strings"],
+)
+def test_what_has_no_tensor_is_a_type_error_like_torchs(torch_collate: Collate, sample: Any) -> None:
+    """Also where torch's own text speaks of conversion."""
+    batch = [np.zeros(1), sample] if sample.dtype.kind == "U" else [sample]
+    assert outcome(torch_collate, batch)[0] is TypeError
+    for collate in (default_collate, lazy_collate):
+        error, text = outcome(collate, batch)
+        assert error is TypeError
+        assert text.startswith("default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists")
+
+
+@pytest.mark.parametrize("sample", [np.datetime64("2020"), np.void(b"ab")], ids=["datetime", "void"])
+def test_a_numpy_scalar_that_is_no_number_is_refused_in_torchs_words(torch_collate: Collate, sample: Any) -> None:
+    """Same type, same text."""
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, [sample]) == outcome(torch_collate, [sample])
+
+
+@pytest.mark.parametrize("collate", [default_collate, lazy_collate])
+def test_arrays_that_torch_cannot_take_over_are_collated_all_the_same(collate: Collate) -> None:
+    """Foreign byte order, negative strides and uint64 scalars, which torch refuses, are stacked as what they mean."""
+    swapped = np.arange(3, dtype=">i4")
+    assert described(collate([swapped, swapped])) == described(np.array([[0, 1, 2]] * 2, np.int32).view(Tensor))
+    backwards = np.arange(3, dtype=np.int16)[::-1]
+    assert described(collate([backwards])) == described(np.array([[2, 1, 0]], np.int16).view(Tensor))
+    largest = np.uint64(2**64 - 1)
+    assert described(collate([largest])) == described(np.array([largest]).view(Tensor))
+
+
+@pytest.mark.parametrize("name", dtypes.EXTENDED)
+def test_types_that_numpy_has_not_keep_their_bits(name: str) -> None:
+    """Arrays of ml_dtypes types are stacked without torch."""
+    need("ml_dtypes")
+    array = np.array([[1, 2.5, -4]], dtypes.extended_numpy(name))
+    stack = lazy_collate([array, array[:, ::-1]])
+    assert (stack.dtype_name, stack.shape) == (name, (2, 1, 3))
+    raw = array.view(dtypes.EXTENDED[name])
+    assert np.array_equal(written(stack), [raw, raw[:, ::-1]])
+
+
+@pytest.mark.parametrize("first", ["bfloat16", "float32"])
+def test_types_that_numpy_has_not_are_promoted_by_their_value(first: str) -> None:
+    """Beside float32, a bfloat16 array becomes float32, with the same numbers."""
+    need("ml_dtypes")
+    values = [1, 2.5, -4]
+    batch = [np.array(values, np.float32), np.array(values, dtypes.extended_numpy("bfloat16"))]
+    stack = lazy_collate(batch if first == "float32" else batch[::-1])
+    assert stack.dtype_name == "float32"
+    assert written(stack).tolist() == [values, values]
+
+
+def test_a_stack_knows_itself_before_it_is_written() -> None:
+    """Shape and type are there at once; the elements are read when it is written, and the place is the caller's."""
+    first, second = np.zeros(3, np.float32), np.ones(3, np.float32)
+    stack = lazy_collate([first, second])
+    assert isinstance(stack, Stack)
+    assert (stack.dtype_name, stack.shape, stack.kind) == ("float32", (2, 3), "tensor")
+    first[:] = 7
+    place = np.zeros((4, 3), np.float32)
+    stack.write(place[1:3])
+    assert place.tolist() == [[0] * 3, [7] * 3, [1] * 3, [0] * 3]
+
+
+def test_a_batch_is_its_own() -> None:
+    """Samples may be changed when they are collated: the batch is a copy, even of one sample."""
+    sample = np.zeros(3)
+    batch = default_collate([sample])
+    sample[:] = 1
+    assert not batch.any()
+
+
+# --- default_convert ----------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(sample=samples)
+def test_a_single_sample_is_what_torch_makes_of_it(torch_convert: Collate, sample: Any) -> None:
+    """Arrays and NumPy scalars become tensors, tuples lists; all else stays as it is."""
+    assert outcome(default_convert, sample) == outcome(torch_convert, sample)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        *(None, 1, 2.5, True, 1j, "ab", b"ab", {1}, np.str_("a"), range(3), bytearray(b"ab"), deque([np.float32(1)])),
+        types.MappingProxyType({"a": np.int8(1)}),
+        Point(1, (np.zeros(2), "s")),
+        (1, (2.5, [np.float64(3)])),
+    ],
+    ids=repr,
+)
+def test_what_is_no_array_is_left_alone(torch_convert: Collate, sample: Any) -> None:
+    """Numbers, strings and objects pass, containers are rebuilt."""
+    assert outcome(default_convert, sample) == outcome(torch_convert, sample)
+
+
+@pytest.mark.parametrize(
+    "sample", [np.array(["a"]), np.array([None]), np.array([b"a"])], ids=["str", "object", "bytes"]
+)
+def test_an_array_of_strings_or_objects_stays_an_array(torch_convert: Collate, sample: Any) -> None:
+    """There is no tensor of it."""
+    assert outcome(default_convert, sample) == outcome(torch_convert, sample)
+
+
+# --- torch tensors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", dtypes.NAMES)
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)])
+def test_tensors_are_stacked_as_torch_does(torch_collate: Collate, name: str, shape: tuple[int, ...]) -> None:
+    """Each element type that travels, bfloat16 and float8 among them."""
+    import torch
+
+    batch = [(torch.arange(24)[: int(np.prod(shape))].reshape(shape) - i).to(getattr(torch, name)) for i in range(3)]
+    assert isinstance(lazy_collate(batch), TensorStack)
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+@pytest.mark.parametrize("case", ["transposed", "with gradient", "conjugate", "negated", "parameter", "expanded"])
+def test_views_and_leaves_of_a_graph_are_stacked_as_plain_tensors(torch_collate: Collate, case: str) -> None:
+    """What is written are the elements, whatever way they are stored."""
+    import torch
+
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    tensor = {
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "with gradient": torch.ones(2, requires_grad=True),
+        "conjugate": complex_.conj(),
+        "negated": complex_.conj().imag,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "expanded": torch.ones(1).expand(5),
+    }[case]
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, [tensor, tensor]) == outcome(torch_collate, [tensor, tensor])
+
+
+@pytest.mark.parametrize(
+    "case", ["ragged", "promoted", "nested containers", "array after tensor", "tensor after array"]
+)
+def test_unequal_tensors_are_promoted_or_refused_as_torch_does(torch_collate: Collate, case: str) -> None:
+    """Torch itself is asked, so types and texts are its own."""
+    import torch
+
+    batch: list[Any] = {
+        "ragged": [torch.zeros(1), torch.zeros(2)],
+        "promoted": [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64), torch.zeros(2)],
+        "nested containers": [{"a": (torch.zeros(2), 1)}, {"a": (torch.ones(2), 2)}],
+        "array after tensor": [{"a": torch.zeros(2)}, {"a": np.zeros(2)}],
+        "tensor after array": [np.zeros(2), torch.ones(2, dtype=torch.float64)],
+    }[case]
+    for collate in (default_collate, lazy_collate):
+        assert outcome(collate, batch) == outcome(torch_collate, batch)
+
+
+def test_a_number_among_tensors_is_refused_in_torchs_words(torch_collate: Collate) -> None:
+    """A TypeError that names the element."""
+    import torch
+
+    batch = [torch.tensor(1), 2]
+    assert outcome(lazy_collate, batch) == outcome(torch_collate, batch)
+
+
+@pytest.mark.parametrize("collate", [default_collate, lazy_collate])
+def test_sparse_tensors_are_refused_in_torchs_words(torch_collate: Collate, collate: Collate) -> None:
+    """A batch of them needs a collate function of the user's."""
+    import torch
+
+    batch = [torch.zeros(2).to_sparse()] * 2
+    wanted = outcome(torch_collate, batch)
+    assert wanted[0] is RuntimeError
+    with pytest.raises(RuntimeError) as raised:
+        collate(batch)
+    assert str(raised.value) == wanted[1]
+
+
+def test_tensors_of_a_single_sample_are_left_alone(torch_convert: Collate) -> None:
+    """default_convert gives back the same tensor."""
+    import torch
+
+    tensor = torch.zeros(2)
+    converted = default_convert({"a": (tensor,)})
+    assert outcome(torch_convert, {"a": (tensor,)}) == described(converted)
+    assert converted["a"][0] is tensor
+
+
+# --- Without torch ------------------------------------------------------------------------------------------------
+
+
+def test_collating_neither_needs_nor_loads_torch() -> None:
+    """In a process without torch, batches of arrays and numbers are made, and torch is not imported for it."""
+    program = """
+import sys
+import numpy as np
+from teleloader_server.collate import default_collate, default_convert, lazy_collate
+samples = [{"a": np.ones(2, np.float32), "b": (i, 2.5, True, "s"), "c": np.int8(i)} for i in range(3)]
+for collate in (default_collate, lazy_collate):
+    batch = collate(samples)
+    assert batch["a"].shape == (3, 2)
+    assert [x.dtype for x in batch["b"][:3]] == [np.int64, np.float64, bool]
+default_convert(samples[0])
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

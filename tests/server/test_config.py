@@ -1,0 +1,336 @@
+"""What a server is told, in TOML and on the command line; what is impossible is refused at birth, with a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teleloader_server import config
+from teleloader_server.config import (
+    ConfigError,
+    DatasetConfig,
+    Limits,
+    default_memory_budget,
+    default_num_workers,
+    parse_size,
+    read_toml,
+)
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a configuration file."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "loader.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The sentence with which something is refused."""
+    with pytest.raises(ConfigError) as refused:
+        function(*arguments, **named)
+    return str(refused.value)
+
+
+# --- A file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
+    """Each table of datasets is one, under its own name, with everything that may be said of it."""
+    path = write("""
+        [server]
+        port = 9000
+        memory_budget = "4GiB"
+
+        [datasets.train]
+        factory = "my_package.data:make"
+        kwargs = { root = "/data", sizes = [1, 2] }
+        collate = "my_package.data:collate"
+        worker_init = "my_package.data:Init.run"
+        version = "2024-05"
+        seeding = "sample"
+
+        [datasets."val.2"]
+        factory = "my_package.data:validation"
+    """)
+    server, datasets = read_toml(path)
+    assert server == {"port": 9000, "memory_budget": "4GiB"}
+    assert datasets == [
+        DatasetConfig(
+            name="train",
+            factory="my_package.data:make",
+            kwargs={"root": "/data", "sizes": [1, 2]},
+            collate="my_package.data:collate",
+            worker_init="my_package.data:Init.run",
+            version="2024-05",
+            seeding="sample",
+        ),
+        DatasetConfig(name="val.2", factory="my_package.data:validation"),
+    ]
+
+
+def test_a_file_may_say_nothing(write: Write) -> None:
+    """Both tables may be left out: then the command line says it all."""
+    assert read_toml(write("")) == ({}, [])
+
+
+def test_what_is_left_out_has_its_default(write: Write) -> None:
+    """Only the factory must be named."""
+    _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
+    assert dataset == DatasetConfig(name="train", factory="a:b")
+    assert (dataset.kwargs, dataset.collate, dataset.worker_init) == ({}, None, None)
+    assert (dataset.version, dataset.seeding) == ("", "batch")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """With its path and the system's reason."""
+    path = tmp_path / "nothing.toml"
+    assert refusal(read_toml, path) == f"cannot read {path}: No such file or directory"
+    assert refusal(read_toml, tmp_path) == f"cannot read {tmp_path}: Is a directory"
+
+
+def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None:
+    """With the place where it goes wrong."""
+    path = write("[datasets.train\n")
+    assert refusal(read_toml, path).startswith(f"{path} is not valid TOML: Expected ']'")
+    path.write_bytes(b"\xff\xfe")
+    assert refusal(read_toml, path).startswith(f"{path} is not valid TOML: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('[dataset.train]\nfactory = "a:b"', "{path} has an unknown entry 'dataset'; it may have server, datasets"),
+        (
+            '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
+            "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "
+            "worker_init, version, seeding",
+        ),
+        (
+            '[datasets.train]\nfactory = "a:b"\nname = "other"',
+            "[datasets.train] of {path} has an unknown entry 'name'; it may have factory, kwargs, collate, "
+            "worker_init, version, seeding",
+        ),
+        (
+            '[datasets.train]\nversion = "1"',
+            '[datasets.train] of {path} must be a table with factory = "module:function"',
+        ),
+        (
+            '[datasets]\ntrain = "a:b"',
+            '[datasets.train] of {path} must be a table with factory = "module:function"',
+        ),
+        (
+            '[datasets."my data"]\nfactory = "a:b"',
+            "a dataset's name must be letters, digits, '.', '_' and '-', was 'my data'",
+        ),
+        ("[datasets.train]\nfactory = 5", "factory of dataset 'train' must be 'module:name', was 5"),
+    ],
+)
+def test_what_is_not_understood_is_refused(write: Write, text: str, sentence: str) -> None:
+    """The sentence says where it stands and what may stand there."""
+    path = write(text)
+    assert refusal(read_toml, path) == sentence.format(path=path)
+
+
+@pytest.mark.parametrize("text", ['[[datasets]]\nfactory = "a:b"', 'datasets = "a:b"', "server = 8000", "[[server]]"])
+def test_a_table_that_is_none_is_refused(write: Write, text: str) -> None:
+    """An array of tables, a likely mistake, is a ConfigError like others, that names the file."""
+    path = write(text)
+    assert str(path) in refusal(read_toml, path)
+
+
+# --- One dataset --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train", "0", "a.b_c-D", "x" * 128])
+def test_a_name_is_letters_digits_and_some_signs(name: str) -> None:
+    """What is safe in a path and on a command line."""
+    assert DatasetConfig(name=name, factory="a:b").name == name
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "../a", "-a", ".a", "a\n", "x" * 129, "é", "a:b", "a=b"])
+def test_other_names_are_refused(name: str) -> None:
+    """The sentence has the name."""
+    sentence = f"a dataset's name must be letters, digits, '.', '_' and '-', was {name!r}"
+    assert refusal(DatasetConfig, name=name, factory="a:b") == sentence
+
+
+@pytest.mark.parametrize("target", ["a:b", "a.b.c:d.e", "_a:_b", "a1:B2"])
+@pytest.mark.parametrize("field", ["factory", "collate", "worker_init"])
+def test_code_is_named_as_module_and_name(field: str, target: str) -> None:
+    """Modules and names may be nested."""
+    stated: dict[str, Any] = {"name": "n", "factory": "a:b", field: target}
+    assert getattr(DatasetConfig(**stated), field) == target
+
+
+@pytest.mark.parametrize(
+    "target", ["", "a", "a:", ":b", "a:b:c", "a b:c", "1:b", "a-b:c", "a/b.py:c", "a:b()", 5, ["a:b"]]
+)
+@pytest.mark.parametrize("field", ["factory", "collate", "worker_init"])
+def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> None:
+    """The sentence has field, dataset and value."""
+    sentence = f"{field} of dataset 'n' must be 'module:name', was {target!r}"
+    assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: target}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("seeding", "epoch", "seeding of dataset 'n' must be 'batch' or 'sample', was 'epoch'"),
+        ("seeding", None, "seeding of dataset 'n' must be 'batch' or 'sample', was None"),
+        ("version", 2, "version of dataset 'n' must be a string, was 2"),
+        ("kwargs", [1], "kwargs of dataset 'n' must be a table, was [1]"),
+    ],
+)
+def test_other_fields_are_refused_with_their_value(field: str, value: Any, sentence: str) -> None:
+    """The sentence says what the field may be."""
+    assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: value}) == sentence
+
+
+def test_a_config_does_not_change() -> None:
+    """It is a record."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DatasetConfig(name="n", factory="a:b").name = "m"  # type: ignore[misc]
+
+
+# --- The command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "factory"),
+    [
+        ("my_package.data:train", "train", "my_package.data:train"),
+        ("imagenet=my_package.data:train", "imagenet", "my_package.data:train"),
+        ("data:Sets.train", "Sets-train", "data:Sets.train"),
+        ("a.b-c=m:x", "a.b-c", "m:x"),
+    ],
+)
+def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: str) -> None:
+    """By its module and name, and by a name that is chosen or else its own."""
+    assert DatasetConfig.parse(text) == DatasetConfig(name=name, factory=factory)
+
+
+@pytest.mark.parametrize("text", ["", "train", "data.py", "data/train.py:x", "a=", "a=b", "data:train()", "a:b=c"])
+def test_what_names_no_dataset_is_refused(text: str) -> None:
+    """The sentence says how to write it."""
+    assert refusal(DatasetConfig.parse, text) == (
+        f"{text!r} names no dataset: write module:name (the module must be importable from here), "
+        "or chosen-name=module:name"
+    )
+
+
+@pytest.mark.parametrize(("text", "name"), [("=m:x", ""), ("a b=m:x", "a b"), ("a=b=m:x", "a=b")])
+def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
+    """The same rule as in a file."""
+    assert refusal(DatasetConfig.parse, text).endswith(f"was {name!r}")
+
+
+# --- Limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("num_workers", -1, "num_workers must be in [0, 1024], was -1"),
+        ("num_workers", 1025, "num_workers must be in [0, 1024], was 1025"),
+        ("memory_budget", 2**20 - 1, "memory_budget must be at least 1 MiB, was 1048575 bytes"),
+        ("max_batch_bytes", 1023, "max_batch_bytes must be at least 1 KiB, was 1023 bytes"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence: str) -> None:
+    """The sentence has the range and the value."""
+    assert refusal(Limits, **{field: value}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_workers", 0), ("num_workers", 1024), ("memory_budget", 2**20), ("max_batch_bytes", 2**10)],
+)
+def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
+    """Also no worker at all, which loads in the server's own process."""
+    assert getattr(Limits(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_workers", 1.5), ("num_workers", "2"), ("memory_budget", "1GiB"), ("max_batch_bytes", 2e9)],
+)
+def test_a_limit_is_a_whole_number(field: str, value: Any) -> None:
+    """Anything else is refused where it is stated, not where it is used: `serve(num_workers=1.5)` among others."""
+    assert field in refusal(Limits, **{field: value})
+
+
+def test_there_is_a_worker_for_each_cpu_by_default() -> None:
+    """Of those that this process may use."""
+    assert default_num_workers() == len(os.sched_getaffinity(0))
+
+
+def test_the_default_budget_leaves_most_of_the_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a small machine, and no more than 2 GiB of a large one."""
+    assert 2**20 <= default_memory_budget() <= 2 * 2**30
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**14}[name])
+    assert default_memory_budget() == 2**24
+
+
+def test_the_default_budget_keeps_to_a_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may have less than its machine; one without a limit says "max"."""
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**28}[name])
+    said = {"/sys/fs/cgroup/memory.max": f"{2**26}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self: said[str(self)] if str(self) in said else _absent())
+    assert default_memory_budget() == 2**24
+    said["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert default_memory_budget() == config.MAX_DEFAULT_MEMORY_BUDGET
+
+
+def _absent() -> str:
+    raise FileNotFoundError
+
+
+# --- Sizes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1B", 1),
+        ("1K", 2**10),
+        ("1KB", 2**10),
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("3T", 3 * 2**40),
+        (" 2 gib ", 2 * 2**30),
+        ("7mb", 7 * 2**20),
+    ],
+)
+def test_sizes_are_written_with_units(text: str, size: int) -> None:
+    """Units are powers of 1024, with or without the i, in any case."""
+    assert parse_size(text) == size
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(0, 2**70))
+def test_a_number_is_a_size(number: int) -> None:
+    """In bytes."""
+    assert parse_size(str(number)) == number
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1 2", "5X", "5MiBs", "1e9", "0x10", "five"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    """The sentence shows what one looks like."""
+    sentence = f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}"
+    assert refusal(parse_size, text) == sentence

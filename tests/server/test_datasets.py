@@ -1,0 +1,304 @@
+"""From a name in the configuration to an object that samples can be taken from, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader_server.collate import Stack
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.datasets import HostedDataset, host, is_factory, open_dataset, open_datasets, resolve
+from tests.conftest import need
+
+Module = Callable[[str, str], None]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Write modules that can be imported in this test."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    return write
+
+
+class Squares:
+    """A map-style dataset."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Stream:
+    """An iterable-style one."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class WithoutLength:
+    """One that has samples, and does not say how many."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The sentence with which something is refused."""
+    with pytest.raises(ConfigError) as refused:
+        function(*arguments, **named)
+    return str(refused.value)
+
+
+# --- Finding code by its name -------------------------------------------------------------------------------------
+
+
+def test_code_is_found_by_module_and_name(module: Module) -> None:
+    """Also inside packages, and inside what a module holds."""
+    module("found_here.data", "class Sets:\n    train = [1, 2]\n")
+    assert resolve("found_here.data:Sets.train", "factory") == [1, 2]
+
+
+def test_a_module_that_is_not_there_is_refused() -> None:
+    """The sentence says for what it is needed, and where it was looked for."""
+    assert refusal(resolve, "no_such_module:x", "factory of dataset 'train'") == (
+        "factory of dataset 'train': there is no module 'no_such_module'. It is looked for in the current folder and "
+        "among the installed packages"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["json.no_such_module", "no_such_package.module", "json.decoder.deeper", "json..decoder"]
+)
+def test_a_module_inside_a_package_that_is_not_there_is_refused(name: str) -> None:
+    """Whichever part of the name is wrong, the whole is named."""
+    assert refusal(resolve, f"{name}:x", "collate of 'train'").startswith(
+        f"collate of 'train': there is no module {name!r}."
+    )
+
+
+@pytest.mark.parametrize("path", ["nothing", "nothing.more", "JSONDecoder.nothing", "JSONDecoder."])
+def test_a_name_that_the_module_has_not_is_refused(path: str) -> None:
+    """With the whole path."""
+    assert refusal(resolve, f"json:{path}", "factory of 'a'") == f"factory of 'a': module 'json' has no {path!r}"
+
+
+def test_a_module_that_misses_another_one_says_so_itself(module: Module) -> None:
+    """It is there: that something of its own is not installed must not look like a wrong name."""
+    module("needs_more", "import not_installed_anywhere")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        resolve("needs_more:x", "factory")
+
+
+def test_an_error_in_the_users_module_comes_as_it_is(module: Module) -> None:
+    """Its traceback is what helps."""
+    module("is_broken", "1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        resolve("is_broken:x", "factory")
+
+
+# --- Building -----------------------------------------------------------------------------------------------------
+
+
+def test_a_class_or_a_function_makes_the_dataset_and_an_object_is_it() -> None:
+    """A dataset that can be called besides is a dataset."""
+
+    class CalledToo(Squares):
+        def __call__(self) -> None:
+            raise AssertionError
+
+    assert is_factory(Squares)
+    assert is_factory(lambda: Squares())
+    assert is_factory(functools.partial(Squares, 3))
+    assert not is_factory(Squares())
+    assert not is_factory(CalledToo())
+    assert not is_factory([1, 2, 3])
+
+
+def test_a_dataset_is_built_as_its_configuration_says(module: Module) -> None:
+    """The factory gets its arguments; collate and worker_init are found."""
+    module(
+        "builds_one",
+        "def make(length, step=1): return range(0, length * step, step)\n"
+        "def collate(samples): return sum(samples)\n"
+        "class Init:\n    @staticmethod\n    def run(number): pass\n",
+    )
+    hosted = open_dataset(
+        DatasetConfig(
+            name="train",
+            factory="builds_one:make",
+            kwargs={"length": 5, "step": 2},
+            collate="builds_one:collate",
+            worker_init="builds_one:Init.run",
+            version="7",
+            seeding="sample",
+        )
+    )
+    assert list(hosted.dataset) == [0, 2, 4, 6, 8]
+    assert hosted.collate_batch([1, 2, 3]) == 6
+    assert hosted.worker_init is not None
+    info = hosted.info
+    assert (info.name, info.kind, info.length, info.version) == ("train", "map", 5, "7")
+    assert (info.collate, info.seeding) == ("builds_one:collate", "sample")
+
+
+def test_an_object_of_a_module_is_hosted_as_it_is(module: Module) -> None:
+    """No factory is needed."""
+    module("has_one", "numbers = [3, 4, 5]")
+    hosted = open_dataset(DatasetConfig(name="n", factory="has_one:numbers"))
+    assert hosted.dataset == [3, 4, 5]
+    assert hosted.info.length == 3
+
+
+def test_arguments_for_what_takes_none_are_refused(module: Module) -> None:
+    """What is configured has an effect or is an error."""
+    module("takes_none", "numbers = [3, 4, 5]")
+    assert "kwargs" in refusal(
+        open_dataset, DatasetConfig(name="n", factory="takes_none:numbers", kwargs={"root": "/data"})
+    )
+
+
+@pytest.mark.parametrize("field", ["collate", "worker_init"])
+def test_a_function_that_is_none_is_refused(module: Module, field: str) -> None:
+    """When the server starts, not when the first batch fails."""
+    module("no_function", "numbers = [3, 4, 5]\nsetting = 'fast'\n")
+    stated: dict[str, Any] = {"name": "n", "factory": "no_function:numbers", field: "no_function:setting"}
+    assert field in refusal(open_dataset, DatasetConfig(**stated))
+
+
+def test_the_default_collates_as_torch_does() -> None:
+    """Without a collate function batches are stacked, and single samples converted."""
+    hosted = host(Squares(), name="n")
+    assert isinstance(hosted.collate_batch([np.zeros(2), np.ones(2)]), Stack)
+    assert hosted.convert_sample(5) == 5
+
+
+def test_a_collate_function_also_converts_single_samples() -> None:
+    """As with torch, it is called with the sample itself."""
+    hosted = host(Squares(), name="n", collate=lambda samples: ("collated", samples))
+    assert hosted.collate_batch([1, 2]) == ("collated", [1, 2])
+    assert hosted.convert_sample(5) == ("collated", 5)
+
+
+def test_all_datasets_are_built_or_none(module: Module) -> None:
+    """By name; the first that cannot be built is the error."""
+    module("builds_two", "a = [1]\nb = [1, 2]\n")
+    configs = [DatasetConfig(name=name, factory=f"builds_two:{name}") for name in ("a", "b")]
+    assert {name: hosted.info.length for name, hosted in open_datasets(configs).items()} == {"a": 1, "b": 2}
+    assert "no module" in refusal(open_datasets, [*configs, DatasetConfig(name="c", factory="no_such_module:c")])
+
+
+def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> None:
+    """That of the user's code, without ours."""
+    module("fails_to_build", "def make():\n    raise ValueError('no data in /data')\n")
+    sentence = refusal(open_datasets, [DatasetConfig(name="train", factory="fails_to_build:make")])
+    assert sentence.startswith("building dataset 'train' failed:\nTraceback (most recent call last):\n")
+    assert "fails_to_build.py" in sentence
+    assert sentence.endswith("ValueError: no data in /data\n")
+    assert "open_datasets" not in sentence
+
+
+# --- What can be hosted -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), range(3), np.arange(3), Squares(3), "abc"], ids=repr)
+def test_anything_with_samples_and_a_length_is_a_dataset(dataset: Any) -> None:
+    """Lists and arrays too."""
+    assert host(dataset, name="n").info.length == 3
+
+
+@pytest.mark.parametrize("dataset", [Stream(), iter([1]), {1, 2}], ids=["class", "iterator", "set"])
+def test_an_iterable_dataset_is_refused(dataset: Any) -> None:
+    """The sentence says that it is one, and what is needed instead."""
+    kind = type(dataset).__qualname__
+    assert refusal(host, dataset, name="train") == (
+        f"dataset 'train' ({kind}) is iterable-style, which this version does not host: it needs __getitem__ and "
+        "__len__"
+    )
+
+
+@pytest.mark.parametrize("length", [None, 10])
+def test_torchs_iterable_dataset_is_refused_as_such(length: int | None) -> None:
+    """Also when it has a length: a batch of it cannot be had."""
+    need("torch")
+    from torch.utils.data import IterableDataset
+
+    class Numbers(IterableDataset):  # type: ignore[misc, unused-ignore]
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    if length is not None:
+        Numbers.__len__ = lambda self: length  # type: ignore[attr-defined, unused-ignore]
+    assert "iterable-style" in refusal(host, Numbers(), name="train")
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    """Neither samples nor an iteration."""
+    assert refusal(host, 5, name="train") == "dataset 'train' (int) is no dataset: it needs __getitem__ and __len__"
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    """Without it there is no plan."""
+    assert refusal(host, WithoutLength(), name="train") == (
+        "dataset 'train' (WithoutLength) has no length: object of type 'WithoutLength' has no len()"
+    )
+
+
+def test_an_empty_dataset_may_be_hosted() -> None:
+    """It has no batches."""
+    assert host([], name="n").info.length == 0
+
+
+# --- The fingerprint ----------------------------------------------------------------------------------------------
+
+
+def fingerprint(length: int = 10, **changed: Any) -> str:
+    """That of a dataset which is the same but for what is changed."""
+    facts: dict[str, Any] = {"name": "train", "version": "1", "collate_name": "default", "seeding": "batch"}
+    return host(Squares(length), **{**facts, **changed}).info.fingerprint
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"name": "other"}, {"length": 11}, {"version": "2"}, {"collate_name": "data:pad"}, {"seeding": "sample"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_fingerprint_tells_datasets_apart(changed: dict[str, Any]) -> None:
+    """By all that decides what a batch holds, as far as it is known."""
+    assert fingerprint(**changed) != fingerprint()
+
+
+def test_a_fingerprint_is_the_same_everywhere_and_for_ever() -> None:
+    """Two servers that host the same have the same, and so has a later release: saved states hold it."""
+    assert fingerprint() == "aa0817ac061a1ed2"
+
+
+def test_no_two_sets_of_facts_run_together() -> None:
+    """Where one fact ends and the next begins makes a difference."""
+    assert fingerprint(name="a", version="bc") != fingerprint(name="ab", version="c")
+
+
+def test_what_does_not_decide_a_batch_is_not_in_the_fingerprint() -> None:
+    """The object itself and the worker_init function may be others."""
+
+    def init(worker: int) -> None:
+        raise AssertionError
+
+    first: HostedDataset = host([0] * 10, name="n")
+    second: Sequence[int] = range(10)
+    assert host(second, name="n", worker_init=init).info.fingerprint == first.info.fingerprint

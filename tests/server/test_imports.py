@@ -1,0 +1,60 @@
+"""What is loaded by what: a worker carries no web server, a client no server, and nobody torch without need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+WEB = ("fastapi", "starlette", "uvicorn")
+TORCH = ("torch",)
+SERVER = ("teleloader_server",)
+
+
+def loaded(program: str) -> set[str]:
+    """The packages that a fresh interpreter has loaded after the program."""
+    program += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-W", "error", "-c", program]
+    return set(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "unwanted"),
+    [
+        ("import teleloader_server", WEB + TORCH),
+        ("import teleloader_server.worker", WEB + TORCH),
+        ("import teleloader_server.template", WEB + TORCH),
+        ("import teleloader", WEB + TORCH + SERVER),
+        ("import teleloader_shared", WEB + TORCH + SERVER),
+        ("import teleloader_server.cli", TORCH),
+    ],
+    ids=["server", "worker", "template", "client", "shared", "command"],
+)
+def test_an_import_loads_no_more_than_it_needs(program: str, unwanted: tuple[str, ...]) -> None:
+    """In a fresh interpreter."""
+    assert not loaded(program) & set(unwanted)
+
+
+def test_importing_all_of_the_client_loads_no_torch() -> None:
+    """It is looked for when tensors are wanted, not before."""
+    program = """
+import importlib, pkgutil
+import teleloader
+for module in pkgutil.walk_packages(teleloader.__path__, "teleloader."):
+    importlib.import_module(module.name)
+"""
+    assert not loaded(program) & {*WEB, *TORCH, *SERVER}
+
+
+def test_the_check_sees_what_is_loaded() -> None:
+    """It would fail if something were."""
+    assert {"fastapi", "uvicorn"} <= loaded("import fastapi, uvicorn")
+
+
+@pytest.mark.parametrize(
+    "name", ["default_collate", "default_convert", "get_worker_info", "serve", "ConfigError", "WorkerInfo"]
+)
+def test_the_servers_public_names_are_there(name: str) -> None:
+    """Without the web server being loaded for them."""
+    assert not loaded(f"from teleloader_server import {name}") & {*WEB, *TORCH}

@@ -1,0 +1,648 @@
+"""From a task to a frame: the right samples, the right seeds, and whatever goes wrong as a failure at that batch."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from teleloader_server.datasets import host
+from teleloader_server.loading import (
+    MAX_INDICES,
+    MAX_TEXT,
+    Loading,
+    Report,
+    Task,
+    describe,
+    seed_all,
+    untouched_random_state,
+)
+from teleloader_shared import codec
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame
+from teleloader_shared.plan import Plan
+from teleloader_shared.spec import LoaderSpec
+from tests.conftest import need
+
+Point = namedtuple("Point", ["x", "y"])
+Seeding = Literal["batch", "sample"]
+
+
+class Made:
+    """A dataset of the samples that a function makes of their index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(index)
+
+
+class Bench:
+    """Loads batches of one dataset, as a worker does."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Any], Any] | None = None,
+        seeding: Seeding = "batch",
+        max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+        worker: int = 3,
+    ) -> None:
+        hosted = host(dataset, name="data", collate=collate, seeding=seeding)
+        self.length = len(dataset)
+        self.places: list[NDArray[np.uint8]] = []
+        self.report: Report | None = None
+        self._loading = Loading({"data": hosted}, worker, max_batch_bytes)
+
+    def frame(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Frame:
+        """The frame of a batch, decoded."""
+        self.places.clear()
+        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, Address("key", epoch, batch))
+        nbytes, self.report = self._loading.load(task, self._place)
+        raw = self.places[-1][:nbytes]
+        assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
+        frame = codec.read(raw, lambda bits, name, kind: bits)
+        assert frame.address == task.address
+        return frame
+
+    def batch(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Any:
+        """What the batch holds; it must not have failed."""
+        content = self.frame(batch, epoch, **spec).content
+        assert not isinstance(content, Failure), content.traceback
+        return content
+
+    def failure(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Failure:
+        """The failure in the place of the batch."""
+        content = self.frame(batch, epoch, **spec).content
+        assert isinstance(content, Failure), "the batch did not fail"
+        assert self.report is not None
+        assert self.report.failed
+        return content
+
+    def _place(self, nbytes: int) -> NDArray[np.uint8]:
+        room = np.empty(nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        self.places.append(room[start : start + nbytes])
+        return self.places[-1]
+
+
+def raising(error: BaseException) -> Made:
+    """A dataset whose sample 2 raises this."""
+
+    def make(index: int) -> int:
+        if index == 2:
+            raise error
+        return index
+
+    return Made(make)
+
+
+# --- The samples of a batch ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_holds_the_samples_of_its_plan() -> None:
+    """In the plan's order, collated as torch does."""
+    bench = Bench(Made(lambda index: {"index": index, "square": np.float32(index**2)}, 100))
+    spec = LoaderSpec(dataset="data", batch_size=8, shuffle=True, seed=5, rank=1, world_size=2)
+    for k, indices in enumerate(Plan(spec, 100, 3)):
+        batch = bench.batch(k, 3, batch_size=8, shuffle=True, seed=5, rank=1, world_size=2)
+        assert batch["index"].tolist() == indices.tolist()
+        assert batch["square"].dtype == np.float32
+        assert batch["square"].tolist() == [float(index**2) for index in indices.tolist()]
+
+
+def test_indices_are_ints_of_python() -> None:
+    """User code that looks at an index's type, or formats it, sees what torch's own loader gives it."""
+    kinds = Bench(Made(lambda index: type(index).__name__)).batch(batch_size=4, shuffle=True)
+    assert kinds == ["int"] * 4
+
+
+def test_padding_is_stated() -> None:
+    """A batch that repeats samples says how many."""
+    assert Bench(Made(lambda index: index, 5)).frame(1, batch_size=2, rank=1, world_size=2).padding == 1
+    assert Bench(Made(lambda index: index, 5)).frame(0, batch_size=2, rank=1, world_size=2).padding == 0
+
+
+class Bulk(Made):
+    """A dataset that reads several samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: index)
+        self.calls: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.calls.append(indices)
+        return [index * 10 for index in indices]
+
+
+def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
+    """`__getitems__` gets the whole batch, as a list of ints of Python."""
+    dataset = Bulk()
+    assert Bench(dataset).batch(1, batch_size=4).tolist() == [40, 50, 60, 70]
+    assert dataset.calls == [[4, 5, 6, 7]]
+    assert type(dataset.calls[0]) is list
+    assert {type(index) for index in dataset.calls[0]} == {int}
+
+
+def test_single_samples_are_not_read_in_bulk() -> None:
+    """Without batches there is no bulk."""
+    dataset = Bulk()
+    assert Bench(dataset).batch(3, batch_size=None) == 3
+    assert dataset.calls == []
+
+
+def test_a_dataset_that_is_seeded_for_each_sample_is_read_sample_by_sample() -> None:
+    """Between two samples of a bulk nobody could seed."""
+    dataset = Bulk()
+    assert Bench(dataset, seeding="sample").batch(batch_size=4).tolist() == [0, 1, 2, 3]
+    assert dataset.calls == []
+
+
+def test_a_dataset_may_say_that_it_does_not_read_in_bulk() -> None:
+    """`__getitems__ = None` means none, to torch and to us."""
+
+    class Without(Made):
+        __getitems__ = None
+
+    assert Bench(Without(lambda index: index)).batch(batch_size=3).tolist() == [0, 1, 2]
+
+
+def test_a_single_sample_is_converted_and_not_collated() -> None:
+    """batch_size=None: no dimension is added."""
+    sample = Bench(Made(lambda index: (np.full(2, index), "s", index))).batch(5, batch_size=None)
+    assert sample[0].tolist() == [5, 5]
+    assert sample[1:] == ["s", 5]
+
+
+def test_a_users_collate_function_gets_the_samples() -> None:
+    """As a list; what it returns is the batch."""
+    bench = Bench(Made(lambda index: [0] * index), collate=lambda samples: (type(samples).__name__, len(samples)))
+    assert bench.batch(batch_size=4) == ("list", 4)
+
+
+def test_containers_keep_their_types() -> None:
+    """What the collate function returned arrives as it is."""
+    batch = {"t": (1, 2), "n": Point(1, None), "l": ["a", b"b", 2.5, True, 10**30, 1j], "e": {}}
+    got = Bench(Made(lambda index: 0), collate=lambda samples: batch).batch()
+    assert got == batch
+    assert type(got["n"]).__name__ == "Point"
+    assert [type(item) for item in got["l"]] == [str, bytes, float, bool, int, complex]
+
+
+def test_a_report_says_how_it_went() -> None:
+    """How many samples, and where the time went."""
+    bench = Bench(Made(lambda index: index, 10))
+    bench.batch(1, batch_size=8)
+    report = bench.report
+    assert report is not None
+    assert (report.samples, report.failed) == (2, False)
+    assert min(report.fetch, report.collate, report.encode) >= 0
+    assert report.seconds == report.fetch + report.collate + report.encode
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_loader_decides_how_its_frames_are_written(compression: Any, checksum: bool) -> None:
+    """With or without a checksum and compression, the batch is the same."""
+    if compression is not None:
+        need({"zstd": "zstandard", "lz4": "lz4"}[compression])
+    bench = Bench(Made(lambda index: np.full(5000, index, np.int32)))
+    batch = bench.batch(batch_size=3, compression=compression, checksum=checksum)
+    assert np.array_equal(batch, np.repeat(np.arange(3), 5000).reshape(3, 5000))
+    assert (len(bench.places[0]) < 3 * 5000 * 4) == (compression is not None)
+
+
+# --- Failures -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_of_the_dataset_is_a_failure_at_its_batch() -> None:
+    """With its type, its message, its traceback, the indices and the worker; the other batches are as they were."""
+    bench = Bench(raising(ValueError("sample 2 is damaged")))
+    failure = bench.failure(1, batch_size=2)
+    assert (failure.type, failure.message) == ("ValueError", "sample 2 is damaged")
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    assert "raise error" in failure.traceback
+    assert failure.traceback.endswith("ValueError: sample 2 is damaged\n")
+    assert (failure.indices, failure.worker) == ([2, 3], 3)
+    assert [bench.batch(k, batch_size=2).tolist() for k in (0, 2)] == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("error", "type_name", "message"),
+    [
+        (KeyError("label"), "KeyError", "'label'"),
+        (IndexError("list index out of range"), "IndexError", "list index out of range"),
+        (RuntimeError(), "RuntimeError", ""),
+        (MemoryError(), "MemoryError", ""),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+            "UnicodeDecodeError",
+            "'utf-8' codec can't decode byte 0xff",
+        ),
+        (FileNotFoundError(2, "No such file", "a.jpg"), "FileNotFoundError", "[Errno 2] No such file: 'a.jpg'"),
+        (subprocess.CalledProcessError(1, "x"), "subprocess.CalledProcessError", "Command 'x' returned non-zero"),
+        (ExceptionGroup("several", [ValueError("a"), KeyError("b")]), "ExceptionGroup", "several (2 sub-exceptions)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_any_exception_is_told_by_its_type_and_text(error: Exception, type_name: str, message: str) -> None:
+    """Builtin types by their name alone, others with their module."""
+    failure = Bench(raising(error)).failure(batch_size=3)
+    assert failure.type == type_name
+    assert failure.message.startswith(message)
+    assert "Traceback" in failure.traceback
+
+
+def test_a_type_is_named_with_its_module_and_class() -> None:
+    """So that users find it."""
+
+    class Damaged(Exception):
+        pass
+
+    failure = Bench(raising(Damaged("x"))).failure(batch_size=3)
+    assert failure.type == f"{__name__}.test_a_type_is_named_with_its_module_and_class.<locals>.Damaged"
+
+
+def test_the_chain_of_causes_travels() -> None:
+    """`raise ... from ...` and exceptions during handling are in the traceback's text."""
+
+    def make(index: int) -> Any:
+        found: dict[str, int] = {}
+        try:
+            return found["the first"]
+        except KeyError:
+            try:
+                return int("the second")
+            except ValueError as second:
+                raise OSError("the third") from second
+
+    text = Bench(Made(make)).failure().traceback
+    assert text.index("the first") < text.index("the second") < text.index("the third")
+    assert "The above exception was the direct cause of the following exception" in text
+    assert "During handling of the above exception, another exception occurred" in text
+
+
+def test_notes_travel() -> None:
+    """What `add_note` said."""
+    error = ValueError("damaged")
+    error.add_note("in shard 7")
+    assert "in shard 7" in Bench(raising(error)).failure(batch_size=3).traceback
+
+
+class Unprintable(Exception):
+    """Fails where it should describe itself."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NotText(Exception):
+    """Describes itself by a number."""
+
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [Unprintable, NotText])
+def test_an_exception_that_cannot_be_printed_does_not_hide_itself(kind: type[Exception]) -> None:
+    """Its type and the place are told."""
+    failure = Bench(raising(kind())).failure(batch_size=3)
+    assert failure.type == f"{__name__}.{kind.__name__}"
+    assert failure.message == f"<{failure.type} whose str() fails>"
+    assert "raise error" in failure.traceback
+
+
+def test_a_huge_message_is_cut() -> None:
+    """10 MiB do not travel."""
+    failure = Bench(raising(ValueError("x" * 10 * 2**20))).failure(batch_size=3)
+    assert failure.message == "x" * MAX_TEXT
+    assert len(failure.traceback) <= MAX_TEXT
+
+
+def test_the_traceback_of_a_huge_message_still_says_where() -> None:
+    """The message must not push out the lines that it came from."""
+    assert "raise error" in Bench(raising(ValueError("x" * 10 * 2**20))).failure(batch_size=3).traceback
+
+
+def test_many_indices_are_cut() -> None:
+    """The first thousand of a batch are enough to find a sample."""
+    bench = Bench(Made(lambda index: 1 // (index - 4999), 5000))
+    assert bench.failure(batch_size=5000).indices == list(range(MAX_INDICES))
+
+
+def test_text_that_is_no_unicode_travels_as_escapes() -> None:
+    """File names may hold what UTF-8 cannot."""
+    failure = Bench(raising(ValueError("bad \udcff name"))).failure(batch_size=3)
+    assert failure.message == "bad \\udcff name"
+    assert "bad \\udcff name" in failure.traceback
+
+
+def test_endless_recursion_is_a_failure() -> None:
+    """It is an exception like others."""
+
+    def make(index: int) -> Any:
+        return make(index)
+
+    assert Bench(Made(make)).failure().type == "RecursionError"
+
+
+def test_stop_iteration_is_no_end() -> None:
+    """Raised in a sample, it would end a loop silently: it becomes an error that names the index."""
+    failure = Bench(raising(StopIteration())).failure(batch_size=3)
+    assert failure.type == "RuntimeError"
+    assert failure.message == "the dataset raised StopIteration at index 2"
+    assert "StopIteration" in failure.traceback
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_what_ends_a_process_is_not_held_up(error: BaseException) -> None:
+    """`sys.exit` in user code ends the worker; that is for the server to see."""
+    with pytest.raises(type(error)):
+        Bench(raising(error)).frame(batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "type_name", "message"),
+    [
+        (
+            lambda index: None,
+            "TypeError",
+            "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found "
+            "<class 'NoneType'>",
+        ),
+        (lambda index: [0] * index, "RuntimeError", "each element in list of batch should be of equal size"),
+        (
+            lambda index: np.zeros(index),
+            "RuntimeError",
+            "stack expects each tensor to be equal size, but got [0] at entry 0 and [1] at entry 1",
+        ),
+        (lambda index: {"a": 1} if index == 0 else {}, "KeyError", "'a'"),
+    ],
+    ids=["none", "lists", "arrays", "dicts"],
+)
+def test_samples_that_cannot_be_collated_are_a_failure(make: Any, type_name: str, message: str) -> None:
+    """In torch's words."""
+    failure = Bench(Made(make)).failure(batch_size=3)
+    assert (failure.type, failure.message) == (type_name, message)
+
+
+def test_an_exception_of_the_collate_function_is_a_failure() -> None:
+    """Like one of the dataset."""
+
+    def collate(samples: list[Any]) -> Any:
+        raise ValueError(f"cannot pad {samples}")
+
+    assert Bench(Made(lambda index: index), collate=collate).failure(batch_size=2).message == "cannot pad [0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("batch", "path"),
+    [
+        (object(), "batch is a object"),
+        ({"a": [1, (2, {3})]}, "batch['a'][1][1] is a set"),
+        (Point([1], {"b": print}), "batch[1]['b'] is a builtin_function_or_method"),
+        ([np.array(["x"])], "batch[0] is an array of dtype <U1"),
+        ({frozenset(): 1}, "a key of batch is a frozenset"),
+    ],
+    ids=["object", "set", "function", "strings", "key"],
+)
+def test_what_cannot_travel_is_a_failure_with_its_path(batch: Any, path: str) -> None:
+    """The message says where in the batch it stands, and what to do."""
+    failure = Bench(Made(lambda index: 0), collate=lambda samples: batch).failure()
+    assert failure.type == "teleloader_shared.errors.EncodeError"
+    assert failure.message.startswith(path)
+    assert "travel" in failure.message
+
+
+def test_an_element_type_that_cannot_travel_is_a_failure_with_its_path_in_the_default_collate_too() -> None:
+    """The samples' arrays are as any array."""
+    failure = Bench(Made(lambda index: {"a": np.zeros(2, np.longdouble)})).failure()
+    assert failure.type == "teleloader_shared.errors.EncodeError"
+    assert failure.message.startswith("batch['a'] is an array of dtype")
+
+
+def test_a_batch_that_is_too_large_is_a_failure() -> None:
+    """It says how large it is and what to change; nothing of that size was asked for."""
+    bench = Bench(Made(lambda index: np.zeros(2**20, np.uint8)), max_batch_bytes=2**20)
+    failure = bench.failure(batch_size=4)
+    assert failure.type == "teleloader_shared.errors.BatchTooLarge"
+    assert "use a smaller batch_size" in failure.message
+    assert max(len(place) for place in bench.places) < 2**20
+
+
+def test_a_failure_travels_however_small_batches_must_be() -> None:
+    """The limit is on batches: a traceback longer than it must not end the worker."""
+    bench = Bench(raising(ValueError("x" * 2000)), max_batch_bytes=2**10)
+    assert bench.failure(batch_size=3).type == "ValueError"
+
+
+def test_a_place_that_cannot_be_had_is_a_failure() -> None:
+    """A full system is an error at that batch; the failure itself is small."""
+
+    class Full(Bench):
+        def _place(self, nbytes: int) -> NDArray[np.uint8]:
+            if nbytes > 2**20:
+                raise OSError(28, "No space left on device")
+            return super()._place(nbytes)
+
+    failure = Full(Made(lambda index: np.zeros(2**20))).failure()
+    assert (failure.type, failure.message) == ("OSError", "[Errno 28] No space left on device")
+
+
+def test_samples_that_change_while_they_are_written_are_a_failure() -> None:
+    """A batch that fails after its place was taken is replaced by its failure, at another place."""
+
+    class Fickle:
+        kind, dtype_name, shape = "ndarray", "int64", (3,)
+
+        def write(self, out: NDArray[Any]) -> None:
+            raise ValueError("gone")
+
+    bench = Bench(Made(lambda index: 0), collate=lambda samples: Fickle())
+    assert bench.failure().message == "gone"
+    assert len(bench.places) == 2
+
+
+def test_a_dataset_that_is_not_hosted_is_a_failure() -> None:
+    """A task for another dataset does not end the worker."""
+    bench = Bench(Made(lambda index: index))
+    assert bench.failure(dataset="other").type == "KeyError"
+
+
+def test_describe_needs_no_traceback() -> None:
+    """An exception that was never raised has none."""
+    failure = describe(ValueError("x"), range(3), -1)
+    assert (failure.type, failure.message, failure.traceback) == ("ValueError", "x", "ValueError: x\n")
+    assert (failure.indices, failure.worker) == ([0, 1, 2], -1)
+
+
+# --- Seeds --------------------------------------------------------------------------------------------------------
+
+
+def drawn(index: int) -> list[float]:
+    """What a sample draws from each generator."""
+    return [random.random(), float(np.random.random())]
+
+
+def draws(seeding: Seeding, batches: list[int], **spec: Any) -> dict[int, list[float]]:
+    """What each sample drew when these batches are loaded, in this order."""
+    found: dict[int, list[float]] = {}
+
+    def make(index: int) -> int:
+        found[index] = drawn(index)
+        return index
+
+    bench = Bench(Made(make), seeding=seeding)
+    for k in batches:
+        bench.batch(k, **spec)
+    return found
+
+
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+def test_randomness_is_the_same_whoever_loads_a_batch_and_when(seeding: Seeding) -> None:
+    """A batch's random numbers depend on no other batch, and on nothing that was drawn before."""
+    random.seed(1)
+    first = draws(seeding, [0, 1, 2], batch_size=4)
+    random.seed(2)
+    np.random.seed(3)
+    again = draws(seeding, [2, 0, 1, 0], batch_size=4)
+    assert first == again
+
+
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"epoch": 1}])
+def test_each_seed_and_epoch_has_its_own_randomness(seeding: Seeding, changed: dict[str, int]) -> None:
+    """No number is drawn twice."""
+    numbers: list[list[float]] = []
+
+    def make(index: int) -> int:
+        numbers.append(drawn(index))
+        return index
+
+    bench = Bench(Made(make), seeding=seeding)
+    for options in ({}, changed):
+        for k in range(3):
+            bench.batch(k, batch_size=4, **options)
+    assert len(numbers) == 24
+    for generator in (0, 1):
+        assert len({draw[generator] for draw in numbers}) == 24
+
+
+def test_each_rank_has_its_own_randomness() -> None:
+    """Two ranks do not augment alike, though both load a batch 0."""
+    first, second = (draws("batch", [0], batch_size=4, rank=rank, world_size=2) for rank in (0, 1))
+    assert not {tuple(pair) for pair in first.values()} & {tuple(pair) for pair in second.values()}
+
+
+def test_randomness_for_each_sample_does_not_depend_on_the_batch() -> None:
+    """The same sample draws the same, whatever the batch size, the rank, the order and whether there are batches."""
+    reference = draws("sample", [0, 1, 2], batch_size=4)
+    assert draws("sample", [0], batch_size=12) == reference
+    assert draws("sample", [0, 1], batch_size=6, shuffle=True) == reference
+    assert draws("sample", list(range(12)), batch_size=None) == reference
+    for rank in (0, 1):
+        shared = draws("sample", [0], batch_size=6, rank=rank, world_size=2)
+        assert shared == {index: reference[index] for index in shared}
+
+
+def test_randomness_for_each_batch_is_that_of_the_batch() -> None:
+    """Seeded once, the samples draw one after another: another batch size is another randomness."""
+    assert draws("batch", [0], batch_size=4) != draws("batch", [0], batch_size=6)
+
+
+def test_a_bulk_is_seeded_too() -> None:
+    """`__getitems__` draws after the seed of its batch."""
+
+    class Random(Bulk):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [random.random() for _ in indices]
+
+    bench = Bench(Random())
+    first, second = bench.batch(0, batch_size=4), bench.batch(1, batch_size=4)
+    assert first.tolist() == bench.batch(0, batch_size=4).tolist() != second.tolist()
+
+
+def test_the_collate_function_draws_after_the_same_seed() -> None:
+    """Random padding and mixing are a part of the batch."""
+    for seeding in ("batch", "sample"):
+        bench = Bench(Made(lambda index: 0), collate=lambda samples: random.random(), seeding=seeding)
+        assert bench.batch(0) == bench.batch(0) != bench.batch(1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
+def test_every_seed_seeds_every_generator(seed: int) -> None:
+    """random, NumPy's and torch's; of the 64 bits NumPy and torch take 32."""
+    need("torch")
+    import torch
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+    with untouched_random_state():
+        seed_all(seed)
+        first = draw()
+        seed_all(seed)
+        assert draw() == first
+        seed_all(seed ^ 2**20)
+        assert [a == b for a, b in zip(first, draw(), strict=True)] == [False] * 3
+        seed_all(seed ^ 2**40)
+        assert draw()[0] != first[0]
+
+
+def test_the_generators_do_not_draw_the_same_numbers() -> None:
+    """A sample that flips by `random` and crops by NumPy does not flip and crop by the same number."""
+    with untouched_random_state():
+        seed_all(0x0123456789ABCDEF)
+        assert random.random() != np.random.random()
+
+
+def test_seeds_and_samples_are_the_same_in_another_process() -> None:
+    """Whichever worker of whichever server loads it, a batch holds the same random numbers."""
+    program = (
+        "from tests.server.test_loading import draws\n"
+        "print(repr([draws(seeding, [1], batch_size=4, seed=9) for seeding in ('batch', 'sample')]))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout
+    assert said == f"{[draws(seeding, [1], batch_size=4, seed=9) for seeding in ('batch', 'sample')]!r}\n"
+
+
+# --- Loading in a process that draws for itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loading_leaves_the_callers_randomness_untouched(fails: bool) -> None:
+    """What the process draws afterwards is what it would have drawn, also after an error."""
+    need("torch")
+    import torch
+
+    def draw() -> tuple[float, float, float, float]:
+        return random.random(), float(np.random.random()), float(np.random.normal()), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(6)
+        torch.manual_seed(7)
+
+    seed()
+    np.random.normal()  # NumPy keeps the second of two normal numbers for the next call
+    expected = draw()
+    seed()
+    np.random.normal()
+    with suppress(ZeroDivisionError), untouched_random_state():
+        seed_all(99)
+        draw()
+        assert 1 / (not fails)
+    assert draw() == expected

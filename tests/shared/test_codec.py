@@ -1,0 +1,711 @@
+"""A frame carries a batch to the bit, lies in memory as documented, and is read as written or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lz4.block
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from teleloader_shared import dtypes
+from teleloader_shared.codec import (
+    ALIGNMENT,
+    PROLOGUE_SIZE,
+    Address,
+    Failure,
+    Frame,
+    FrameWriter,
+    frame_size,
+    read,
+    split,
+    to_bytes,
+)
+from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
+from teleloader_shared.spec import Compression
+from teleloader_shared.tree import MAX_DEPTH, Tensor
+from tests.conftest import need
+from tests.shared.trees import Point, arrays, assert_same, keep, trees
+
+fixed = settings(derandomize=True, deadline=None, max_examples=100)
+
+ADDRESS = Address("0123456789abcdef0123456789abcdef", 3, 14)
+FAILURE = Failure("ValueError", "no such image", "Traceback ...", [4, 2**40], -1)
+
+options = st.fixed_dictionaries(
+    {"checksum": st.booleans(), "compression": st.sampled_from([None, None, "zstd", "lz4"])}
+)
+FORMS = [(True, None), (False, None), (True, "zstd"), (False, "lz4")]
+
+
+def encoded(content: object, **how: Any) -> NDArray[np.uint8]:
+    """The frame of a batch or failure, starting at a multiple of 64 in memory, over what memory held before."""
+    writer = FrameWriter(ADDRESS, content, **how)
+    memory = np.full(writer.nbytes + 2 * ALIGNMENT, 0xA5, np.uint8)
+    buffer = memory[-memory.ctypes.data % ALIGNMENT :]
+    writer.write(buffer)
+    assert (buffer[writer.nbytes :] == 0xA5).all(), "a frame must end where it says"
+    return buffer[: writer.nbytes]
+
+
+def decoded(frame: NDArray[np.uint8] | bytes | bytearray, **how: Any) -> Any:
+    """The batch, or the failure, of a frame."""
+    return read(np.frombuffer(frame, np.uint8), keep, **how).content
+
+
+def forged(
+    header: object,
+    segments: Sequence[bytes] = (),
+    *,
+    arrays: int | None = None,
+    checksum: bool = False,
+    digest: int = 0,
+) -> bytearray:
+    """A frame as the documentation describes it, made without the codec, of parts that nobody checked."""
+    packed = header if isinstance(header, bytes) else msgpack.packb(header)
+    out = bytearray(PROLOGUE_SIZE) + packed
+    for segment in segments:
+        pad(out, 5)
+        out += struct.pack(">BI", 0xC6, len(segment)) + segment
+    pad(out, 0)
+    count = 7 + 2 * (len(segments) if arrays is None else arrays)
+    digest = xxhash.xxh3_64_intdigest(out[PROLOGUE_SIZE:]) if checksum else digest
+    out[:PROLOGUE_SIZE] = b"\xdd%s\xa4TLF1\xcf%s%s\xcf%s\xce%s" % (
+        count.to_bytes(4), len(out).to_bytes(8), b"\xc3" if checksum else b"\xc2", digest.to_bytes(8),
+        len(packed).to_bytes(4),
+    )  # fmt: skip
+    return out
+
+
+def pad(out: bytearray, keep_free: int) -> None:
+    """A bin8 after which, and after `keep_free` bytes more, a multiple of 64 is reached."""
+    size = -(len(out) + 2 + keep_free) % ALIGNMENT
+    out += bytes((0xC4, size)) + bytes(size)
+
+
+def header_of(tree: object, **more: object) -> dict[str, object]:
+    """A header with the fields that must be there."""
+    return {"loader": "k", "epoch": 0, "batch": 0, "padding": 0, "tree": tree, **more}
+
+
+@contextlib.contextmanager
+def memory_within(limit: int) -> Iterator[None]:
+    """What is allocated inside must stay below `limit` bytes at each moment."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < limit, f"{peak:,} bytes"
+
+
+# --- A batch arrives as it was ------------------------------------------------------------------------------------
+
+
+@settings(fixed, max_examples=300)
+@given(trees, options, st.integers(0, 10))
+def test_any_batch_arrives_as_it_was(batch: Any, how: dict[str, Any], padding: int) -> None:
+    """Containers, types and every bit survive, with and without checksum and compression, and so does the address."""
+    frame = encoded(batch, padding=padding, **how)
+    found = read(frame, keep)
+    assert_same(found.content, batch)
+    assert (found.address, found.padding, found.nbytes) == (ADDRESS, padding, len(frame))
+
+
+@pytest.mark.parametrize("name", dtypes.NAMES)
+@pytest.mark.parametrize(("checksum", "compression"), FORMS)
+def test_every_bit_pattern_of_every_type_arrives(name: str, checksum: bool, compression: Compression | None) -> None:
+    """NaNs keep their payload and zeros their sign, in every type and byte order: values are never converted."""
+    storage = dtypes.storage(name)
+    raw = np.random.default_rng(0).bytes(40 * storage.itemsize) + b"\xff" * storage.itemsize
+    bits = np.frombuffer(raw, np.uint8) & 1 if name == "bool" else np.frombuffer(raw, np.uint8)
+    array = keep(bits.view(storage), name, "ndarray")
+    batch = [array, array.astype(array.dtype.newbyteorder(">")), array[::-2]]
+    assert_same(decoded(encoded(batch, checksum=checksum, compression=compression)), batch)
+
+
+def test_tensors_arrive_as_they_were() -> None:
+    """Tensors of every type, of every layout in memory, lazily conjugated or negated, keep their type and bits."""
+    need("torch")
+    import torch
+
+    values = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) - 7.5
+    names = [name for name in dtypes.NAMES if hasattr(torch, name)]
+    assert set(names) == set(dtypes.NAMES)
+    tensors = [values.to(getattr(torch, name)) for name in names]
+    tensors += [tensor.transpose(0, 2) for tensor in tensors]
+    tensors += [tensor[:, ::2] for tensor in tensors[: len(names)]]
+    tensors += [tensor.reshape(-1)[3] for tensor in tensors[: len(names)]]
+    tensors += [tensor[:0] for tensor in tensors[: len(names)]]
+    # -7.5 + 2j and its like
+    complex_values = torch.complex(values, values + 2)
+    tensors += [complex_values.conj(), complex_values.conj().imag, values[0].expand(5, 3, 4)]
+    tensors += [values.clone().requires_grad_(), values.to(torch.float8_e5m2).expand(2, 2, 3, 4)]
+
+    def bits(tensor: Any) -> bytes:
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    def make(array: NDArray[Any], name: str, kind: str) -> Any:
+        assert kind == "tensor"
+        return name, array.shape, array.tobytes()
+
+    for compression in (None, "zstd"):
+        found = read(encoded(tensors, compression=compression), make).content
+        expected = [(str(t.dtype).removeprefix("torch."), tuple(t.shape), bits(t)) for t in tensors]
+        assert found == expected
+
+
+def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
+    """Type, message, traceback, indices and worker of an exception travel under the batch's address."""
+    found = read(encoded(FAILURE), keep)
+    assert found == Frame(ADDRESS, FAILURE, 0, found.nbytes)
+    assert read(encoded(FAILURE, compression="zstd", padding=3), keep).content == FAILURE
+
+
+def test_arrays_are_read_where_they_lie() -> None:
+    """Uncompressed arrays are views of the frame, starting at a multiple of 64 in memory; no byte is copied."""
+    frame = encoded({"a": np.arange(5, dtype=np.int16), "b": (np.zeros((3, 3)), np.float32(1))})
+    found = decoded(frame)
+    for array in (found["a"], found["b"][0]):
+        assert np.shares_memory(array, frame)
+        assert array.ctypes.data % ALIGNMENT == 0
+
+
+def test_an_array_is_written_where_it_is_sent_from() -> None:
+    """What is yet to be collated is asked once to write itself, into the frame."""
+    written: list[NDArray[Any]] = []
+
+    @dataclass
+    class Promise:
+        dtype_name: str = "bfloat16"
+        shape: tuple[int, ...] = (3,)
+        kind: str = "tensor"
+
+        def write(self, out: NDArray[Any]) -> None:
+            written.append(out)
+            out[...] = [1, 2, 3]
+
+    writer = FrameWriter(ADDRESS, [Promise()])
+    assert written == []
+    buffer = np.empty(writer.nbytes, np.uint8)
+    writer.write(buffer)
+    assert len(written) == 1
+    assert np.shares_memory(written[0], buffer)
+    assert written[0].dtype == np.dtype("<u2")
+    assert decoded(buffer)[0].view(np.uint16).tolist() == [1, 2, 3]
+
+
+# --- The bytes ----------------------------------------------------------------------------------------------------
+
+
+@settings(fixed, max_examples=150)
+@given(trees | st.just(FAILURE), options)
+def test_any_msgpack_library_reads_a_frame(content: Any, how: dict[str, Any]) -> None:
+    """A frame is one msgpack array, laid out as docs/protocol.md says: sizes, header, then pad and array in turns."""
+    frame = encoded(content, **how)
+    reader = msgpack.Unpacker(use_list=True, max_buffer_size=0)
+    reader.feed(frame.tobytes())
+    count = reader.read_array_header()
+    magic, size, has_checksum, checksum, header_size = (reader.unpack() for _ in range(5))
+    assert (magic, size, has_checksum) == ("TLF1", len(frame), how["checksum"])
+    assert reader.tell() == PROLOGUE_SIZE == 34
+    assert checksum == (xxhash.xxh3_64_intdigest(frame[34:].tobytes()) if has_checksum else 0)
+    header = reader.unpack()
+    assert reader.tell() == 34 + header_size
+    assert (header["loader"], header["epoch"], header["batch"]) == (ADDRESS.loader, 3, 14)
+    assert (count - 7) % 2 == 0
+    for _ in range((count - 7) // 2):
+        filler = reader.unpack()
+        assert filler == bytes(len(filler))
+        segment = reader.unpack()
+        assert (reader.tell() - len(segment)) % ALIGNMENT == 0
+    filler = reader.unpack()
+    assert filler == bytes(len(filler))
+    assert len(filler) < ALIGNMENT
+    assert reader.tell() == len(frame)
+    assert len(frame) % ALIGNMENT == 0
+
+
+@fixed
+@given(st.lists(arrays(), max_size=4), st.text(max_size=100), st.booleans())
+def test_a_frame_can_be_made_from_the_documentation(batch: list[Any], text: str, checksum: bool) -> None:
+    """The few lines of `forged` make the same bytes as the codec."""
+    tree = [
+        *({"array": [a.dtype.name, list(a.shape), "tensor" if isinstance(a, Tensor) else "ndarray"]} for a in batch)
+    ]
+    header = {"loader": ADDRESS.loader, "epoch": 3, "batch": 14, "padding": 2, "tree": [text, *tree]}
+    segments = [array.astype(array.dtype.newbyteorder("<")).tobytes() for array in batch]
+    assert forged(header, segments, checksum=checksum) == to_bytes(
+        ADDRESS, [text, *batch], padding=2, checksum=checksum
+    )
+
+
+def test_equal_batches_have_equal_bytes() -> None:
+    """Nothing of what a buffer held before, or of how an array lies in memory, is in a frame."""
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    frames = {to_bytes(ADDRESS, [a]) for a in (array, np.asfortranarray(array), array.astype(">i4"))}
+    assert len(frames) == 1
+    assert encoded([array]).tobytes() in frames
+
+
+def test_frames_stand_one_after_another() -> None:
+    """A body of several frames is split where each says that it ends, without copies."""
+    parts = [encoded([1]), encoded({"a": np.zeros(100)}), encoded(FAILURE)]
+    body = np.concatenate(parts)
+    found = list(split(body))
+    assert [frame.tobytes() for frame in found] == [frame.tobytes() for frame in parts]
+    assert all(np.shares_memory(frame, body) for frame in found)
+    assert list(split(body[:0])) == []
+    assert [frame_size(frame[:34].tobytes()) for frame in parts] == [len(frame) for frame in parts]
+
+
+def test_a_body_that_ends_within_a_frame_is_refused() -> None:
+    """However much of the last frame has come; the frames before it are good."""
+    first, second = encoded([1]), encoded({"a": np.zeros(100)})
+    body = np.concatenate([first, second])
+    for end in range(len(first) + 1, len(body)):
+        frames = split(body[:end])
+        assert next(frames).tobytes() == first.tobytes()
+        with pytest.raises(ProtocolError):
+            next(frames)
+
+
+# --- Damage -------------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "batch": {"x": np.arange(3, dtype=np.int16), "label": ("a", None), "t": np.float32(2)},
+    "no arrays": ["text", 1.5],
+    "failure": FAILURE,
+}
+
+
+@pytest.mark.parametrize("content", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+def test_every_flipped_bit_is_found(content: Any, compression: Compression | None) -> None:
+    """No bit of a frame with a checksum can change unnoticed, neither in its content nor in its first 34 bytes."""
+    frame = encoded(content, compression=compression)
+    decoded(frame)
+    unnoticed = []
+    for bit in range(8 * len(frame)):
+        frame[bit // 8] ^= 1 << bit % 8
+        try:
+            decoded(frame)
+        except CorruptFrame:
+            pass
+        except ProtocolError:
+            assert bit // 8 < PROLOGUE_SIZE, "what the checksum covers is checked first"
+        else:
+            unnoticed.append(divmod(bit, 8))
+        frame[bit // 8] ^= 1 << bit % 8
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("content", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize(("checksum", "compression"), FORMS)
+def test_a_frame_that_is_cut_off_or_goes_on_is_refused(
+    content: Any, checksum: bool, compression: Compression | None
+) -> None:
+    """A frame has exactly the size that it states."""
+    frame = encoded(content, checksum=checksum, compression=compression)
+    for end in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decoded(frame[:end])
+    for more in (1, ALIGNMENT):
+        with pytest.raises(ProtocolError, match=f"states {len(frame)} bytes and has {len(frame) + more}"):
+            decoded(np.concatenate([frame, np.zeros(more, np.uint8)]))
+
+
+def test_damage_is_told_from_a_breach_of_the_format() -> None:
+    """Damaged content is a CorruptFrame, which asking again mends; it is a ProtocolError too."""
+    frame = encoded([1])
+    frame[-1] ^= 1
+    with pytest.raises(CorruptFrame, match="does not match its checksum"):
+        decoded(frame)
+    assert issubclass(CorruptFrame, ProtocolError)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, b"\xdc"), (5, b"\xa3"), (6, b"TLF2"), (10, b"\xd3"), (19, b"\xc0"), (20, b"\xce"), (29, b"\xd2")],
+)
+def test_the_first_bytes_have_fixed_types(offset: int, value: bytes) -> None:
+    """Each value of the prologue has the width and type that the format states; another version is refused."""
+    frame = forged(header_of(1))
+    decoded(frame)
+    frame[offset : offset + len(value)] = value
+    with pytest.raises(ProtocolError):
+        frame_size(bytes(frame[:34]))
+    with pytest.raises(ProtocolError):
+        decoded(frame)
+
+
+def test_a_frame_without_checksum_states_zero() -> None:
+    """A digest without the flag is a flipped flag: it is refused, not ignored."""
+    assert decoded(forged(header_of(1))) == 1
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of(1), digest=1))
+
+
+@pytest.mark.parametrize("count", [-3, -1, 1, 2**30])
+def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
+    """The count at the beginning is 7 and 2 for each array; arrays that no tree declares are refused."""
+    tree = {"array": ["uint8", [2], "ndarray"]}
+    assert decoded(forged(header_of(tree), [b"ab"])).tolist() == [97, 98]
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of(tree), [b"ab"], arrays=1 + count))
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of(0), [b"ab"]))
+    failure = {name: getattr(FAILURE, name) for name in Failure.__slots__}
+    with pytest.raises(ProtocolError):
+        decoded(forged({"loader": "k", "epoch": 0, "batch": 0, "failure": failure}, [b"ab"]))
+
+
+# --- Headers that nobody wrote ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\xc1",
+        b"\xc0\xc0",
+        b"\x81\xa1\xff\x00",
+        b"\x80",
+        b"\x81",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\x91" * 5000 + b"\xc0",
+        b"\x81\x01\x02",
+        b"\x81\x90\x02",
+        b"\x81\x80\x02",
+        None,
+        [],
+        {"loader": "k", "epoch": 0},
+        {"loader": b"k", "epoch": 0, "batch": 0, "tree": 1},
+        {"loader": "k", "epoch": "0", "batch": 0, "tree": 1},
+        {"loader": "k", "epoch": 0, "batch": 1.0, "tree": 1},
+        {"loader": "k", "epoch": 0, "batch": None, "tree": 1},
+        {"loader": "k", "epoch": 0, "batch": 0},
+        {"loader": "k", "epoch": 0, "batch": 0, "padding": 0},
+        header_of(1, padding="1"),
+        header_of(1, padding=-1),
+        header_of(1, failure=None),
+        header_of(1, failure={"type": "ValueError"}),
+        header_of(1, failure={**dict.fromkeys(Failure.__slots__, "x"), "indices": []}),
+    ],
+    ids=lambda header: repr(header)[:50],
+)
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_header_that_is_none_is_refused(header: object, checksum: bool) -> None:
+    """What is no map with address and content is a ProtocolError, though its checksum be right."""
+    with pytest.raises(ProtocolError):
+        decoded(forged(header, checksum=checksum))
+
+
+def test_what_a_later_version_adds_to_a_header_is_ignored() -> None:
+    """Unknown entries of a header are no error."""
+    assert decoded(forged(header_of(1, hint={"more": [1, 2]}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "segment"),
+    [
+        ("float128", [1], bytes(16)),
+        ("object", [1], bytes(8)),
+        ("<f4", [1], bytes(4)),
+        ("O", [1], bytes(8)),
+        ("", [0], b""),
+        ("uint8", [3], b"ab"),
+        ("uint8", [1], b"ab"),
+        ("uint8", [], b""),
+        ("int32", [1], b"abc"),
+        ("uint8", [0], b"a"),
+        ("uint8", [2**62, 4], b""),
+        ("uint8", [2**64 - 1], b""),
+        ("uint8", [2**64 - 1, 0], b""),
+        ("uint8", [2**62, 2**62, 0], b""),
+        ("float64", [2**63] * 64, b""),
+        ("float64", [2**63] * 300, b""),
+        ("uint8", [1] * 65, b"a"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_an_array_that_cannot_be_is_refused(name: str, shape: list[int], segment: bytes) -> None:
+    """Type and shape must fit the bytes that came, and be possible at all."""
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of({"array": [name, shape, "ndarray"]}), [segment]))
+
+
+def test_arrays_that_are_not_there_are_refused() -> None:
+    """A tree may declare no more arrays than the frame has."""
+    node = {"array": ["uint8", [1], "ndarray"]}
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of([node, node]), [b"a"], arrays=2))
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of([node] * 100), [], arrays=100))
+
+
+def test_a_segment_that_is_no_bin32_is_refused() -> None:
+    """Each array stands behind a bin32 whose size lies within the frame."""
+    frame = forged(header_of({"array": ["uint8", [1], "ndarray"]}), [b"a"])
+    at = frame.index(b"\xc6\x00\x00\x00\x01a")
+    for damage in (b"\xc5", b"\xc6\x00\x00\x00\x02", b"\xc6\xff\xff\xff\xff", b"\xc6\x00\x00\x00\x00"):
+        bad = frame[:at] + damage + frame[at + len(damage) :]
+        with pytest.raises(ProtocolError):
+            decoded(bad)
+
+
+def test_deep_batches_pass_through_msgpack() -> None:
+    """128 dicts inside each other are within what msgpack itself can nest; more are refused as such on both sides."""
+    batch: Any = np.zeros(1)
+    node: Any = 0
+    for _ in range(MAX_DEPTH):
+        batch = {"k": batch}
+        node = {"dict": [["k", node]]}
+    assert_same(decoded(encoded(batch)), batch)
+    with pytest.raises(EncodeError, match="nested more than 128 deep"):
+        encoded([batch])
+    with pytest.raises(ProtocolError, match="nested more than 128 deep"):
+        decoded(forged(header_of([node])))
+
+
+hostile_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["uint8", "float8_e5m2", "ndarray", "scalar", "zstd", "lz4"]),
+    lambda nodes: (
+        st.lists(nodes, max_size=4)
+        | st.builds(lambda name, shape, kind: {"array": [name, shape, kind]},
+                    st.sampled_from(["bool", "uint8", "bfloat16"]), st.lists(st.integers(0, 3), max_size=2),
+                    st.sampled_from(["ndarray", "tensor", "scalar"]))
+        | st.dictionaries(st.sampled_from(["tuple", "dict", "namedtuple", "int", "complex"]), nodes, max_size=2)
+    ),
+    max_leaves=10,
+)  # fmt: skip
+
+
+BOTTOMLESS: list[Any] = []
+for _ in range(1000):
+    BOTTOMLESS = [BOTTOMLESS]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "namedtuple", "complex", "int", "array", "other"])
+def test_what_is_refused_can_be_shown(kind: str) -> None:
+    """An error about something that is nested deeper than Python can print is the same error."""
+    for content in (BOTTOMLESS, [BOTTOMLESS], ["float32", BOTTOMLESS, "ndarray"], [["k", 1, BOTTOMLESS]]):
+        with pytest.raises(ProtocolError):
+            decoded(forged(header_of({kind: content})))
+    with pytest.raises(ProtocolError):
+        decoded(forged(header_of(1, padding=BOTTOMLESS)))
+
+
+@settings(fixed, max_examples=300)
+@given(
+    st.fixed_dictionaries(
+        {"loader": st.just("k"), "epoch": st.just(0) | hostile_values, "batch": st.just(0)},
+        optional=dict.fromkeys(("tree", "padding", "compression", "failure"), hostile_values),
+    ),
+    st.lists(st.binary(max_size=12), max_size=4),
+)
+def test_whatever_a_header_says_is_read_or_refused(header: dict[str, Any], segments: list[bytes]) -> None:
+    """Headers of any content with any arrays make a batch or a ProtocolError, and no other error."""
+    with contextlib.suppress(ProtocolError):
+        decoded(forged(header, segments))
+
+
+SEEDS = [
+    bytes(forged(header_of({"tuple": [{"array": ["float32", [2, 1], "ndarray"]}, {"int": "5"}]}), [bytes(8)])),
+    to_bytes(ADDRESS, {"a": np.arange(9), "b": [Point(1, 2), np.float16(2), 2**70, 1j]}, checksum=False),
+    to_bytes(ADDRESS, {"x": np.zeros(50), (1, None): ["text", b"bytes"]}, checksum=False, compression="zstd"),
+    to_bytes(ADDRESS, [np.zeros(50), np.ones((2, 3), ml_dtypes.bfloat16)], checksum=False, compression="lz4"),
+    to_bytes(ADDRESS, FAILURE, checksum=False),
+]
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    """A frame without checksum after some accidents; its size and shape are mended, to get past the first checks."""
+    frame = bytearray(draw(st.sampled_from(SEEDS)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(frame) - 1) | st.integers(PROLOGUE_SIZE, min(len(frame), 250) - 1))
+        match draw(st.sampled_from(["set", "set", "set", "insert", "delete", "copy"])):
+            case "set":
+                frame[at] = draw(st.integers(0, 255) | st.sampled_from(b"\x80\x90\xa0\xc1\xc4\xc6\xc7\xcb\xcf\xdd\xdf"))
+            case "insert":
+                frame[at:at] = draw(st.binary(min_size=1, max_size=9))
+            case "delete":
+                del frame[at : at + draw(st.integers(1, 9))]
+            case "copy":
+                start = draw(st.integers(0, len(frame) - 1))
+                frame[at : at + 8] = frame[start : start + 8]
+        frame = frame or bytearray(1)
+    if draw(st.booleans()):
+        frame += bytes(max(0, PROLOGUE_SIZE - len(frame)))
+        frame += bytes(-len(frame) % ALIGNMENT)
+        frame[10:19] = b"\xcf" + len(frame).to_bytes(8)
+    return bytes(frame)
+
+
+@settings(fixed, max_examples=600)
+@given(mutations())
+def test_an_altered_frame_without_checksum_is_read_or_refused(frame: bytes) -> None:
+    """Without a checksum, damage may pass for a batch; it never is any other error, nor takes more than the limit."""
+    limit = 2**20
+    with memory_within(limit + 2**20), contextlib.suppress(ProtocolError):
+        decoded(frame, max_bytes=limit)
+
+
+# --- Limits -------------------------------------------------------------------------------------------------------
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "zstd": lambda raw: zstandard.ZstdCompressor().compress(raw),
+    "lz4": lambda raw: bytes(lz4.block.compress(raw, store_size=False)),
+}
+
+
+def bomb(compression: str, declared: int, packed: bytes) -> bytearray:
+    """A frame whose one array says that it is of `declared` bytes."""
+    return forged(header_of({"array": ["uint8", [declared], "ndarray"]}, compression=compression), [packed])
+
+
+@pytest.mark.parametrize("compression", PACKERS)
+def test_an_array_that_unpacks_to_more_than_declared_is_refused(compression: str) -> None:
+    """Declared small and really huge: refused, with no more memory than was declared."""
+    frame = bomb(compression, 1000, PACKERS[compression](bytes(10**8)))
+    with memory_within(len(frame) + 10**6), pytest.raises(ProtocolError):
+        decoded(frame)
+    with pytest.raises(ProtocolError):
+        decoded(bomb(compression, 1000, PACKERS[compression](bytes(1001))))
+    assert decoded(bomb(compression, 1000, PACKERS[compression](bytes(1000)))).nbytes == 1000
+
+
+@pytest.mark.parametrize("compression", PACKERS)
+def test_an_array_that_unpacks_to_less_than_declared_is_refused(compression: str) -> None:
+    """The error says how much there was."""
+    with pytest.raises(ProtocolError, match=r"must have 1,001 bytes, has 1,000"):
+        decoded(bomb(compression, 1001, PACKERS[compression](bytes(1000))))
+
+
+@pytest.mark.parametrize("compression", [*PACKERS, None])
+@pytest.mark.parametrize("declared", [2**20 + 1, 2**40, 2**62])
+def test_arrays_may_not_declare_more_than_the_limit(compression: str | None, declared: int) -> None:
+    """Declared huge: refused before memory is taken, and the error states the limit; one array or many together."""
+    with memory_within(10**6), pytest.raises(ProtocolError, match="1,048,576 bytes"):
+        decoded(bomb(compression or "", declared, b"\x00" * 20), max_bytes=2**20)
+    node = {"array": ["uint8", [2**18], "ndarray"]}
+    header = header_of([node] * 5, **({"compression": compression} if compression else {}))
+    segment = PACKERS[compression](bytes(2**18)) if compression else bytes(2**18)
+    with memory_within(2**21), pytest.raises(ProtocolError, match="1,048,576 bytes"):
+        decoded(forged(header, [segment] * 5), max_bytes=2**20)
+    assert len(decoded(forged({**header, "tree": [node] * 4}, [segment] * 4), max_bytes=2**20)) == 4
+
+
+def test_a_library_that_counts_to_2_gib_is_no_way_round_the_limit() -> None:
+    """lz4 cannot unpack an array of more than 2 GiB: that is a ProtocolError, where the limit allows such arrays."""
+    with memory_within(2**20), pytest.raises(ProtocolError):
+        decoded(bomb("lz4", 3 * 2**30, PACKERS["lz4"](b"abc")), max_bytes=2**33)
+
+
+@pytest.mark.parametrize("compression", PACKERS)
+@pytest.mark.parametrize("packed", [b"", b"\x00", b"\xff" * 100, b"not compressed"])
+def test_what_is_not_compressed_is_refused(compression: str, packed: bytes) -> None:
+    """Bytes that the library cannot unpack are a ProtocolError."""
+    with pytest.raises(ProtocolError):
+        decoded(bomb(compression, 1000, packed))
+
+
+@settings(fixed, max_examples=200)
+@given(st.sampled_from(["zstd", "lz4"]), st.binary(max_size=300), st.data())
+def test_damaged_compression_is_read_or_refused(compression: str, raw: bytes, data: st.DataObject) -> None:
+    """Any change of compressed bytes makes an array of the declared size or a ProtocolError."""
+    packed = bytearray(PACKERS[compression](raw + b"a" * 200))
+    packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ProtocolError):
+        assert len(decoded(bomb(compression, len(raw) + 200, bytes(packed)))) == len(raw) + 200
+
+
+@pytest.mark.parametrize("compression", ["gzip", "", 1, ["zstd"], {"zstd": 1}, True, b"zstd", BOTTOMLESS])
+def test_an_unknown_compression_is_refused(compression: object) -> None:
+    """The error names it."""
+    frame = forged(header_of({"array": ["uint8", [4], "ndarray"]}, compression=compression), [bytes(4)])
+    with pytest.raises(ProtocolError, match="unknown compression"):
+        decoded(frame)
+
+
+@pytest.mark.parametrize(("compression", "package"), [("zstd", "zstandard"), ("lz4", "lz4.block")])
+def test_a_missing_library_is_named(compression: Compression, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library of a compression, both sides say what to install."""
+    frame = encoded([np.zeros(9)], compression=compression)
+    monkeypatch.setitem(sys.modules, package, None)
+    for use in (lambda: encoded([np.zeros(9)], compression=compression), lambda: decoded(frame)):
+        with pytest.raises(TeleloaderError, match=r"pip install 'teleloader\[compression\]'"):
+            use()
+
+
+def test_nested_claims_take_no_memory() -> None:
+    """A header of lists that each claim to have as many items as the header has bytes is refused in bounds."""
+    claims = b"\xdd" + (250_000).to_bytes(4)
+    header = msgpack.packb(header_of(0))[:-1] + claims * 900 + bytes(250_000)
+    with memory_within(128 * 2**20), pytest.raises(ProtocolError):
+        decoded(forged(header))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+def test_a_batch_that_is_too_large_is_refused_before_it_is_made(compression: Compression | None) -> None:
+    """The error says how large it is, what the limit is and what to do."""
+    huge = np.broadcast_to(np.float64(0), (10**6, 10**6))
+    with (
+        memory_within(2**20),
+        pytest.raises(BatchTooLarge, match="has 8,000,000,000,000 bytes, and the limit is") as caught,
+    ):
+        FrameWriter(ADDRESS, [huge], compression=compression)
+    assert "use a smaller batch_size, or start the server with a larger --max-batch-bytes" in str(caught.value)
+    assert str(caught.value).startswith("batch 14 of epoch 3 of loader 01234567 ")
+
+
+def test_the_limit_counts_the_whole_frame() -> None:
+    """A frame may be exactly as large as the limit, header and pads included."""
+    for content in (["text" * 100], [np.zeros(100)], FAILURE):
+        size = len(encoded(content))
+        assert len(encoded(content, max_bytes=size)) == size
+        with pytest.raises(BatchTooLarge, match=f"has {size:,} bytes, and the limit is {size - 1:,}"):
+            encoded(content, max_bytes=size - 1)
+
+
+def test_an_array_of_4_gib_cannot_travel() -> None:
+    """A bin32 holds less than 4 GiB: the error says so, and is known before an array is made."""
+    with pytest.raises(BatchTooLarge, match="4 GiB"):
+        FrameWriter(ADDRESS, [np.broadcast_to(np.uint8(0), (2**32,))], max_bytes=2**40)
+
+
+# --- What cannot travel -------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_travel_is_refused_with_its_path() -> None:
+    """An error of the writer says where in the batch the thing is."""
+    with pytest.raises(EncodeError, match=r"^batch\['meta'\]\[2\] is a object, which cannot travel"):
+        encoded({"meta": [1, 2, object()]})
+    with pytest.raises(EncodeError, match=r"^batch\[0\]\['names'\] is an array of dtype <U2, which cannot travel"):
+        encoded([{"names": np.array(["ab"])}])
+
+
+@pytest.mark.parametrize("batch", ["\ud800", ["\udcff"], {"\ud800": 1}, Point("ok", "\udfff")])
+def test_a_string_that_is_no_unicode_is_refused(batch: object) -> None:
+    """Lone surrogates, such as os.fsdecode makes of bytes, have no UTF-8: the error says which batch has one."""
+    with pytest.raises(EncodeError, match=r"^batch 14 of epoch 3 .* holds a string that is not valid Unicode"):
+        encoded(batch)

@@ -1,0 +1,131 @@
+"""Batches of every kind that can travel, and whether two of them are the same to the bit."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, namedtuple
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from teleloader_shared import dtypes
+from teleloader_shared.tree import Tensor
+
+
+class Point(NamedTuple):
+    """A namedtuple of the usual kind."""
+
+    x: Any
+    y: Any
+
+
+Nothing = namedtuple("Nothing", [])
+# rename=True puts _0 in the place of a name that Python cannot have, such as a column called "class"
+Columns = namedtuple("Columns", ["class", "id"], rename=True)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The type `name` as NumPy, or ml_dtypes for it, has it."""
+    return dtypes.NUMPY[name] if name in dtypes.NUMPY else np.dtype(getattr(ml_dtypes, name))
+
+
+def keep(bits: NDArray[Any], name: str, kind: str) -> Any:
+    """A reader's leaves: the array itself, with its type and kind."""
+    array = bits if name in dtypes.NUMPY else bits.view(numpy_dtype(name))
+    if kind == "scalar":
+        return array[()]
+    return array.view(Tensor) if kind == "tensor" else array
+
+
+# --- The same, to the bit -----------------------------------------------------------------------------------------
+
+
+def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
+    """Same containers in the same order, same types, same bits; only namedtuple types need but look the same."""
+    if hasattr(expected, "_fields"):
+        assert (type(got).__name__, got._fields) == (type(expected).__name__, expected._fields), path
+        assert_same(tuple(got), tuple(expected), path)
+        return
+    assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
+    if isinstance(expected, dict):
+        assert_same(list(got.items()), list(expected.items()), path)
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), path
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same(one, other, f"{path}[{i}]")
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert (got.dtype, got.shape) == (expected.dtype.newbyteorder("<"), expected.shape), path
+        assert bits_of(got) == bits_of(expected), path
+    elif isinstance(expected, float | complex):
+        assert struct.pack("<2d", got.real, got.imag) == struct.pack("<2d", expected.real, expected.imag), path
+    else:
+        assert got == expected, path
+
+
+def bits_of(array: Any) -> bytes:
+    """The elements in C order, little-endian."""
+    return np.asarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+# --- Batches ------------------------------------------------------------------------------------------------------
+
+
+def _laid_out(array: NDArray[Any], layout: str) -> NDArray[Any]:
+    match layout:
+        case "fortran":
+            return np.asfortranarray(array)
+        case "big-endian":
+            return array.astype(array.dtype.newbyteorder(">"))
+        case "transposed":
+            return array.T
+        case "reversed":
+            return array[..., ::-1] if array.ndim else array
+        case "strided":
+            return np.repeat(array, 2, axis=0)[::2] if array.ndim else array
+        case "broadcast":
+            return np.broadcast_to(array, (2, *array.shape))
+        case "tensor":
+            return array.view(Tensor)
+        case _:
+            return array
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> NDArray[Any]:
+    """Arrays of every type, of few elements or none, with any bits, however they lie in memory."""
+    dtype = numpy_dtype(draw(st.sampled_from(dtypes.NAMES)))
+    shape = draw(st.lists(st.integers(0, 3), max_size=4))
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.frombuffer(np.random.default_rng(draw(st.integers(0, 2**32))).bytes(size), np.uint8)
+    array = (raw & 1 if dtype == np.bool_ else raw).view(dtype).reshape(shape)
+    layouts = ["c", "fortran", "big-endian", "transposed", "reversed", "strided", "broadcast", "tensor"]
+    return _laid_out(array, draw(st.sampled_from(layouts)))
+
+
+scalars = arrays().filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+numbers = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.integers(-(2**300), 2**300) | st.floats()
+plain = st.none() | numbers | st.complex_numbers(allow_subnormal=True) | st.text(max_size=8) | st.binary(max_size=8)
+_key = st.none() | numbers | st.text(max_size=8) | st.binary(max_size=8)
+keys = _key | st.tuples(_key, _key) | st.builds(Point, _key, _key)
+
+
+def containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Each kind of container of such items."""
+    return (
+        st.lists(items, max_size=4)
+        | st.lists(items, max_size=4).map(tuple)
+        | st.dictionaries(keys, items, max_size=4)
+        | st.dictionaries(keys, items, max_size=4).map(OrderedDict)
+        | st.builds(Point, items, items)
+        | st.builds(Columns, items, items)
+        | st.just(Nothing())
+    )
+
+
+trees: st.SearchStrategy[Any] = st.recursive(plain | arrays() | scalars, containers, max_leaves=10)
+"""Any batch."""
+plain_trees: st.SearchStrategy[Any] = st.recursive(plain, containers, max_leaves=10)
+"""Any batch without arrays."""
