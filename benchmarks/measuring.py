@@ -1,0 +1,96 @@
+"""How a contender is measured: a turn takes so many batches after a warm-up, and counts time and CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.contenders import Contender
+from benchmarks.workloads import Workload
+
+VERIFIED: Final = 3
+"""Batches of each contender that are compared with the dataset."""
+LEAST: Final = 10
+"""Batches that a turn takes at least."""
+WARM_UP: Final = 0.5
+"""Share of a turn's batches that go before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was measured of one contender in one round."""
+
+    batches: int
+    seconds: float
+    cpu: float
+    """Seconds of processor time in the consumer's process, all threads."""
+
+    @property
+    def rate(self) -> float:
+        """Batches a second."""
+        return self.batches / self.seconds
+
+
+class Spread(NamedTuple):
+    """A median and what it lies between."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Of at least one value."""
+        return cls(median(values), min(values), max(values))
+
+
+def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
+    """How many batches take about so many seconds; the first are checked, so that nobody wins by being wrong.
+
+    All turns take the same number of batches: to stop when the time is over would count what was fetched ahead for
+    some and not for others.
+
+    Raises:
+        AssertionError: When a batch is not what it should be.
+    """
+    dataset = workload.dataset()
+    with contender.open() as batches:
+        for k, batch in enumerate(islice(batches, VERIFIED)):
+            if not _is_right(np.asarray(batch), workload.samples(dataset, k)):
+                raise AssertionError(f"batch {k} of {contender.name} is not what the dataset holds")
+        _count(batches, seconds / 2)
+        taken, took = _count(batches, seconds / 2)
+    return max(LEAST, round(taken / took * seconds))
+
+
+def measure(contender: Contender, count: int) -> Turn:
+    """One turn of `count` batches."""
+    with contender.open() as batches:
+        _drain(batches, round(WARM_UP * count))
+        cpu, began = time.process_time(), time.perf_counter()
+        _drain(batches, count)
+        return Turn(count, time.perf_counter() - began, time.process_time() - cpu)
+
+
+def _is_right(batch: NDArray[Any], samples: list[NDArray[Any]]) -> bool:
+    return batch.dtype == samples[0].dtype and len(batch) == len(samples) and all(map(np.array_equal, batch, samples))
+
+
+def _drain(batches: Iterator[Any], count: int) -> None:
+    for _ in islice(batches, count):
+        pass
+
+
+def _count(batches: Iterator[Any], seconds: float) -> tuple[int, float]:
+    began, taken = time.perf_counter(), 0
+    while (took := time.perf_counter() - began) < seconds or not taken:
+        next(batches)
+        taken += 1
+    return taken, took

@@ -1,0 +1,75 @@
+"""From turns to figures, and from figures to a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from benchmarks.contenders import Contender
+from benchmarks.measuring import Spread, Turn
+from benchmarks.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What came out for one contender; every ratio is formed within a round, and then the median is taken."""
+
+    contender: str
+    num_workers: int
+    batches_per_second: Spread
+    bytes_per_second: Spread
+    cpu_per_gb: Spread
+    """Seconds of the consumer's process for 10**9 bytes."""
+    to_floor: Spread
+    to_torch: Spread | None
+    """To torch's local DataLoader with as many workers; None where it did not take part."""
+
+
+def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:
+    """The figures of each contender; `turns` has a row for each, of one turn a round."""
+    floor = next(row for contender, row in zip(contenders, turns, strict=True) if contender.name == "floor")
+    torch = {
+        contender.num_workers: row
+        for contender, row in zip(contenders, turns, strict=True)
+        if contender.name.startswith("torch")
+    }
+    return [
+        Figures(
+            contender=contender.name,
+            num_workers=contender.num_workers,
+            batches_per_second=Spread.of([turn.rate for turn in row]),
+            bytes_per_second=Spread.of([turn.rate * workload.batch_bytes for turn in row]),
+            cpu_per_gb=Spread.of([turn.cpu / (turn.batches * workload.batch_bytes) * 1e9 for turn in row]),
+            to_floor=_ratio(row, floor),
+            to_torch=_ratio(row, torch[contender.num_workers]) if contender.num_workers in torch else None,
+        )
+        for contender, row in zip(contenders, turns, strict=True)
+    ]
+
+
+def table(workload: Workload, figures: Sequence[Figures]) -> Table:
+    """The figures, for people: each is a median, with what it lies between."""
+    made = Table(title=f"{workload.name} - {workload.about}", title_justify="left", title_style="bold")
+    made.add_column("contender", no_wrap=True)
+    for heading in ("batches/s", "MB/s", "to floor", "to torch local", "client CPU s/GB"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for found in figures:
+        made.add_row(
+            found.contender,
+            _text(found.batches_per_second, ",.0f" if found.batches_per_second.middle >= 100 else ",.1f"),
+            f"{found.bytes_per_second.middle / 1e6:,.0f}",
+            _text(found.to_floor, ".2f"),
+            "-" if found.to_torch is None else _text(found.to_torch, ".2f" if found.to_torch.middle < 10 else ".1f"),
+            _text(found.cpu_per_gb, ".2f"),
+        )
+    return made
+
+
+def _ratio(row: Sequence[Turn], base: Sequence[Turn]) -> Spread:
+    return Spread.of([turn.rate / other.rate for turn, other in zip(row, base, strict=True)])
+
+
+def _text(spread: Spread, form: str) -> str:
+    return f"{spread.middle:{form}} ({spread.low:{form}}..{spread.high:{form}})"
