@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import sys
 
-from teleloader_shared import errors
+from teleloader_shared import errors, local
 from teleloader_shared.codec import Address, Failure
 from teleloader_shared.errors import RemoteError, TeleloaderError
 
@@ -31,15 +32,31 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
     name = failure.type.rpartition(".")[2]
     if failure.type == f"{errors.__name__}.{name}":
         return known_error(name, text) or RemoteError(text, failure.type)
-    kind = vars(builtins).get(failure.type)
+    kind = vars(builtins).get(failure.type) or (
+        _class_of_this_process(failure.type) if local.is_served_here(server) else None
+    )
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return RemoteError(text, failure.type)
     if issubclass(kind, StopIteration | StopAsyncIteration):
         return RuntimeError(text)  # raised as it is, it would end the iteration silently
     try:
+        if getattr(kind, "message", None):
+            return kind(**{"message": text})
         return kind(_Message(text) if issubclass(kind, KeyError) else text)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - its constructor wants something else
         return RuntimeError(text)
+
+
+def _class_of_this_process(name: str) -> object:
+    """The class of that qualified name, for an exception that was raised in a process forked from this one."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        found: object = sys.modules.get(".".join(parts[:i]))
+        for part in parts[i:]:
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        if found is not None:
+            return found
+    return None
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
@@ -54,8 +71,10 @@ def _text(failure: Failure, address: Address, server: str) -> str:
     where = "in the loader server" if failure.worker < 0 else f"in DataLoader worker process {failure.worker}"
     cause = failure.message
     if failure.traceback:
-        cause = f"Caught {failure.type} {where}.\nOriginal {failure.traceback.rstrip()}"
-    shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
-    more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""
-    which = f"batch {address.batch} of epoch {address.epoch}, with the indices [{shown}{more}]"
+        cause = f"Caught {failure.type.rpartition('.')[2]} {where}.\nOriginal {failure.traceback.rstrip()}"
+    which = f"batch {address.batch} of epoch {address.epoch}"
+    if failure.indices:
+        shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
+        more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""
+        which += f", with the indices [{shown}{more}]"
     return f"{cause}\n\nThis was {which}, on {server}."

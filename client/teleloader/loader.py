@@ -2,61 +2,98 @@
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import operator
-import os
-import socket
+import secrets
 import sys
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Final, SupportsIndex
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any, Final, Literal, SupportsIndex
 
+from teleloader.arguments import Arguments, check, warn_of_too_many_workers
 from teleloader.buffers import BufferPool, allocate
-from teleloader.failures import exception_of
-from teleloader.output import Output, array_maker, choose_output, pinned_memory
+from teleloader.functions import name_on_server
+from teleloader.iterator import LoaderIterator, Pass, Progress
+from teleloader.lengths import Lengths
+from teleloader.output import Output, accelerator_found, allocate_pinned, array_maker, choose_output
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
+from teleloader.sampling import IndexLists, RandomState, draw_base_seed, is_torchs_own, make_samplers
 from teleloader.session import Session
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Failure
-from teleloader_shared.errors import StateMismatch
+from teleloader_shared import local
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+from teleloader_shared.errors import ProtocolError, StateMismatch, TeleloaderError
 from teleloader_shared.plan import Plan
-from teleloader_shared.spec import Compression, LoaderSpec, Tail
+from teleloader_shared.seeding import derive
+from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
 _STATE_VERSION: Final = 1
+_FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
+"""What torch does not let be set after construction."""
+
+_Order = Literal["plan", "client", "iterable"]
 
 
 class DataLoader:
     """Iterates over the batches of a remote dataset, as ``torch.utils.data.DataLoader`` does over a local one.
 
-    Each ``iter()`` is the next epoch, beginning with 0; `set_epoch` chooses it. What a batch holds depends on the
-    arguments and the epoch only: not on workers, servers, or what happened before.
+    The arguments up to `in_order` are torch's (2.13), with its defaults, exclusions and error texts; what differs is
+    listed in docs/differences.md. Each ``iter()`` is the next epoch, beginning with 0; `set_epoch` chooses it.
+
+    Who decides the order, and so what can be done with it:
+
+    - With `seed`, or where there is nothing to shuffle: the plan, a function of (seed, epoch) that every server knows.
+      Batches can be shared between trainers, nothing is computed beforehand however long the dataset is, and a state
+      fits another number of ranks.
+    - With `sampler`, `batch_sampler` or `generator`, or ``shuffle=True`` without `seed`: torch's samplers or your own,
+      on this side, bit for bit as in torch under the same ``torch.manual_seed``. Index lists are sent to the server.
+      (Without torch, for other outputs than torch's, and for several ranks, ``shuffle=True`` is the plan with seed 0.)
+    - An iterable-style dataset itself: `num_workers` shards, batch j from shard j mod `num_workers`.
 
     Args:
         dataset: What to load.
         batch_size: Samples in a batch of this rank; None for single samples, not collated.
-        shuffle: Whether each epoch has an order of its own, drawn from (seed, epoch). None is False.
-        drop_last: Whether an incomplete last batch is left out.
+        shuffle: Whether each epoch has an order of its own. None is False.
+        sampler: Gives the indices, in place of `shuffle`.
+        batch_sampler: Gives index lists, in place of `batch_size`, `shuffle`, `sampler` and `drop_last`.
+        num_workers: Workers to ask the server for: shards of an iterable-style dataset (0: one pass, and
+            ``get_worker_info()`` is None), or the workers of an object that this process serves (0: as many as
+            ``serve`` was told). A configured server shares its workers among the loaders of a map-style dataset,
+            whatever is asked for.
+        collate_fn: Makes a batch of a list of samples, on the server; None is the server's usual function, else one
+            that it allows by name, or any one for a server in this process.
         pin_memory: Whether to receive into page-locked memory, from which copies to an accelerator are fastest.
+        drop_last: Whether an incomplete last batch is left out.
         timeout: Seconds to wait for a batch; 0 waits for as long as the server is there.
+        worker_init_fn: Called in each worker of this loader's own with its number; found like `collate_fn`.
+        multiprocessing_context: Checked as torch does, and without effect: no process is started here.
+        generator: torch.Generator that the order and the base seed are drawn from.
         prefetch_factor: Batches to hold ready for each worker of the server; None is 2. A loop that takes many small
-            batches a second is given more, so that it does not feel the network's delay.
-        seed: In [0, 2**64). Decides the order and the randomness of augmentation; the same on all ranks.
+            batches a second is given more, so that it does not feel the network's delay, unless the order is that of
+            a sampler of your own, which may look at how training goes on.
+        persistent_workers: Whether workers of this loader's own stay from one epoch to the next.
+        pin_memory_device: Without effect, as in torch.
+        in_order: Without effect: batches always come in order.
+        seed: In [0, 2**64). Decides order and augmentation by the plan; the same on all ranks. None is torch's way.
         rank: Position among `world_size` data-parallel processes. When neither is given they are those of
-            torch.distributed where it is initialised, also for loaders of validation data; else 0 of 1.
+            torch.distributed where it is initialised, also for loaders of validation data; else 0 of 1. A sampler
+            divides the epoch itself.
         world_size: How many processes share the epoch.
         tail: When the dataset's length is no multiple of `world_size`: ``"pad"`` repeats samples (as torch's
             DistributedSampler does), ``"drop"`` leaves the rest out, ``"uneven"`` gives some ranks one more.
-        output: ``"torch"`` or ``"numpy"``; None is torch where it is installed.
+        output: ``"torch"``, ``"numpy"`` or ``"jax"``; None is torch where it is installed, else NumPy.
         checksum: Whether each batch carries a checksum, so that what the network damaged is asked for again.
         compression: ``"zstd"`` or ``"lz4"``: the workers compress arrays, for slow networks.
         max_batch_bytes: The largest batch that is accepted from the server, in bytes.
 
     Raises:
-        ValueError: For arguments that exclude each other or are out of range; the texts are torch's where torch has
-            the argument.
-        TypeError: When `dataset` is no `RemoteDataset`.
+        ValueError: For arguments that exclude each other or are out of range, and functions that the server does not
+            allow.
+        TypeError: When `dataset` is no `RemoteDataset`, or has no length and one is needed.
     """
 
     def __init__(
@@ -64,12 +101,22 @@ class DataLoader:
         dataset: RemoteDataset,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        *,
-        drop_last: bool = False,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        drop_last: bool = False,
         timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
         prefetch_factor: int | None = None,
-        seed: int = 0,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         tail: Tail = "pad",
@@ -83,92 +130,309 @@ class DataLoader:
                 f"dataset must be a RemoteDataset, was {type(dataset).__qualname__}. To host a local object: "
                 "with teleloader_server.serve(dataset) as url: DataLoader(RemoteDataset(url), ...)"
             )
-        _check_as_torch_does(dataset, batch_size, shuffle, drop_last, timeout, prefetch_factor)
+        check(
+            Arguments(
+                dataset=dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler,
+                num_workers=num_workers, drop_last=drop_last, timeout=timeout,
+                multiprocessing_context=multiprocessing_context, prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers, iterable=dataset.iterable, cpus=dataset.cpus,
+            )
+        )  # fmt: skip
+        brings_order = sampler is not None or batch_sampler is not None
+        _check_ours(seed, rank, world_size, brings_order=brings_order, generator=generator)
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.timeout = timeout
+        self.num_workers = num_workers
+        self.collate_fn = collate_fn
         self.pin_memory = pin_memory
-        self.prefetch_factor = DEFAULT_PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor
+        self.pin_memory_device = pin_memory_device
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+        self.generator = generator
+        self.prefetch_factor = DEFAULT_PREFETCH_FACTOR if num_workers and prefetch_factor is None else prefetch_factor
+        self.persistent_workers = persistent_workers
+        self.in_order = in_order
+        self.multiprocessing_context = (
+            get_context(multiprocessing_context)
+            if isinstance(multiprocessing_context, str)
+            else multiprocessing_context
+        )
+        self.batch_size = None if batch_sampler is not None else batch_size
+        self.drop_last = False if batch_sampler is not None else drop_last
+        self._output: Output = choose_output(output)
+        if pin_memory and self._output != "torch":
+            raise TeleloaderError(
+                "pin_memory=True needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
+            )
+        self._own_sampler = sampler if batch_sampler is None else batch_sampler
+        self._shuffle = bool(shuffle)
+        self.sampler, self.batch_sampler = sampler, batch_sampler
+        if not dataset.iterable and batch_sampler is None and self._output == "torch":
+            self.sampler, self.batch_sampler = make_samplers(
+                dataset, batch_size, self._shuffle, drop_last, sampler, generator
+            )
+        self._seed = seed
         self._spec = LoaderSpec(
             dataset=dataset.name,
-            fingerprint=dataset.info.fingerprint,
             batch_size=batch_size,
-            shuffle=bool(shuffle),
-            drop_last=drop_last,
-            seed=seed,
+            shuffle=self._shuffle,
+            drop_last=bool(self.drop_last),
+            seed=seed or 0,
             rank=rank or 0,
             world_size=1 if world_size is None else world_size,
             tail=tail,
             checksum=checksum,
             compression=compression,
+            collate=name_on_server(self, "collate_fn", collate_fn, dataset),
+            worker_init=name_on_server(self, "worker_init_fn", worker_init_fn, dataset),
         )
         # looked up when it is needed: the loader may be made before the process group
-        self._distributed = rank is None and world_size is None
-        kind = choose_output(output)
-        make_buffer = pinned_memory(kind) if pin_memory else None
-        self._make_array = array_maker(kind, pin_memory=make_buffer is not None)
-        self._pool = BufferPool(make_buffer or allocate)
+        self._distributed = rank is None and world_size is None and not brings_order
+        self._make_array = array_maker(self._output, pin_memory=pin_memory and accelerator_found())
+        self._pool = BufferPool(allocate_pinned if pin_memory and accelerator_found() else allocate)
         self._max_batch_bytes = max_batch_bytes
         self._epoch = 0
         """Of the next iter()."""
         self._start = 0
         """First batch of the next iter()."""
-        self._progress: _Progress | None = None
+        self._random: dict[str, Any] | None = None
+        """Random state to draw the next iter()'s order with, when it was begun before."""
+        self._base_seed: int | None = None
+        """Base seed of the next iter(), when it was begun before."""
+        self._progress: Progress | None = None
         """Of the last iterator."""
+        self._iterator: LoaderIterator | None = None
+        """With persistent workers, the one and only."""
+        self._length_asked: int | None = None
+        self._may_repeat = worker_init_fn is None
+        if self._order == "plan":
+            len(dataset)
+        self._initialised = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and getattr(self, "_initialised", False):
+            raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
+        super().__setattr__(name, value)
+
+    # -- what there is to load
 
     @property
     def spec(self) -> LoaderSpec:
-        """What is asked of the server; rank and world size are those of torch.distributed by now, unless given."""
-        if self._distributed:
-            rank, world_size = _distributed()
-            return replace(self._spec, rank=rank, world_size=world_size)
-        return self._spec
+        """What decides the plan; rank and world size are those of torch.distributed by now, unless given."""
+        rank, world_size = self._place
+        return replace(self._spec, fingerprint=self.dataset.info.fingerprint, rank=rank, world_size=world_size)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """(rank, world size)."""
+        return _distributed() if self._distributed else (self._spec.rank, self._spec.world_size)
+
+    @property
+    def _order(self) -> _Order:
+        if self.dataset.iterable:
+            return "iterable"
+        if self._own_sampler is not None:
+            return "client"
+        torchs = self.generator is not None or (self._output == "torch" and self._place[1] == 1)
+        return "client" if self._shuffle and self._seed is None and torchs else "plan"
 
     def __len__(self) -> int:
-        return len(self.plan(0))
+        match self._order:
+            case "plan":
+                return len(self.plan(0))
+            case "client":
+                return len(self._index_sampler)
+            case "iterable":
+                length = self._length_asked = len(self.dataset)
+                size = self.batch_size
+                return length if size is None else length // size if self.drop_last else -(-length // size)
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.prefetch_factor < 1:
-            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        batches = len(self.plan(self._epoch))
-        # under tail="uneven" rank 0 has the most
-        longest = len(Plan(replace(self.spec, rank=0), len(self.dataset), self._epoch))
-        self._progress = _Progress(self._epoch, min(self._start, batches), batches, longest)
-        self._epoch, self._start = self._epoch + 1, 0
-        return _Iterator(self, self._progress)
+    @property
+    def _index_sampler(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def plan(self, epoch: int) -> Plan:
-        """Which samples the batches of an epoch hold: ``plan[k]`` are the int64 indices of batch k."""
+        """Which samples the batches of an epoch hold: ``plan[k]`` are the int64 indices of batch k.
+
+        Raises:
+            TypeError: When the order is not the plan's, but that of a sampler or of an iterable-style dataset.
+        """
+        if self._order != "plan":
+            what = "a sampler's" if self._order == "client" else "that of an iterable-style dataset"
+            raise TypeError(f"the order of {self!r} is {what}, so there is no plan; with seed= there is one")
         return Plan(self.spec, len(self.dataset), epoch)
 
+    # -- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.num_workers > 0:
+            warn_of_too_many_workers(self.num_workers, self.dataset.cpus)
+        if self.pin_memory:
+            _warn_of_pinning(self.pin_memory_device)
+        if not (self.persistent_workers and self.num_workers > 0):
+            self._begin(iterator := LoaderIterator())
+            return iterator
+        if self._iterator is None:
+            self._iterator = LoaderIterator()
+        self._begin(self._iterator)
+        return self._iterator
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """The same batches for asyncio: waiting for one does not hold up the event loop."""
+        iterator = await asyncio.to_thread(iter, self)
+        nothing = object()
+        while (batch := await asyncio.to_thread(next, iterator, nothing)) is not nothing:
+            yield batch
+
+    def _begin(self, iterator: LoaderIterator) -> None:
+        """Make `iterator` go through the next epoch."""
+        order = self._order
+        random_state = RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
+        # taken before anything is drawn
+        saved = self._random or (random_state.save() if order == "client" else None)
+        with random_state.as_saved(self._random) if self._random else nullcontext():
+            lists = IndexLists(self._index_sampler, self._start) if order == "client" else None
+            known = self._base_seed if iterator.base_seed is None else iterator.base_seed
+            base_seed = self._draw_base_seed() if known is None else known
+            self._check_as_torchs_iterator()
+            spec = self._spec_of_session(order, base_seed, iterator.session)
+            registered = self.dataset.register(spec)
+            spec = replace(spec, fingerprint=registered.fingerprint)
+            if registered.key != spec.key:
+                raise ProtocolError(
+                    f"{self.dataset.url} calls the loader {registered.key!r}, and its key is {spec.key!r}"
+                )
+            stop, longest = self._extent(order, spec, registered.length, registered.batches)
+            start = self._start if stop is None else min(self._start, stop)
+            progress = Progress(self._epoch, start, base_seed, longest, random=saved)
+            session = Session(
+                progress.batch,
+                progress.batch if stop is None else stop,
+                self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
+                registered.num_workers,
+                adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
+                shards=max(1, spec.num_workers) if order == "iterable" else 0,
+            )
+            receiver = Receiver(
+                dataset=self.dataset,
+                spec=spec,
+                epoch=self._epoch,
+                session=session,
+                consumer=LoaderIterator.consumer_name(spec.rank),
+                make_array=self._make_array,
+                pool=self._pool,
+                max_batch_bytes=self._max_batch_bytes,
+            )
+            keep = self.persistent_workers and self.num_workers > 0
+            passing = Pass(
+                self.dataset, spec, progress, session, receiver, lists, self.timeout, not keep, self._lengths(order)
+            )
+            iterator.begin(passing)
+            if keep:
+                iterator.base_seed, iterator.session = base_seed, spec.session
+            if self.num_workers > 0 or self._random:
+                passing.feed()  # torch without workers draws nothing before the first batch is asked for
+        self._progress = progress
+        self._go_to(self._epoch + 1)
+
+    def _go_to(
+        self, epoch: int, batch: int = 0, random: dict[str, Any] | None = None, base_seed: int | None = None
+    ) -> None:
+        """Make the next iter() begin there."""
+        self._epoch, self._start, self._random, self._base_seed = epoch, batch, random, base_seed
+
+    def _draw_base_seed(self) -> int:
+        """torch's, where torch decides; else a function of seed and epoch."""
+        if self._seed is None and (self.generator is not None or self._output == "torch"):
+            return draw_base_seed(self.generator)
+        return derive("base", self._seed or 0, self._epoch) >> 1
+
+    def _check_as_torchs_iterator(self) -> None:
+        if self.num_workers == 0 and self.timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if self.num_workers > 0 and self.prefetch_factor is not None and self.prefetch_factor < 1:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+
+    def _spec_of_session(self, order: _Order, base_seed: int, session: str | None) -> LoaderSpec:
+        """What the server is asked for in this epoch."""
+        spec = self.spec
+        lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
+        # an object of this process is loaded as torch would, by workers that see it as it is now
+        live = local.is_served_here(self.dataset.url) and (self._seed is None or lends)
+        if order == "plan" and not live:
+            return replace(spec, worker_init=None)
+        seed = base_seed if order != "plan" or (self._seed is None and not spec.shuffle) else spec.seed
+        own = replace(
+            spec,
+            session=session or secrets.token_hex(16),
+            seed=seed,
+            num_workers=self.num_workers if live or order == "iterable" else 0,
+        )
+        if order != "client":
+            return own
+        size = None if self.batch_sampler is None else 1
+        return replace(own, order="client", shuffle=False, drop_last=False, batch_size=size)
+
+    def _extent(
+        self, order: _Order, spec: LoaderSpec, length: int | None, batches: int | None
+    ) -> tuple[int | None, int | None]:
+        """How many batches the epoch has for this rank, and for the one that has the most; None when it will show."""
+        if order == "iterable":
+            return MAX_EPOCH, None
+        if order == "client":
+            return None, None
+        if length is None:
+            raise TypeError(f"object of type {self.dataset.info.type!r} has no len()")
+        mine = len(Plan(spec, length, self._epoch))
+        if mine != batches:
+            raise ProtocolError(f"{self.dataset.url} has {batches} batches for this loader, and its plan has {mine}")
+        # under tail="uneven" rank 0 has the most
+        return mine, len(Plan(replace(spec, rank=0), length, self._epoch))
+
+    def _lengths(self, order: _Order) -> Lengths | None:
+        if order != "iterable":
+            return None
+        samples = self.dataset.info.length if self._place[1] == 1 else None
+        may_repeat, self._may_repeat = self._may_repeat, False
+        return Lengths(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
+
+    # -- where it stands
+
     def set_epoch(self, epoch: SupportsIndex) -> None:
-        """Make the next ``iter()`` that epoch, as ``DistributedSampler.set_epoch`` does.
+        """Make the next ``iter()`` that epoch, as ``DistributedSampler.set_epoch`` does; a sampler is told too.
 
         After `load_state_dict`, the epoch that was interrupted still goes on where it was.
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
             raise ValueError(f"epoch must be a whole number from 0, was {epoch!r}")
         if epoch != self._epoch:
-            self._epoch, self._start = operator.index(epoch), 0
+            self._go_to(operator.index(epoch))
         if self._progress is not None and self._progress.position[0] != epoch:
             self._progress = None
+        tell = getattr(self._own_sampler, "set_epoch", None)
+        if tell is not None:
+            tell(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator stands, or the next one will begin: about 100 bytes that JSON can hold.
+        """Where the last iterator stands, or the next one will begin, as JSON can hold it.
 
-        It counts the samples that all ranks together have been given, so it is the same on each rank, and fits
-        another number of ranks when ``batch_size * world_size`` divides it.
+        For the plan it has about 100 bytes. It counts the samples that all ranks together have been given, so it is
+        the same on each rank, and fits another number of ranks when ``batch_size * world_size`` divides it. For a
+        sampler it holds the random state that the epoch's order was drawn with besides, 10 KB; for an iterable-style
+        dataset the batches that its shards gave.
         """
-        epoch, batch = (self._epoch, self._start) if self._progress is None else self._progress.position
-        return {
-            "version": _STATE_VERSION,
-            "epoch": epoch,
-            "samples": batch * self._global_batch_size,
-            "dataset": self.dataset.info.fingerprint,
-            "seed": self.spec.seed,
-            "shuffle": self.spec.shuffle,
-        }
+        progress, order = self._progress, self._order
+        epoch, batch = (self._epoch, self._start) if progress is None else progress.position
+        state = {"version": _STATE_VERSION, "epoch": epoch, "dataset": self.dataset.info.fingerprint, "order": order}
+        if order == "plan":
+            return {
+                **state, "samples": batch * self._global_batch_size, "seed": self.spec.seed, "shuffle": self._shuffle
+            }  # fmt: skip
+        state["batch"] = batch
+        begun = progress if progress is not None and epoch == progress.epoch else None
+        if order == "client":
+            return {**state, "random": self._random if begun is None else begun.random}
+        seed = self._base_seed if begun is None else begun.base_seed
+        return {**state, "batch_size": self.batch_size, "num_workers": self.num_workers, "base_seed": seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken: with the next ``iter()``, at exactly the next batch.
@@ -179,92 +443,37 @@ class DataLoader:
         """
         if not isinstance(state, dict) or "epoch" not in state:
             raise StateMismatch(f"a state is what state_dict() of a loader returned, was {state!r:.200}")
-        expected = {**self.state_dict(), "epoch": state.get("epoch"), "samples": state.get("samples")}
-        for name, value in expected.items():
-            if state.get(name) != value:
+        moving = ("epoch", "samples", "batch", "random", "base_seed")
+        for name, value in self.state_dict().items():
+            if name not in moving and state.get(name) != value:
                 raise StateMismatch(
                     f"the state was saved with {name} = {state.get(name)!r}, and this loader has {value!r}: "
                     "resume with the loader's old arguments and data, or begin a new run"
                 )
-        epoch, samples = state.get("epoch"), state.get("samples")
-        if not isinstance(epoch, int) or not isinstance(samples, int) or epoch < 0 or samples < 0:
-            raise StateMismatch(f"a state's epoch and samples must be numbers from 0, were {epoch!r} and {samples!r}")
-        batch, rest = divmod(samples, self._global_batch_size)
+        place = "samples" if self._order == "plan" else "batch"
+        epoch, at = state.get("epoch"), state.get(place)
+        if not isinstance(epoch, int) or not isinstance(at, int) or epoch < 0 or at < 0:
+            raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {epoch!r} and {at!r}")
+        batch, rest = divmod(at, self._global_batch_size) if place == "samples" else (at, 0)
         if rest:
             raise StateMismatch(
-                f"the state stands after {samples} samples, which is no multiple of this loader's batch_size * "
+                f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
                 f"world_size = {self._global_batch_size}: choose them so that they divide it"
             )
-        self._epoch, self._start = epoch, batch
+        self._go_to(epoch, batch, state.get("random"), state.get("base_seed"))
         self._progress = None
 
     @property
     def _global_batch_size(self) -> int:
-        return (self.batch_size or 1) * self.spec.world_size
+        return (self.batch_size or 1) * self._place[1]
 
     def __repr__(self) -> str:
         spec = self.spec
         ranks = f", rank={spec.rank}, world_size={spec.world_size}, tail={spec.tail!r}" if spec.world_size > 1 else ""
         return (
-            f"DataLoader({self.dataset!r}, batch_size={spec.batch_size}, shuffle={spec.shuffle}, "
-            f"drop_last={spec.drop_last}, seed={spec.seed}{ranks})"
+            f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
+            f"drop_last={spec.drop_last}, seed={self._seed}{ranks})"
         )
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far a pass through an epoch is; outlives its iterator, so that a loop that was left can be resumed."""
-
-    epoch: int
-    batch: int
-    """The next one."""
-    batches: int
-    longest: int
-    """Batches of the rank that has the most."""
-    finished: bool = False
-    """Whether the loop was told that there are no more."""
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(epoch, batch) that comes next; after the last batch, the beginning of the next epoch."""
-        over = self.finished or self.batch >= self.longest
-        return (self.epoch + 1, 0) if over else (self.epoch, self.batch)
-
-
-class _Iterator:
-    """One pass through an epoch; its thread and connections end when it ends, or is not referred to any more."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, loader: DataLoader, progress: _Progress) -> None:
-        self._timeout = loader.timeout
-        self._url = loader.dataset.url
-        self._progress = progress
-        self._receiver = Receiver(
-            dataset=loader.dataset,
-            spec=loader.spec,
-            epoch=progress.epoch,
-            session=Session(progress.batch, progress.batches, loader.prefetch_factor),
-            consumer=f"{socket.gethostname()}:{os.getpid()}/rank{loader.spec.rank}#{next(self._numbers)}",
-            make_array=loader._make_array,
-            pool=loader._pool,
-            max_batch_bytes=loader._max_batch_bytes,
-        )
-        self._close = weakref.finalize(self, self._receiver.close)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._progress.batch >= self._progress.batches:
-            self._progress.finished = True
-            self._close()
-            raise StopIteration
-        frame = self._receiver.take(self._timeout)
-        self._progress.batch += 1
-        if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.address, self._url)
-        return frame.content
 
 
 def _distributed() -> tuple[int, int]:
@@ -275,24 +484,31 @@ def _distributed() -> tuple[int, int]:
     return 0, 1
 
 
-def _check_as_torch_does(
-    dataset: RemoteDataset,
-    batch_size: Any,
-    shuffle: bool | None,
-    drop_last: Any,
-    timeout: float,
-    prefetch_factor: int | None,
+def _check_ours(
+    seed: int | None, rank: int | None, world_size: int | None, *, brings_order: bool, generator: object
 ) -> None:
-    """The checks, and their words, of ``torch.utils.data.DataLoader`` 2.13."""
-    if timeout < 0:
-        raise ValueError("timeout option should be non-negative")
-    if prefetch_factor is not None and prefetch_factor < 0:
-        raise ValueError("prefetch_factor option should be non-negative")
-    if batch_size is None and drop_last:
-        raise ValueError("batch_size=None option disables auto-batching and is mutually exclusive with drop_last")
-    if shuffle and len(dataset) == 0:
-        raise ValueError("num_samples should be a positive integer value, but got num_samples=0")
-    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size <= 0):
-        raise ValueError(f"batch_size should be a positive integer value, but got batch_size={batch_size}")
-    if not isinstance(drop_last, bool):
-        raise ValueError(f"drop_last should be a boolean value, but got drop_last={drop_last}")
+    if seed is not None and (brings_order or generator is not None):
+        raise ValueError(
+            "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
+        )
+    if brings_order and (rank is not None or world_size is not None):
+        raise ValueError(
+            "rank and world_size options are mutually exclusive with sampler and batch_sampler, which divide the epoch "
+            "among ranks themselves, as DistributedSampler does"
+        )
+
+
+def _warn_of_pinning(device: str) -> None:
+    """As torch's iterator does."""
+    if device:
+        warnings.warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{device}'.",
+            stacklevel=3,
+        )
+    if not accelerator_found():
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            stacklevel=3,
+        )

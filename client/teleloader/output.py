@@ -1,11 +1,9 @@
-"""What a batch's arrays become: torch tensors or NumPy arrays. The only module that knows torch."""
+"""What a batch's arrays become: torch tensors, NumPy or JAX arrays."""
 
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +13,23 @@ from teleloader_shared import dtypes
 from teleloader_shared.codec import MakeArray
 from teleloader_shared.errors import TeleloaderError
 
-Output = Literal["torch", "numpy"]
+Output = Literal["torch", "numpy", "jax"]
 
 
 def choose_output(output: Output | None) -> Output:
     """The kind of arrays to make: what was asked for, else torch's where torch is installed.
 
     Raises:
-        ValueError: When it is neither ``"torch"`` nor ``"numpy"``.
-        TeleloaderError: When torch is asked for and not installed.
+        ValueError: When it is none of the three.
+        TeleloaderError: When what is asked for is not installed.
     """
     installed = importlib.util.find_spec("torch") is not None
     if output is None:
         return "torch" if installed else "numpy"
-    if output not in ("torch", "numpy"):
-        raise ValueError(f"output must be 'torch', 'numpy' or None, was {output!r}")
+    if output not in get_args(Output):
+        raise ValueError(f"output must be 'torch', 'numpy', 'jax' or None, was {output!r}")
+    if output == "jax" and importlib.util.find_spec("jax") is None:
+        raise TeleloaderError("output='jax' needs JAX, which is not installed: pip install jax")
     if output == "torch" and not installed:
         raise TeleloaderError("output='torch' needs torch, which is not installed: pip install 'teleloader[torch]'")
     return output
@@ -37,37 +37,38 @@ def choose_output(output: Output | None) -> Output:
 
 def array_maker(output: Output, *, pin_memory: bool) -> MakeArray:
     """The function that makes the leaves of a batch."""
-    return _torch_maker(pin_memory=pin_memory) if output == "torch" else _make_numpy
+    if output == "torch":
+        return _torch_maker(pin_memory=pin_memory)
+    return _make_jax if output == "jax" else _make_numpy
 
 
-def pinned_memory(output: Output) -> Callable[[int], Buffer] | None:
-    """An allocator of page-locked memory, from which copies to an accelerator are fastest; None where there is none.
-
-    Raises:
-        TeleloaderError: When batches are NumPy arrays: only torch can pin.
-    """
-    if output != "torch":
-        raise TeleloaderError("pin_memory=True needs torch tensors: pip install 'teleloader[torch]' or output='torch'")
+def accelerator_found() -> bool:
+    """Whether torch has a device that copies from page-locked memory."""
     import torch
 
-    if not torch.cuda.is_available():
-        warnings.warn(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
-            stacklevel=3,
-        )
-        return None
+    found: bool = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
+    return found
 
-    def allocate(size: int) -> Buffer:
-        pinned: Buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        return pinned
 
-    return allocate
+def allocate_pinned(size: int) -> Buffer:
+    """Page-locked memory, from which copies to an accelerator are fastest."""
+    import torch
+
+    pinned: Buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
 
 
 def _make_numpy(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
     array = bits.view(dtypes.extended_numpy(dtype_name)) if dtype_name in dtypes.EXTENDED else bits
     return array[()] if kind == "scalar" else array
+
+
+def _make_jax(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
+    import jax.numpy
+
+    array = _make_numpy(bits, dtype_name, kind)
+    # copied: JAX arrays never change, and the memory of this one is used again
+    return jax.numpy.array(array) if kind == "tensor" else array
 
 
 def _torch_maker(*, pin_memory: bool) -> MakeArray:

@@ -15,7 +15,7 @@ from teleloader.remote import RemoteDataset
 from teleloader.session import Range, Session
 from teleloader.transport import BatchConnection
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, Frame, MakeArray
+from teleloader_shared.codec import Address, End, Frame, MakeArray
 from teleloader_shared.errors import (
     CorruptFrame,
     LoaderTimeout,
@@ -46,7 +46,7 @@ class Receiver:
 
     Args:
         dataset: Where they come from.
-        spec: The loader, with the dataset's fingerprint.
+        spec: The loader, registered there.
         epoch: The epoch.
         session: What to ask for.
         consumer: What the server calls this iterator.
@@ -78,7 +78,11 @@ class Receiver:
         self._lanes: deque[tuple[BatchConnection, Range]] = deque()
         self._idle: list[BatchConnection] = []
         self._connections: list[BatchConnection] = []
-        self._register = True
+        self._register = False
+        self._indices: dict[int, bytes] = {}
+        """For an order of the client's own: what the batches hold that have not arrived."""
+        self._complete = spec.order != "client"
+        """Whether it is known how far the epoch goes, or the server will tell."""
         self._batches: deque[Frame] = deque()
         self._changed = threading.Condition()
         self._starved = False
@@ -106,6 +110,20 @@ class Receiver:
             with self._changed:
                 self._changed.notify_all()
         return frame
+
+    def feed(self, indices: dict[int, bytes]) -> None:
+        """Tell what further batches hold, in an order of the client's own; they are asked for in their turn."""
+        if indices:
+            with self._changed:
+                self._indices.update(indices)
+                self._session.extend(max(indices) + 1)
+                self._changed.notify_all()
+
+    def complete(self) -> None:
+        """No more will be fed: the thread ends when all has arrived."""
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread and its connections."""
@@ -181,9 +199,9 @@ class Receiver:
 
     def _receive_connected(self) -> None:
         if self._register:
-            self._session.num_workers = self._dataset.register(self._spec).num_workers
+            self._dataset.register(self._spec, wait=False)
             self._register = False
-        while not self._closed and not self._session.finished:
+        while not self._over:
             self._ask()
             if not self._lanes:
                 self._await_room()
@@ -194,18 +212,26 @@ class Receiver:
             self._deliver(frames, len(buffer))
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
             rest = wanted._replace(start=wanted.start + len(frames))
-            if rest.start < rest.stop:
-                connection.ask(rest)
+            if rest.start < min(rest.stop, self._session.stop):
+                self._send(connection, rest)
                 self._lanes[0] = (connection, rest)
             else:
                 self._lanes.popleft()
                 self._idle.append(connection)
 
+    @property
+    def _over(self) -> bool:
+        return self._closed or (self._complete and self._session.finished)
+
     def _ask(self) -> None:
         while len(self._lanes) < CONNECTIONS and (wanted := self._session.next_range()) is not None:
             connection = self._idle.pop() if self._idle else self._connect()
             self._lanes.append((connection, wanted))
-            connection.ask(wanted)
+            self._send(connection, wanted)
+
+    def _send(self, connection: BatchConnection, wanted: Range) -> None:
+        listed = [self._indices[k] for k in range(wanted.start, wanted.stop) if k in self._indices]
+        connection.ask(wanted, b"".join(listed) if self._spec.order == "client" else None)
 
     def _connect(self) -> BatchConnection:
         path = batches_path(self._key, self._epoch)
@@ -233,6 +259,10 @@ class Receiver:
         return frames
 
     def _deliver(self, frames: list[Frame], nbytes: int) -> None:
+        for frame in frames:
+            self._indices.pop(frame.address.batch, None)
+            if isinstance(frame.content, End):
+                self._session.shard_ended(frame.address.batch)
         self._session.arrived(len(frames), nbytes)
         self._session.paced(time.monotonic())
         self._batches.extend(frames)
@@ -243,7 +273,7 @@ class Receiver:
     def _await_room(self) -> None:
         with self._changed:
             self._sated = True
-            self._changed.wait_for(lambda: self._closed or self._session.has_room)
+            self._changed.wait_for(lambda: self._over or self._session.has_room)
             self._sated = False
 
     def _sleep(self, seconds: float) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 import httpx
 
 from teleloader.backoff import Backoff
 from teleloader.failures import known_error
+from teleloader_shared import local
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
 from teleloader_shared.messages import (
     DATASETS_PATH,
@@ -19,12 +24,15 @@ from teleloader_shared.messages import (
     PROTOCOL_VERSION,
     DatasetInfo,
     Registration,
+    loader_path,
 )
 from teleloader_shared.spec import LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
 """Seconds for which a server that does not answer is tried again."""
 REQUEST_TIMEOUT: Final = 10.0
+END_TIMEOUT: Final = 2.0
+"""Seconds that an iterator which is dropped waits for the server to take note."""
 
 logger = logging.getLogger("teleloader")
 
@@ -59,31 +67,59 @@ class RemoteDataset:
         if name not in hosted:
             known = ", ".join(repr(known) for known in hosted)
             raise UnknownDataset(f"{self.url} hosts {known}, and {name!r} was asked for")
-        self.info = hosted[name]
-        """What the server says of the dataset."""
+        self._info = hosted[name]
+
+    @property
+    def info(self) -> DatasetInfo:
+        """What the server says of the dataset: when it was connected to, or now for an object of this process."""
+        if local.is_served_here(self.url):
+            self._info = _record(
+                DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(self._info.name, safe='')}")
+            )
+        return self._info
 
     @property
     def name(self) -> str:
         """The dataset's name on the server."""
-        return self.info.name
+        return self._info.name
+
+    @property
+    def cpus(self) -> int:
+        """How many CPUs the server may use."""
+        return self._info.cpus
+
+    @property
+    def iterable(self) -> bool:
+        """Whether it is iterable-style."""
+        return self._info.kind == "iterable"
 
     def __len__(self) -> int:
-        if self.info.length is None:
-            raise TypeError(f"object of type {self.name!r} has no len()")
-        return self.info.length
+        info = self.info
+        if info.length is None:
+            raise TypeError(f"object of type {info.type!r} has no len()")
+        return info.length
 
     def __repr__(self) -> str:
         return f"RemoteDataset({self.url!r}, {self.name!r})"
 
-    def register(self, spec: LoaderSpec) -> Registration:
+    def register(self, spec: LoaderSpec, *, wait: bool = True) -> Registration:
         """Make a loader known to the server, however often.
+
+        Args:
+            spec: The loader.
+            wait: Whether to try a server that does not answer again for `reconnect_timeout`.
 
         Raises:
             ServerUnavailable: When the server does not answer.
             DatasetChanged: When it hosts other data now than `spec` was made for.
             VersionMismatch: When it speaks another version of the protocol.
         """
-        registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
+
+        def request() -> Any:
+            return self._request("POST", LOADERS_PATH, json=spec.to_json())
+
+        answer = self._persistently(request) if wait else request()
+        registered = _record(Registration, answer)
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"{self.url} speaks protocol version {registered.protocol} and this client {PROTOCOL_VERSION}: install "
@@ -91,12 +127,28 @@ class RemoteDataset:
             )
         return registered
 
+    def end_session(self, key: str) -> None:
+        """Tell the server that a loader's own workers are not needed any more; it would find out by itself, later."""
+        if local.is_server_thread():
+            threading.Thread(target=self._end_session, args=(key,), daemon=True).start()
+        else:
+            self._end_session(key)
+
+    def _end_session(self, key: str) -> None:
+        with suppress(TeleloaderError):
+            self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
+
     def _datasets(self) -> list[DatasetInfo]:
         """What the server hosts; waits for one that is only being started."""
+        return [
+            _record(DatasetInfo, found) for found in self._persistently(lambda: self._request("GET", DATASETS_PATH))
+        ]
+
+    def _persistently(self, request: Callable[[], Any]) -> Any:
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:
-                return [_record(DatasetInfo, found) for found in self._request("GET", DATASETS_PATH)]
+                return request()
             except ServerUnavailable as error:
                 if backoff.first:
                     logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
@@ -106,17 +158,19 @@ class RemoteDataset:
                         "the address right?"
                     ) from None
 
-    def _request(self, method: str, path: str, **options: Any) -> Any:
+    def _request(self, method: str, path: str, timeout: float = REQUEST_TIMEOUT, **options: Any) -> Any:
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
             # of proxies is ignored, because the batches themselves do not go through one either
             with httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client:
-                answer = client.request(method, self.url + path, headers=headers, timeout=REQUEST_TIMEOUT, **options)
+                answer = client.request(method, self.url + path, headers=headers, timeout=timeout, **options)
         except httpx.TransportError as error:
             raise ServerUnavailable(
                 f"no loader server answers at {self.url}: {error or type(error).__name__}"
             ) from None
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            return None
         if answer.status_code != httpx.codes.OK:
             raise error_of(answer.status_code, answer.content, str(answer.url))
         try:

@@ -31,20 +31,34 @@ class Session:
 
     Args:
         start: The first batch that is wanted.
-        stop: The end of the epoch.
+        stop: The end of the epoch, or as far as it is known: `extend` and `shard_ended` move it.
         prefetch_factor: Batches to hold ready for each of the server's workers.
+        num_workers: The server's workers; each is given one batch more to make ahead.
+        adaptive: Whether to fetch further ahead for a fast loop, and have the server work ahead of that.
+        shards: From how many shards of an iterable-style dataset the batches come in turn; 0 for a map-style one.
     """
 
-    def __init__(self, start: int, stop: int, prefetch_factor: int) -> None:
-        self.num_workers = 0
-        """The server's workers, once it has said; each is given one batch more to make ahead."""
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        prefetch_factor: int,
+        num_workers: int = 0,
+        *,
+        adaptive: bool = True,
+        shards: int = 0,
+    ) -> None:
         self.taken = start
         """The next batch that the loop will take."""
         self.received = start
         """The next batch that has not arrived."""
+        self.stop = stop
         self._asked = start
-        self._stop = stop
+        self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
+        self._adaptive = adaptive
+        self._shards_left = set(range(shards))
+        self._shards = shards
         self._frame_bytes = 0.0
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
@@ -52,21 +66,24 @@ class Session:
     @property
     def finished(self) -> bool:
         """Whether every batch has arrived."""
-        return self.received >= self._stop
+        return self.received >= self.stop
 
     @property
     def window(self) -> int:
         """How many batches may be asked for beyond those that the loop took."""
+        least = self._prefetch_factor * max(1, self._num_workers)
+        if not self._adaptive:
+            return least
         covered = self._pace * COVERED_SECONDS
         if self._frame_bytes:
             covered = min(covered, COVERED_BYTES / self._frame_bytes)
-        return max(self._prefetch_factor * max(1, self.num_workers), min(MAX_WINDOW, math.ceil(covered)))
+        return max(least, min(MAX_WINDOW, math.ceil(covered)))
 
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
         room = self.taken + self.window - self._asked
-        return self._asked < self._stop and room > 0 and (room >= self.window // 4 or self._stop - self._asked <= room)
+        return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
 
     def next_range(self) -> Range | None:
         """What to ask for now; None when enough is on its way."""
@@ -74,8 +91,20 @@ class Session:
             return None
         start = self._asked
         together = max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
-        self._asked = min(self._stop, self.taken + self.window, start + together)
-        return Range(start, self._asked, min(max(1, self.num_workers), self._stop - self._asked))
+        self._asked = min(self.stop, self.taken + self.window, start + together)
+        ahead = min(max(1, self._num_workers), self.stop - self._asked) if self._adaptive else 0
+        return Range(start, self._asked, ahead)
+
+    def extend(self, stop: int) -> None:
+        """More batches are known to be wanted."""
+        self.stop = stop
+
+    def shard_ended(self, k: int) -> None:
+        """The shard of batch k has no more; when none has, the epoch ends there."""
+        if self._shards_left:
+            self._shards_left.discard(k % self._shards)
+            if not self._shards_left:
+                self.stop = k + 1
 
     def arrived(self, count: int, nbytes: int) -> None:
         """The next `count` batches arrived, `nbytes` together."""

@@ -62,12 +62,19 @@ class BatchConnection:
             if hasattr(socket, option):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
-    def ask(self, wanted: Range) -> None:
+    def ask(self, wanted: Range, indices: bytes | None = None) -> None:
         """Send the request for a range; `receive` takes the answer.
+
+        Args:
+            wanted: Which batches.
+            indices: For an order of the client's own: the frames that list what each of them holds.
 
         Raises:
             OSError: When the connection broke.
         """
+        if indices is not None:
+            self._http.request("POST", f"{self._path}?start={wanted.start}", body=indices, headers=self._headers)
+            return
         query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
         self._http.request("GET", f"{self._path}?{query}", headers=self._headers)
 

@@ -15,10 +15,13 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from teleloader_server.engine import BatchStream
 from teleloader_server.pool import Lease
 from teleloader_server.problems import Problem
-from teleloader_server.service import BatchStream, LoaderService
-from teleloader_shared.errors import InvalidSpec, ServerUnavailable, VersionMismatch
+from teleloader_server.service import LoaderService
+from teleloader_shared import codec
+from teleloader_shared.codec import Address
+from teleloader_shared.errors import InvalidSpec, ProtocolError, ServerUnavailable, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -37,6 +40,8 @@ _Result = TypeVar("_Result")
 
 MAX_AHEAD: Final = 4096
 MAX_SPEC_BYTES: Final = 64 * 1024
+MAX_INDEX_BYTES: Final = 64 * 2**20
+"""Index lists of one request: those of a batch of 2**20 samples take 9 MB."""
 LINGER: Final = 0.005
 """Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
 WRITE_BYTES: Final = 256 * 1024
@@ -199,7 +204,15 @@ def _add_loaders(router: APIRouter, service: LoaderService) -> None:
             )
         if service.draining:
             raise ServerUnavailable("the server is stopping: connect to another one, or wait until it is back")
-        return service.register(LoaderSpec.from_json(await read_json(request)))
+        return await service.register(LoaderSpec.from_json(await read_json(request)))
+
+    @router.delete(
+        LOADERS_PATH + "/{key}",
+        status_code=204,
+        summary="End a session: the workers that were its own end; for any other loader nothing happens",
+    )
+    async def end(key: str) -> None:
+        service.end_session(key)
 
 
 def _add_batches(router: APIRouter, service: LoaderService) -> None:
@@ -212,7 +225,7 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
     async def batch(
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0, consumer: Consumer = ""
     ) -> Response:
-        service.plan(key, epoch).check(k)
+        service.loader(key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
         immutable = {"etag": etag, "cache-control": "public, max-age=31536000, immutable"}
@@ -252,6 +265,29 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         ):
             return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
 
+    @router.post(
+        LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
+        summary="The ready ones of the batches [start, ...) whose indices the body lists, a frame for each",
+        response_class=Response,
+        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
+        openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
+    )
+    async def listed(
+        request: Request,
+        key: str,
+        epoch: Number,
+        start: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
+        consumer: Consumer = "",
+    ) -> Response:
+        service.loader(key, epoch, start)
+        indices = indices_by_batch(await read_body(request, MAX_INDEX_BYTES), Address(key, epoch, start))
+        who = consumer or address_of(request)
+        async with (
+            service.batches(who, key, epoch, start, start + len(indices), 0, indices) as stream,
+            departure(request.receive) as gone,
+        ):
+            return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
+
 
 def _add_status(router: APIRouter, service: LoaderService) -> None:
     @router.get("/stats", summary="What the server does: a record for each worker, dataset and consumer")
@@ -269,15 +305,44 @@ def _add_status(router: APIRouter, service: LoaderService) -> None:
         return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")
 
 
-async def read_json(request: Request) -> object:
-    """The body, when it is JSON of a sane size."""
-    body = b""
+def indices_by_batch(body: bytes, first: Address) -> dict[int, bytes]:
+    """The frames of a body, which must list the indices of `first` and of the batches after it.
+
+    Raises:
+        InvalidSpec: When they do not.
+    """
+    found = {}
+    try:
+        for k, raw in enumerate(codec.split(np.frombuffer(body, np.uint8)), first.batch):
+            frame = codec.read(raw, lambda bits, _dtype, _kind: bits, MAX_INDEX_BYTES)
+            if frame.address != Address(first.loader, first.epoch, k):
+                raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {k}")
+            found[k] = raw.tobytes()
+    except ProtocolError as error:
+        raise InvalidSpec(f"the body lists no indices: {error}") from None
+    if not 0 < len(found) <= MAX_AHEAD:
+        raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists {len(found)}")
+    return found
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, when it is of a sane size.
+
+    Raises:
+        InvalidSpec: When it is not.
+    """
+    body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > MAX_SPEC_BYTES:
-            raise InvalidSpec(f"the body is larger than {MAX_SPEC_BYTES:,} bytes; a loader spec has some hundred")
+        if len(body) > limit:
+            raise InvalidSpec(f"the body is larger than the {limit:,} bytes that are allowed")
+    return bytes(body)
+
+
+async def read_json(request: Request) -> object:
+    """The body, when it is JSON of a sane size."""
     try:
-        parsed: object = json.loads(body)
+        parsed: object = json.loads(await read_body(request, MAX_SPEC_BYTES))
     except (ValueError, RecursionError) as error:
         raise InvalidSpec(f"the body is not JSON: {error}") from None
     return parsed

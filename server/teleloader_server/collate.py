@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +20,21 @@ from numpy.typing import NDArray
 from teleloader_shared import dtypes
 from teleloader_shared.tree import Tensor
 
-_StackArrays = Callable[[Sequence[NDArray[Any]]], Any]
-_StackTensors = Callable[[Any, Sequence[Any]], Any]
+_UNSUPPORTED: Final = "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found {}"
+_UNSUPPORTED_TENSORS: Final = (
+    "Batches of {} tensors are not currently supported by the default collate_fn; "
+    "please provide a custom collate_fn to handle them appropriately."
+)
 
-_UNSUPPORTED = "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found {}"
+_TORCH_NAMES: Final = {
+    "bool": "Bool", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long",
+    "uint8": "Byte", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64",
+    "complex64": "ComplexFloat", "complex128": "ComplexDouble",
+}  # fmt: skip
+"""What torch calls these types when it refuses to promote them."""
+
+_KEEP_WHAT_THEY_HOLD: Final = (dict, OrderedDict, defaultdict, list, tuple, deque)
+"""Containers that never look at their items; others may want to reckon with them, and get arrays."""
 
 
 class Stack:
@@ -88,22 +101,22 @@ def default_collate(samples: Sequence[Any]) -> Any:
         RuntimeError: When arrays or lists differ in size.
         TypeError: When a sample holds something else.
     """
-    return _collate(samples, lambda arrays: Stack(arrays).materialize(), _plain_stack)
+    return _collate(samples, _NOW)
 
 
 def lazy_collate(samples: Sequence[Any]) -> Any:
-    """The same, with `Stack` in the place of each array."""
-    return _collate(samples, Stack, _stack_tensors)
+    """The same, with `Stack` in the place of each array, but for arrays in containers that may reckon with them."""
+    return _collate(samples, _LATER)
 
 
 def default_convert(sample: Any) -> Any:
     """A single sample (``batch_size=None``) as ``torch.utils.data.default_convert`` makes it.
 
-    NumPy arrays and scalars become tensors, tuples lists; everything else stays.
+    NumPy's own arrays and scalars become tensors, tuples lists; everything else stays.
     """
-    if isinstance(sample, np.ndarray | np.generic) and not isinstance(sample, np.str_ | np.bytes_):
-        array = np.asarray(sample)
-        return array if array.dtype.kind in "SUO" else array.view(Tensor)
+    # subclasses that others make of NumPy's types, such as masked arrays, stay with torch too
+    if isinstance(sample, np.ndarray | np.generic) and type(sample).__module__ == "numpy":
+        return np.asarray(sample).view(Tensor) if dtypes.name_of(sample.dtype) in dtypes.NAMES else sample
     if isinstance(sample, Mapping):
         return _like_mapping(sample, {key: default_convert(sample[key]) for key in sample})
     if isinstance(sample, tuple) and hasattr(sample, "_fields"):
@@ -115,35 +128,65 @@ def default_convert(sample: Any) -> Any:
     return sample
 
 
-def _collate(samples: Sequence[Any], stack: _StackArrays, stack_tensors: _StackTensors) -> Any:
+class _Stacking(NamedTuple):
+    """How a column of arrays, and one of torch tensors, is stacked."""
+
+    arrays: Callable[[Sequence[NDArray[Any]]], Any]
+    tensors: Callable[[Any, Sequence[Any]], Any]
+
+
+def _collate(samples: Sequence[Any], stacking: _Stacking) -> Any:
     first = samples[0]
     torch = sys.modules.get("torch")
+    registered = _registered(type(first), first)
+    if registered is not None:
+        return registered(samples)
     if torch is not None and isinstance(first, torch.Tensor):
-        return stack_tensors(torch, samples)
-    if isinstance(first, np.ndarray):
-        return stack([_numeric(sample) for sample in samples])
-    if isinstance(first, np.generic) and not isinstance(first, np.str_ | np.bytes_):
-        return _numbers(samples)
-    if isinstance(first, float):
-        return _floats(samples)
-    if isinstance(first, int):
-        return _numbers(samples)
+        return stacking.tensors(torch, samples)
     if isinstance(first, str | bytes):
         return samples
+    if isinstance(first, np.ndarray | np.generic | float | int):
+        return _collate_numbers(samples, torch, stacking)
     if isinstance(first, Mapping | Sequence):
-        return _collate_container(samples, lambda column: _collate(column, stack, stack_tensors))
+        return _collate_container(samples, stacking)
     raise TypeError(_UNSUPPORTED.format(type(first)))
 
 
-def _collate_container(samples: Sequence[Any], collate: Callable[[Sequence[Any]], Any]) -> Any:
+def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None:
+    """What the user's code has added to torch's ``default_collate_fn_map`` for such a value."""
+    torchs = sys.modules.get("torch.utils.data._utils.collate")
+    if torchs is None:
+        return None
+    functions = torchs.default_collate_fn_map
+    found = functions.get(kind) or next((functions[key] for key in functions if isinstance(value, key)), None)
+    if found is None or getattr(found, "__module__", None) == torchs.__name__:
+        return None
+    return lambda samples: found(samples, collate_fn_map=functions)
+
+
+def _collate_numbers(samples: Sequence[Any], torch: Any, stacking: _Stacking) -> Any:
     first = samples[0]
+    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in set(map(type, samples))):
+        return torch.utils.data.default_collate(list(samples))
+    if isinstance(first, np.ndarray):
+        return stacking.arrays([_numeric(sample) for sample in samples])
+    return _floats(samples) if isinstance(first, float) and not isinstance(first, np.generic) else _numbers(samples)
+
+
+def _collate_container(samples: Sequence[Any], stacking: _Stacking) -> Any:
+    first = samples[0]
+    kind = type(first)
+    is_namedtuple = isinstance(first, tuple) and hasattr(first, "_fields")
+    # a namedtuple that somebody has derived from may have a constructor of its own
+    if kind not in _KEEP_WHAT_THEY_HOLD and not (is_namedtuple and kind.__bases__ == (tuple,)):
+        stacking = _NOW
     if isinstance(first, Mapping):
-        return _like_mapping(first, {key: collate([sample[key] for sample in samples]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(collate(column) for column in zip(*samples, strict=False)))
+        return _like_mapping(first, {key: _collate([sample[key] for sample in samples], stacking) for key in first})
+    if is_namedtuple:
+        return kind(*(_collate(column, stacking) for column in zip(*samples, strict=False)))
     if any(len(sample) != len(first) for sample in samples):
         raise RuntimeError("each element in list of batch should be of equal size")
-    columns = [collate(column) for column in zip(*samples, strict=True)]
+    columns = [_collate(column, stacking) for column in zip(*samples, strict=True)]
     return columns if isinstance(first, tuple) else _like_sequence(first, columns)
 
 
@@ -154,13 +197,13 @@ def _plain_stack(torch: Any, tensors: Sequence[Any]) -> Any:
 
 def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
     first = tensors[0]
-    if first.layout is not torch.strided and "sparse" in str(first.layout):
-        raise RuntimeError(
-            "Batches of sparse tensors are not currently supported by the default collate_fn; "
-            "please provide a custom collate_fn to handle them appropriately."
-        )
+    if first.is_nested:
+        raise RuntimeError(_UNSUPPORTED_TENSORS.format("nested"))
+    if "sparse" in str(first.layout):
+        raise RuntimeError(_UNSUPPORTED_TENSORS.format("sparse"))
     plain = all(
         isinstance(tensor, torch.Tensor)
+        and not tensor.is_nested
         and tensor.shape == first.shape
         and tensor.dtype == first.dtype
         and tensor.layout is torch.strided
@@ -171,17 +214,30 @@ def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
     return TensorStack(torch, tensors) if plain else torch.stack(list(tensors))
 
 
-def _numeric(array: Any) -> NDArray[Any]:
-    found = np.asarray(array)
-    if found.dtype.kind in "SUOMmV" and dtypes.name_of(found.dtype) not in dtypes.EXTENDED:
-        raise TypeError(_UNSUPPORTED.format(found.dtype))
-    return found
+_NOW: Final = _Stacking(lambda arrays: Stack(arrays).materialize(), _plain_stack)
+_LATER: Final = _Stacking(Stack, _stack_tensors)
+
+
+def _numeric(value: Any) -> NDArray[Any]:
+    if not isinstance(value, np.ndarray | np.generic):
+        return _array_of(value)
+    if value.dtype.kind in "SUOMmV" and dtypes.name_of(value.dtype) not in dtypes.EXTENDED:
+        raise TypeError(_UNSUPPORTED.format(value.dtype))
+    return np.asarray(value)
+
+
+def _array_of(value: Any) -> NDArray[Any]:
+    """Python's numbers, or a list of them, as the array that torch makes of them."""
+    numbers = np.array(value, dtype=object)
+    return numbers.astype(_promoted(map(_type_of_number, numbers.flat)) if numbers.size else np.float32)
 
 
 def _floats(column: Sequence[Any]) -> Tensor:
     """A column of numbers of which the first is a Python float: float64, whatever the others are."""
     for number in column:
-        if isinstance(number, str | bytes | complex | None):
+        if isinstance(number, np.ndarray) and number.ndim:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        if isinstance(number, str | bytes) or (not hasattr(number, "__float__") and not hasattr(number, "__index__")):
             raise TypeError(f"must be real number, not {type(number).__name__}")
     return np.array(column, np.float64).view(Tensor)
 
@@ -205,34 +261,37 @@ def _numbers(column: Sequence[Any]) -> Tensor:
 
 def _type_of_number(number: Any) -> np.dtype[Any]:
     if isinstance(number, np.generic | np.ndarray):
-        if number.dtype.kind in "biufc" and np.ndim(number) == 0:
-            return number.dtype
-    elif isinstance(number, bool):
-        return np.dtype(np.bool_)
-    elif isinstance(number, int):
-        return np.dtype(np.int64)
-    elif isinstance(number, float):
-        return np.dtype(np.float32)
-    elif isinstance(number, complex):
-        return np.dtype(np.complex64)
-    if isinstance(number, np.generic) and number.dtype.kind in "mMV":
-        raise TypeError(_UNSUPPORTED.format(type(number)))
-    if number is None:
-        raise RuntimeError("Could not infer dtype of NoneType")
-    raise TypeError(f"new(): invalid data type {type(number).__name__!r}")
+        if np.ndim(number):
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        if number.dtype.kind not in "biufc":
+            raise TypeError(_UNSUPPORTED.format(type(number)))
+        return number.dtype
+    for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float32), (complex, np.complex64)):
+        if isinstance(number, kind):
+            return np.dtype(dtype)
+    if isinstance(number, str | bytes | Sequence):
+        raise TypeError(f"new(): invalid data type {type(number).__name__!r}")
+    raise RuntimeError(f"Could not infer dtype of {type(number).__name__}")
 
 
 def _promoted(types: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    """The rule of torch: the widest type of the highest of bool, integers, floats, complex numbers."""
-    found = list(types)
+    return reduce(_promote, types)
+
+
+def _promote(one: np.dtype[Any], other: np.dtype[Any]) -> np.dtype[Any]:
+    """The rule of torch: the wider type of the higher of bool, integers, floats, complex numbers."""
     order = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
-    if any(dtype.kind not in order for dtype in found):
-        return np.result_type(*found)
-    highest = max(order[dtype.kind] for dtype in found)
-    kept = [dtype for dtype in found if order[dtype.kind] == highest]
-    if highest == 3:  # float64 makes complex64 wider, an integer does not
-        kept += [dtype for dtype in found if dtype.kind == "f"]
-    return np.result_type(*kept)
+    if one.kind not in order or other.kind not in order:
+        return np.result_type(one, other)
+    both = {one.name: one, other.name: other}
+    if len(both) == 2 and {"uint16", "uint32", "uint64"} & both.keys() and "f" not in (one.kind, other.kind):
+        # NumPy would make float64 of uint64 and int64, and lose digits
+        names = " and ".join(_TORCH_NAMES.get(name, name) for name in both)
+        raise RuntimeError(f"Promotion for uint16, uint32, uint64 types is not supported, attempted to promote {names}")
+    lower, higher = sorted((one, other), key=lambda dtype: order[dtype.kind])
+    if order[lower.kind] == order[higher.kind] or (lower.kind, higher.kind) == ("f", "c"):
+        return np.result_type(lower, higher)
+    return higher
 
 
 def _like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -25,7 +25,7 @@ from teleloader_server.config import (
     parse_size,
     read_toml,
 )
-from teleloader_server.pools import spawned_pool
+from teleloader_server.hosts import ConfiguredHost
 from teleloader_server.service import LoaderService
 from teleloader_shared.version import VERSION
 
@@ -162,7 +162,7 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
     except OSError as error:
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         return EXIT_USAGE
-    service = LoaderService(spawned_pool(configs, limits), limits)
+    service = LoaderService(ConfiguredHost(configs, limits), limits)
     web = Server(service, host, port, grace)
     starting = asyncio.create_task(service.start())
 
@@ -203,7 +203,8 @@ async def _announce(web: Server, service: LoaderService, url: str) -> None:
     """Say where the server is, and how to use it."""
     await web.listening.wait()
     for info in service.datasets.values():
-        logger.info("dataset %s: %s samples", info.name, f"{info.length:,}")
+        size = "no stated length" if info.length is None else f"{info.length:,} samples"
+        logger.info("dataset %s: %s-style, %s", info.name, info.kind, size)
     count = service.limits.num_workers
     where = "in this process" if count == 0 else f"in {count} worker process{'es' if count > 1 else ''}"
     everywhere = " (and at this machine's other addresses)" if web.config.host in ("0.0.0.0", "::") else ""  # noqa: S104

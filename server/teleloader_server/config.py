@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -45,6 +45,8 @@ class DatasetConfig:
     """``module:function`` that makes a batch of a list of samples; None is torch's default_collate."""
     worker_init: str | None = None
     """``module:function`` that each worker calls with its number before its first batch."""
+    functions: Sequence[str] = ()
+    """Further ``module:function`` that clients may name as ``collate_fn`` or ``worker_init_fn``; no others run here."""
     version: str = ""
     """What you call this state of the data. Change it when the data change: clients notice."""
     seeding: Literal["batch", "sample"] = "batch"
@@ -56,8 +58,12 @@ class DatasetConfig:
             raise ConfigError(f"a dataset's name must be letters, digits, '.', '_' and '-', was {self.name!r}")
         for field in ("factory", "collate", "worker_init"):
             target = getattr(self, field)
-            if target is not None and not (isinstance(target, str) and _TARGET.fullmatch(target)):
+            if target is not None and not _is_target(target):
                 raise ConfigError(f"{field} of dataset {self.name!r} must be 'module:name', was {target!r}")
+        if not isinstance(self.functions, list | tuple) or not all(map(_is_target, self.functions)):
+            raise ConfigError(
+                f"functions of dataset {self.name!r} must be a list of 'module:name', was {self.functions!r}"
+            )
         if self.seeding not in ("batch", "sample"):
             raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', was {self.seeding!r}")
         if not isinstance(self.version, str):
@@ -152,6 +158,10 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ConfigError(f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}")
     return int(match[1]) << (10 * " KMGT".index(match[2].upper() or " "))
+
+
+def _is_target(target: object) -> bool:
+    return isinstance(target, str) and _TARGET.fullmatch(target) is not None
 
 
 def _only_known(where: str, table: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> None:

@@ -7,12 +7,12 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from teleloader_server.collate import default_convert, lazy_collate
-from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
 from teleloader_shared.messages import DatasetInfo
 
 _MAX_TEXT: Final = 64 * 1024
@@ -27,14 +27,22 @@ class HostedDataset:
     collate: Callable[[list[Any]], Any] | None
     """None is torch's rule: default_collate for batches, default_convert for single samples."""
     worker_init: Callable[[int], None] | None
+    functions: Mapping[str, Callable[..., Any]]
+    """What a client may choose in place of `collate` and `worker_init`, by name."""
 
-    def collate_batch(self, samples: list[Any]) -> Any:
-        """The batch of `samples`."""
-        return lazy_collate(samples) if self.collate is None else self.collate(samples)
+    def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
+        """The batch of `samples`, by the usual collate function or the one of that name."""
+        collate = self.collate if name is None else self.functions[name]
+        return lazy_collate(samples) if collate is None else collate(samples)
 
-    def convert_sample(self, sample: Any) -> Any:
+    def convert_sample(self, sample: Any, name: str | None = None) -> Any:
         """What ``batch_size=None`` makes of one sample."""
-        return default_convert(sample) if self.collate is None else self.collate(sample)
+        collate = self.collate if name is None else self.functions[name]
+        return default_convert(sample) if collate is None else collate(sample)
+
+    def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
+        """The usual worker-init function, or the one of that name."""
+        return self.worker_init if name is None else self.functions[name]
 
 
 def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
@@ -61,8 +69,8 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
     """Import and build what `config` names.
 
     Raises:
-        ConfigError: When it cannot be imported, or is no map-style dataset. Errors of the user's own code in the
-            factory come as they are.
+        ConfigError: When it cannot be imported, or is no dataset. Errors of the user's own code in the factory come
+            as they are.
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
@@ -76,6 +84,8 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
         worker_init=(
             None if config.worker_init is None else resolve(config.worker_init, f"worker_init of {config.name!r}")
         ),
+        worker_init_name=config.worker_init,
+        functions={name: resolve(name, f"functions of {config.name!r}") for name in config.functions},
         version=config.version,
         seeding=config.seeding,
     )
@@ -88,37 +98,58 @@ def host(
     collate: Callable[[list[Any]], Any] | None = None,
     collate_name: str = "default",
     worker_init: Callable[[int], None] | None = None,
+    worker_init_name: str | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
     version: str = "",
     seeding: Literal["batch", "sample"] = "batch",
 ) -> HostedDataset:
     """The record under which an object is hosted.
 
     Raises:
-        ConfigError: When `dataset` is no map-style dataset.
+        ConfigError: When `dataset` is no dataset.
     """
-    torch_data = sys.modules.get("torch.utils.data")
-    # torch's IterableDataset has a __getitem__, which only raises
-    iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
-    if iterable or not hasattr(dataset, "__getitem__"):
-        # iterable-style datasets have no addressable batches: they need a protocol of their own
-        kind = "iterable-style, which this version does not host" if hasattr(dataset, "__iter__") else "no dataset"
-        raise ConfigError(
-            f"dataset {name!r} ({type(dataset).__qualname__}) is {kind}: it needs __getitem__ and __len__"
-        )
-    try:
-        length = len(dataset)
-    except TypeError as error:
-        raise ConfigError(f"dataset {name!r} ({type(dataset).__qualname__}) has no length: {error}") from None
-    for what, function in (("collate", collate), ("worker_init", worker_init)):
+    functions = functions or {}
+    for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
         if function is not None and not callable(function):
             raise ConfigError(f"{what} of {name!r} cannot be called: it is {function!r:.80}")
-    facts = [name, "map", length, version, collate_name, seeding]
-    fingerprint = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    kind = _kind_of(dataset, name)
+    length = _length_of(dataset)
+    facts = [name, kind, length, version, collate_name, seeding]
     info = DatasetInfo(
-        name=name, kind="map", length=length, version=version, fingerprint=fingerprint, collate=collate_name,
+        name=name,
+        kind=kind,
+        type=type(dataset).__qualname__,
+        length=length,
+        version=version,
+        fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest(),
+        collate=collate_name,
+        worker_init=worker_init_name,
+        functions=list(functions),
         seeding=seeding,
-    )  # fmt: skip
-    return HostedDataset(info=info, dataset=dataset, collate=collate, worker_init=worker_init)
+        cpus=default_num_workers(),
+    )
+    return HostedDataset(info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions)
+
+
+def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
+    torch_data = sys.modules.get("torch.utils.data")
+    # torch's IterableDataset has a __getitem__, which only raises
+    if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
+        return "iterable"
+    if hasattr(dataset, "__getitem__"):
+        return "map"
+    if hasattr(dataset, "__iter__"):
+        return "iterable"
+    raise ConfigError(
+        f"dataset {name!r} ({type(dataset).__qualname__}) is no dataset: it needs __getitem__ and __len__, or __iter__"
+    )
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own datasets without a length raise either
+        return None
 
 
 def is_factory(found: Any) -> bool:

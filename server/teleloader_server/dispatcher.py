@@ -136,10 +136,14 @@ class Dispatcher:
 
     Args:
         memory_budget: Bytes that frames may take together.
+        shards: How many workers each have a share of an iterable-style dataset: batch k can come from worker
+            k mod `shards` only, one after another, and is not let go while it is wanted, because to make it again
+            means to go through the share from its beginning. 0 when any worker can make any batch.
     """
 
-    def __init__(self, memory_budget: int) -> None:
+    def __init__(self, memory_budget: int, shards: int = 0) -> None:
         self._budget = memory_budget
+        self._shards = shards
         self._used = 0
         self._count = 0
         self._runs: dict[Run, _RunState] = {}
@@ -242,7 +246,9 @@ class Dispatcher:
         for address in queue:
             # Of several batches it cannot be told which one did it: from now on each is given to a worker that has
             # nothing else, and then it can.
-            self._deaths[address] = self._deaths.get(address, 0) + (len(queue) == 1)
+            # The worker of a shard has all of it, and works in order: it was the first.
+            surely = address == queue[0] if self._shards else len(queue) == 1
+            self._deaths[address] = self._deaths.get(address, 0) + surely
             if self._deaths[address] >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
@@ -272,6 +278,12 @@ class Dispatcher:
         self._sizes.pop(key, None)
 
     # -- what can be asked
+
+    def is_unfinished(self, address: Address) -> bool:
+        """Whether the batch is being made."""
+        run = self._runs.get((address.loader, address.epoch))
+        batch = None if run is None else run.batches.get(address.batch)
+        return batch is not None and not batch.ready
 
     @property
     def memory_used(self) -> int:
@@ -353,6 +365,9 @@ class Dispatcher:
 
     def _free_worker(self, address: Address) -> int | None:
         """The worker with the least to do, if it can take this batch besides."""
+        if self._shards:
+            owner = address.batch % self._shards
+            return owner if owner in self._queues and len(self._queues[owner]) < MAX_QUEUE else None
         suspect = address in self._deaths
         # beside a suspect nothing else is queued, nor a suspect beside anything
         open_ = [n for n, queue in self._queues.items() if not queue or not (suspect or queue[-1] in self._deaths)]
@@ -418,6 +433,8 @@ class Dispatcher:
 
         Those are wanted by consumers that are not there at the moment, and may never be again.
         """
+        if self._shards:
+            return
         for state in self._runs.values():
             asks = [ask for consumer in state.consumers for ask in consumer.asks]
             for k, batch in state.batches.items():

@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.datasets import HostedDataset
-from teleloader_shared.codec import Address, Failure, FrameWriter
+from teleloader_server.shards import Shard
+from teleloader_server.worker_info import was_asked
+from teleloader_shared import codec
+from teleloader_shared.codec import Address, End, Failure, FrameWriter
 from teleloader_shared.plan import Plan
 from teleloader_shared.seeding import derive
 from teleloader_shared.spec import LoaderSpec
@@ -33,7 +36,10 @@ class Task:
 
     spec: LoaderSpec
     length: int
+    """Samples in the dataset, 0 when it has no length."""
     address: Address
+    indices: bytes | None = None
+    """The frame in which a client of an order of its own lists what the batch holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Loading:
         worker: Number of the worker that this runs in, -1 in the server's own process.
         max_batch_bytes: The largest frame that may be.
         torch_loaded: Called when a dataset has loaded torch in the middle of a batch.
+        seed_worker: Seeds the worker as at its birth; an iterable-style dataset that begins again draws as before.
     """
 
     def __init__(
@@ -68,8 +75,14 @@ class Loading:
         worker: int,
         max_batch_bytes: int,
         torch_loaded: Callable[[], None] = lambda: None,
+        seed_worker: Callable[[], None] = lambda: None,
     ) -> None:
         self._torch_loaded = torch_loaded
+        self._seed_worker = seed_worker
+        self._shards: dict[tuple[str, int], Shard] = {}
+        """The passes through iterable-style datasets, by (loader, epoch)."""
+        self.torch_is_seeded = False
+        """Whether a worker-init function has seeded torch: then it is not seeded for each batch, as with torch."""
         self._hosted = hosted
         self._worker = worker
         # sys.exit() ends a worker process, but must not end the thread of a server without workers
@@ -83,16 +96,25 @@ class Loading:
         Returns:
             The frame's size, and how it went.
         """
-        plan = self._plan(task.spec, task.length, task.address.epoch)
-        indices: list[int] = plan[task.address.batch].tolist()
-        padding = plan.padding(task.address.batch)
         started = fetched = collated = time.perf_counter()
+        indices: list[Any] = []
+        count = 0
         failed = False
         try:
             hosted = self._hosted[task.spec.dataset]
-            samples = self._fetch(hosted, task, indices)
+            padding = 0
+            if hosted.info.kind == "iterable":
+                shard = self._shard(hosted, task)
+                samples = shard.fetch(task.address.batch // max(1, task.spec.num_workers))
+            else:
+                indices, padding = self._indices(task)
+                samples = self._fetch(hosted, task, indices)
             fetched = collated = time.perf_counter()
-            batch = _collate(hosted, task, samples)
+            if samples is None:
+                batch: Any = End(shard.samples, replica=not was_asked())
+            else:
+                count = len(samples)
+                batch = _collate(hosted, task, samples)
             collated = time.perf_counter()
             writer = self._writer(task, batch, padding)
             writer.write(place(writer.nbytes))
@@ -102,16 +124,30 @@ class Loading:
             writer.write(place(writer.nbytes))
         ended = time.perf_counter()
         report = Report(
-            samples=len(indices), failed=failed, fetch=fetched - started, collate=collated - fetched,
-            encode=ended - collated,
+            samples=count, failed=failed, fetch=fetched - started, collate=collated - fetched, encode=ended - collated,
         )  # fmt: skip
         return writer.nbytes, report
 
-    def _fetch(self, hosted: HostedDataset, task: Task, indices: list[int]) -> list[Any]:
+    def _indices(self, task: Task) -> tuple[list[Any], int]:
+        """What the batch holds, and how many of it are padding."""
+        if task.indices is not None:
+            return _listed(task.spec, task.indices), 0
+        plan = self._plan(task.spec, task.length, task.address.epoch)
+        return plan[task.address.batch].tolist(), plan.padding(task.address.batch)
+
+    def _shard(self, hosted: HostedDataset, task: Task) -> Shard:
+        run = (task.address.loader, task.address.epoch)
+        if run not in self._shards:
+            self._shards.clear()  # a session goes through its epochs one after another
+            spec = task.spec
+            self._shards[run] = Shard(hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker)
+        return self._shards[run]
+
+    def _fetch(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
         if "torch" in sys.modules:
-            return _fetch(hosted, task, indices)
+            return self._fetch_seeded(hosted, task, indices)
         try:
-            samples = _fetch(hosted, task, indices)
+            samples = self._fetch_seeded(hosted, task, indices)
         except Exception:
             if "torch" not in sys.modules:
                 raise
@@ -120,13 +156,55 @@ class Loading:
                 return samples
         # the dataset loaded torch just now, and drew from it before it could be seeded: once more, as every other time
         self._torch_loaded()
-        return _fetch(hosted, task, indices)
+        return self._fetch_seeded(hosted, task, indices)
+
+    def _fetch_seeded(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
+        spec, epoch, dataset = task.spec, task.address.epoch, hosted.dataset
+        per_sample = hosted.info.seeding == "sample"
+        if not per_sample:
+            self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
+            if getattr(dataset, "__getitems__", None) is not None and spec.batch_size is not None:
+                samples: list[Any] = dataset.__getitems__(indices)
+                return samples
+        samples = []
+        for position, index in enumerate(indices):
+            if per_sample:
+                self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else position)
+            try:
+                samples.append(dataset[index])
+            except StopIteration as stop:
+                # torch lets it end the epoch silently: samples are lost and nobody knows
+                raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
+        return samples
+
+    def _seed(self, purpose: str, *coordinates: int) -> None:
+        seed_all(derive(purpose, *coordinates), torch_too=not self.torch_is_seeded)
 
     def _writer(self, task: Task, content: object, padding: int) -> FrameWriter:
         return FrameWriter(
             task.address, content, padding=padding, checksum=task.spec.checksum, compression=task.spec.compression,
             max_bytes=self._max_batch_bytes,
         )  # fmt: skip
+
+
+def indices_of(task: Task) -> list[int]:
+    """What a batch holds, as far as it can be numbered: [] for an iterable-style dataset."""
+    if task.indices is not None:
+        return _numbers(_listed(task.spec, task.indices))
+    if task.spec.session is not None and task.length == 0:
+        return []
+    indices: list[int] = Plan(task.spec, task.length, task.address.epoch)[task.address.batch].tolist()
+    return indices
+
+
+def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
+    """The client's list; for ``batch_size=None`` whatever its sampler gave is one index."""
+    content = codec.read(np.frombuffer(frame, np.uint8), lambda bits, _dtype, _kind: bits).content
+    return [content] if spec.batch_size is None else list(content)
+
+
+def _numbers(indices: Sequence[Any]) -> list[int]:
+    return [index for index in indices[:MAX_INDICES] if isinstance(index, int)]
 
 
 def describe(error: BaseException, indices: Sequence[int], worker: int) -> Failure:
@@ -143,7 +221,7 @@ def describe(error: BaseException, indices: Sequence[int], worker: int) -> Failu
         text = f"{name}: {message}\n"
     return Failure(
         type=_utf8(name), message=_utf8(message[:MAX_TEXT]), traceback=_utf8(_cut(text)),
-        indices=list(indices[:MAX_INDICES]), worker=worker,
+        indices=_numbers(indices), worker=worker,
     )  # fmt: skip
 
 
@@ -152,12 +230,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2 - 10]}\n[...]\n{text[-MAX_TEXT // 2 + 10 :]}"
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed: int, *, torch_too: bool = True) -> None:
     """Seed `random`, NumPy's legacy generator and, when it is loaded, torch."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch is not None and torch_too:
         # torch.manual_seed looks for every accelerator besides, which takes 80 us, for each batch
         torch.default_generator.manual_seed(seed)
 
@@ -177,28 +255,11 @@ def untouched_random_state() -> Iterator[None]:
             torch.set_rng_state(torch_state)
 
 
-def _fetch(hosted: HostedDataset, task: Task, indices: list[int]) -> list[Any]:
-    spec, epoch, dataset = task.spec, task.address.epoch, hosted.dataset
-    per_sample = hosted.info.seeding == "sample"
-    if not per_sample:
-        seed_all(derive("batch", spec.seed, epoch, spec.rank, task.address.batch))
-        if getattr(dataset, "__getitems__", None) is not None and spec.batch_size is not None:
-            samples: list[Any] = dataset.__getitems__(indices)
-            return samples
-    samples = []
-    for index in indices:
-        if per_sample:
-            seed_all(derive("sample", spec.seed, epoch, index))
-        try:
-            samples.append(dataset[index])
-        except StopIteration as stop:
-            # torch lets it end the epoch silently: samples are lost and nobody knows
-            raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
-    return samples
-
-
 def _collate(hosted: HostedDataset, task: Task, samples: list[Any]) -> Any:
-    return hosted.convert_sample(samples[0]) if task.spec.batch_size is None else hosted.collate_batch(samples)
+    name = task.spec.collate
+    return (
+        hosted.convert_sample(samples[0], name) if task.spec.batch_size is None else hosted.collate_batch(samples, name)
+    )
 
 
 def _utf8(text: str) -> str:

@@ -43,15 +43,15 @@ class Metrics:
     """Counts what happens, and makes the records of it."""
 
     def __init__(self) -> None:
-        self._workers: defaultdict[int, _Worker] = defaultdict(_Worker)
+        self._workers: defaultdict[tuple[str | None, int], _Worker] = defaultdict(_Worker)
         self._datasets: defaultdict[str, _Dataset] = defaultdict(_Dataset)
         self._consumers: defaultdict[tuple[str, Run], _Consumer] = defaultdict(_Consumer)
 
     # -- what happened
 
-    def computed(self, worker: int, dataset: str, report: Report) -> None:
-        """A worker finished a batch."""
-        tally = self._workers[worker]
+    def computed(self, loader: str | None, worker: int, dataset: str, report: Report) -> None:
+        """A worker finished a batch; `loader` is the one whose own it is, if any."""
+        tally = self._workers[loader, worker]
         tally.batches += 1
         tally.busy += report.seconds
         counted = self._datasets[dataset]
@@ -87,13 +87,21 @@ class Metrics:
 
     # -- the records
 
-    def worker_stats(self, state: WorkerState, memory: Mapping[int | None, Memory], *, busy: bool) -> WorkerStats:
-        """The record of one place of the pool."""
-        tally = self._workers[state.worker]
+    def forget_workers(self, loader: str) -> None:
+        """The workers that were the loader's own have ended."""
+        for place in [place for place in self._workers if place[0] == loader]:
+            del self._workers[place]
+
+    def worker_stats(
+        self, loader: str | None, state: WorkerState, memory: Mapping[int | None, Memory], *, busy: bool
+    ) -> WorkerStats:
+        """The record of one place of a pool."""
+        tally = self._workers[loader, state.worker]
         used = memory.get(state.pid, NO_MEMORY)
         return WorkerStats(
             worker=state.worker,
             pid=state.pid,
+            loader=loader,
             state="starting" if not state.ready else "busy" if busy else "idle",
             batches=tally.batches,
             busy=tally.busy,

@@ -24,6 +24,7 @@ from teleloader_server.pool import PoolListener, WorkerState
 from teleloader_server.template import Template
 from teleloader_server.worker import WorkerSettings, exit_reason
 from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import LoaderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,15 @@ class ProcessPool:
     Args:
         make_template: Starts the template: `Template.spawn` or `Template.fork` with its arguments.
         limits: What the pool may take.
+        session: The loader whose own the workers are; None when all share them.
     """
 
-    def __init__(self, make_template: Callable[[], Template], limits: Limits) -> None:
+    def __init__(
+        self, make_template: Callable[[], Template], limits: Limits, session: LoaderSpec | None = None
+    ) -> None:
         self._make_template = make_template
         self._limits = limits
+        self._session = None if session is None else session.to_json()
         self._places: dict[int, _Place] = {}
         self._task_ids = itertools.count()
         self._closing = False
@@ -97,7 +102,7 @@ class ProcessPool:
         if address.loader not in process.loaders:
             process.loaders.add(address.loader)
             self._put(process, ["loader", address.loader, task.spec.to_json(), task.length])
-        self._put(process, ["task", task_id, address.loader, address.epoch, address.batch])
+        self._put(process, ["task", task_id, address.loader, address.epoch, address.batch, task.indices])
 
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
@@ -110,7 +115,12 @@ class ProcessPool:
 
     def pids(self) -> list[int]:
         """The template and the workers."""
-        return [self._template.pid, *(p.process.pid for p in self._places.values() if p.process.pid is not None)]
+        pids = [self._template.pid, *(place.process.pid for place in self._places.values())]
+        return [pid for pid in pids if pid is not None]
+
+    def split_template(self) -> Template:
+        """A fork of the template for a pool of its own; it has the datasets as they were built."""
+        return self._template.split()
 
     def mapped_bytes(self) -> int:
         """Shared memory of all slots."""
@@ -139,14 +149,14 @@ class ProcessPool:
             try:
                 messages = template.channel.receive()
             except EOFError:
-                messages = [["failed", "the process that builds the datasets ended without a word; see its output"]]
+                messages = [["failed", "the process that builds the datasets ended without a word; see its output", 0]]
             for message in messages:
                 if not built.done():
                     built.set_result(message)
 
         self._loop.add_reader(template.channel, receive)
         try:
-            word, content = await built
+            word, content, pid = await built
         except asyncio.CancelledError:
             self._loop.remove_reader(template.channel)
             template.channel.close()
@@ -155,6 +165,7 @@ class ProcessPool:
         if word == "failed":
             await self._loop.run_in_executor(None, template.reap)
             raise ConfigError(content)
+        template.pid = pid
         self._loop.add_reader(template.channel, self._receive_from_template)
         return [DatasetInfo(**info) for info in content]
 
@@ -163,7 +174,7 @@ class ProcessPool:
             messages = self._template.channel.receive()
         except EOFError:
             self._loop.remove_reader(self._template.channel)
-            logger.error("the template process (pid %d) died; starting another", self._template.pid)
+            logger.error("the template process (pid %s) died; starting another", self._template.pid)
             self._restarting = self._loop.create_task(self._restart_template())
             return
         for message in messages:
@@ -204,7 +215,7 @@ class ProcessPool:
         limits = self._limits
         free_limit = limits.memory_budget // limits.num_workers
         with theirs:
-            settings = WorkerSettings(number, limits.num_workers, limits.max_batch_bytes, free_limit)
+            settings = WorkerSettings(number, limits.num_workers, limits.max_batch_bytes, free_limit, self._session)
             self._template.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
         process = _Process(number, channel)
         self._loop.add_reader(channel, self._receive, process)

@@ -1,145 +1,125 @@
-"""The loader service: what the dispatcher decides is carried out here, and requests wait here for their batches."""
+"""The loader service: which datasets, loaders and engines there are, and what clients may ask of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from teleloader_server import processes
-from teleloader_server.config import Limits
-from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
-from teleloader_server.loading import Report, Task
+from teleloader_server.config import ConfigError, Limits
+from teleloader_server.engine import BatchStream, Engine, Loader
+from teleloader_server.hosts import Host
 from teleloader_server.metrics import Metrics
-from teleloader_server.pool import Lease, Pool
-from teleloader_shared.codec import Address, Failure, to_bytes
-from teleloader_shared.errors import DatasetChanged, TeleloaderError, UnknownDataset, UnknownLoader, WorkerDied
+from teleloader_shared.errors import (
+    BatchOutOfRange,
+    DatasetChanged,
+    InvalidSpec,
+    ServerUnavailable,
+    TeleloaderError,
+    UnknownDataset,
+    UnknownLoader,
+)
 from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.plan import Plan
-from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.stats import ConsumerStats, ServerStats, Stats
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.stats import ServerStats, Stats
 from teleloader_shared.version import VERSION
 
 MAX_LOADERS: Final = 4096
 """Loaders that are known at once; the one that was asked longest ago is forgotten, and registers again by itself."""
+MAX_SESSIONS: Final = 256
+"""Sessions with workers of their own at once."""
+SESSION_IDLE: Final = 600.0
+"""Seconds without an ask after which the client of a session has probably gone. One that comes back goes on."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
-
-
-@dataclass(slots=True)
-class _Loader:
-    spec: LoaderSpec
-    info: DatasetInfo
-    batches: int
-
-
-class ReadyFrame(NamedTuple):
-    """A frame that can be sent."""
-
-    raw: Lease
-    failed: bool
-    """Whether it holds an exception in place of the batch: that may go better when it is asked for later."""
-
-
-@dataclass(slots=True)
-class BatchStream:
-    """The answer to one request: the batches [start, stop), in order, each when it is ready."""
-
-    _service: LoaderService
-    _ask: Ask
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all batches of the request were taken."""
-        return self._ask.next >= self._ask.stop
-
-    async def take(self) -> ReadyFrame:
-        """The next batch's frame, waiting for it."""
-        return await self._service._take(self._ask)
-
-    def take_ready(self) -> ReadyFrame | None:
-        """The next batch's frame if it is there."""
-        return None if self.exhausted else self._service._take_ready(self._ask)
-
-    async def linger(self, seconds: float) -> None:
-        """Wait until the last batch of the request is there, or so long."""
-        last = Address(*self._ask.consumer.run, self._ask.stop - 1)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._service._arrival(last), seconds)
 
 
 class LoaderService:
     """Everything that the endpoints offer, without HTTP. Lives in one event loop.
 
     Args:
-        pool: Where batches are made.
+        host: Where datasets and workers come from.
         limits: What may be taken.
     """
 
-    def __init__(self, pool: Pool, limits: Limits) -> None:
+    def __init__(self, host: Host, limits: Limits) -> None:
         self.limits = limits
-        self.datasets: dict[str, DatasetInfo] = {}
         self.draining = False
-        self._pool = pool
-        self._dispatcher = Dispatcher(limits.memory_budget)
-        self._loaders: OrderedDict[str, _Loader] = OrderedDict()
-        self._frames: dict[Address, ReadyFrame] = {}
-        self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
-        self._decision_due = False
-        self._started = time.monotonic()
+        self._host = host
         self._metrics = Metrics()
+        self._infos: dict[str, DatasetInfo] = {}
+        """The datasets as the shared engine has them, once it is started."""
+        self._shared: asyncio.Task[Engine] | None = None
+        self._loaders: OrderedDict[str, Loader] = OrderedDict()
+        self._sessions: dict[str, asyncio.Task[Engine]] = {}
+        """Engines of their own, by loader; started, or about to be."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._started = time.monotonic()
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
 
     async def start(self) -> None:
-        """Build the datasets and start the workers.
+        """Make the datasets available.
 
         Raises:
             ConfigError: When a dataset cannot be built.
         """
-        infos = await self._pool.start(self)
-        self.datasets = {info.name: info for info in infos}
+        if self._host.infos() is None:
+            await self._shared_engine()
         self._housekeeping = asyncio.create_task(self._keep_house())
 
     def give_up(self, error: TeleloaderError) -> None:
         """Tell those who wait for a batch that it will not come."""
-        for waiting in self._waiting.values():
-            for arrived in waiting:
-                if not arrived.done():
-                    arrived.set_exception(error)
-        self._waiting.clear()
+        for engine in self._engines():
+            engine.give_up(error)
 
     async def close(self) -> None:
         """End the workers."""
         self._housekeeping.cancel()
         with suppress(asyncio.CancelledError):
             await self._housekeeping
-        await self._pool.close()
-        # a lease that is kept keeps the pool, whose memory it is
-        self._frames.clear()
+        for key in list(self._sessions):
+            self.end_session(key)
+        if self._ending:
+            await asyncio.wait(self._ending)
+        if self._shared is not None:
+            await _close(self._shared)
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can take a batch now."""
-        return not self.draining and any(state.ready for state in self._pool.workers())
+        """Whether batches can be had now."""
+        if self.draining:
+            return False
+        # objects of this process are always there: workers are forked when somebody comes
+        return self._shared is None or any(state.ready for engine in self._engines() for state, _ in engine.workers())
+
+    @property
+    def datasets(self) -> dict[str, DatasetInfo]:
+        """What is hosted now, by name."""
+        infos = self._host.infos()
+        return self._infos if infos is None else {info.name: info for info in infos}
 
     # -- what clients ask
 
-    def register(self, spec: LoaderSpec) -> Registration:
-        """Make a loader known, however often.
+    async def register(self, spec: LoaderSpec) -> Registration:
+        """Make a loader known, however often; a session's workers are started with its first registration.
 
         Raises:
             UnknownDataset: When the spec names none that is hosted.
             DatasetChanged: When it insists on another fingerprint than that of the hosted one.
+            InvalidSpec: When no such loader of the dataset can be.
+            ServerUnavailable: When there are too many sessions.
         """
-        info = self.dataset(spec.dataset)
+        if spec.session is None:
+            await self._shared_engine()
+        info = self._infos[self.dataset(spec.dataset).name] if spec.session is None else self.dataset(spec.dataset)
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
@@ -147,23 +127,78 @@ class LoaderService:
                 "they are collated changed. Start a new run, or host what the loader was made for"
             )
         spec = replace(spec, fingerprint=info.fingerprint)
-        length = info.length or 0
-        plan = self._plan(spec, length, 0)
-        self._loaders[spec.key] = _Loader(spec, info, len(plan))
+        known = self._loaders.get(spec.key) or await self._add_loader(spec, info)
         self._loaders.move_to_end(spec.key)
+        return Registration(
+            key=spec.key,
+            batches=None if known.batches == MAX_EPOCH else known.batches,
+            length=info.length,
+            fingerprint=info.fingerprint,
+            num_workers=len(known.engine.workers()) if spec.session else self.limits.num_workers,
+            max_batch_bytes=self.limits.max_batch_bytes,
+        )
+
+    async def _add_loader(self, spec: LoaderSpec, info: DatasetInfo) -> Loader:
+        if info.kind == "iterable" and spec.session is None:
+            raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
+        if info.kind == "iterable" and (spec.order == "client" or spec.shuffle):
+            raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
+        batches = MAX_EPOCH
+        if info.kind == "map" and spec.order == "plan":
+            if info.length is None:
+                raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
+            batches = len(self._plan(spec, info.length, 0))
+        engine = await self._engine_of(spec, info)
+        loader = self._loaders[spec.key] = Loader(spec, info.length or 0, batches, engine)
         if len(self._loaders) > MAX_LOADERS:
             self._forget_a_loader()
-        return Registration(
-            key=spec.key, batches=len(plan), length=length, fingerprint=info.fingerprint,
-            num_workers=self.limits.num_workers, max_batch_bytes=self.limits.max_batch_bytes,
-        )  # fmt: skip
+        return loader
+
+    async def _engine_of(self, spec: LoaderSpec, info: DatasetInfo) -> Engine:
+        own = None if spec.session is None else self._host.own_pool(spec, info)
+        if own is None:
+            if spec.collate is not None and spec.collate not in info.functions:
+                raise InvalidSpec(f"dataset {info.name!r} allows no function {spec.collate!r}")
+            return await self._shared_engine()
+        if spec.key not in self._sessions:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
+            shards = max(1, spec.num_workers) if info.kind == "iterable" else 0
+            engine = Engine(own, self.limits.memory_budget, self._metrics, shards)
+            self._sessions[spec.key] = asyncio.create_task(_started(engine))
+        try:
+            return await asyncio.shield(self._sessions[spec.key])
+        except ConfigError as error:
+            self._sessions.pop(spec.key, None)
+            raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+
+    async def _shared_engine(self) -> Engine:
+        if self._shared is None:
+            self._shared = asyncio.create_task(self._start_shared())
+        return await asyncio.shield(self._shared)
+
+    async def _start_shared(self) -> Engine:
+        engine = Engine(self._host.shared_pool(), self.limits.memory_budget, self._metrics)
+        self._infos = {info.name: info for info in await engine.start()}
+        return engine
+
+    def end_session(self, key: str) -> None:
+        """A session's client needs it no more: its workers end. One that is not known has ended already."""
+        loader = self._loaders.get(key)
+        if loader is not None and loader.spec.session is not None:
+            del self._loaders[key]
+        starting = self._sessions.pop(key, None)
+        if starting is not None:
+            self._metrics.forget_workers(key)
+            ending = asyncio.create_task(_close(starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def _forget_a_loader(self) -> None:
-        in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
+        in_use = {loader.spec.key for engine in self._engines() for _, loader in engine.consumers()}
         for key in list(self._loaders)[:-1]:
-            if key not in in_use:
+            if key not in in_use and key not in self._sessions:
                 del self._loaders[key]
-                self._dispatcher.forget_loader(key)
                 return
 
     def dataset(self, name: str) -> DatasetInfo:
@@ -172,16 +207,18 @@ class LoaderService:
         Raises:
             UnknownDataset: When it is not hosted.
         """
-        if name not in self.datasets:
-            hosted = ", ".join(repr(known) for known in self.datasets)
+        datasets = self.datasets
+        if name not in datasets:
+            hosted = ", ".join(repr(known) for known in datasets)
             raise UnknownDataset(f"no dataset {name[:200]!r} is hosted here; there is {hosted}")
-        return self.datasets[name]
+        return datasets[name]
 
-    def plan(self, key: str, epoch: int) -> Plan:
-        """What the batches of an epoch hold.
+    def loader(self, key: str, epoch: int, *batches: int) -> Loader:
+        """A loader that is known, of whose epoch these are batches.
 
         Raises:
             UnknownLoader: When no loader of that key is known.
+            BatchOutOfRange: When the epoch has no such batches.
         """
         loader = self._loaders.get(key)
         if loader is None:
@@ -190,155 +227,91 @@ class LoaderService:
                 "and go on"
             )
         self._loaders.move_to_end(key)
-        return self._plan(loader.spec, loader.info.length or 0, epoch)
+        for k in batches:
+            if k < loader.batches:
+                continue
+            if loader.batches == MAX_EPOCH:
+                raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
+            self._plan(loader.spec, loader.length, epoch).check(k)
+        return loader
 
     @asynccontextmanager
     async def batches(
-        self, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int
-    ) -> AsyncIterator[BatchStream]:
+        self, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
+        indices: Mapping[int, bytes] | None = None,
+    ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
         Raises:
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
+            InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
         """
-        plan = self.plan(key, epoch)
-        for k in (start, stop - 1):
-            plan.check(k)
-        ask = self._dispatcher.ask(consumer, (key, epoch), len(plan), start, stop, ahead, time.monotonic())
-        self._decide_soon()
-        try:
-            yield BatchStream(self, ask)
-        finally:
-            self._dispatcher.close(ask)
-
-    async def _take(self, ask: Ask) -> ReadyFrame:
-        frame = self._take_ready(ask)
-        if frame is not None:
-            return frame
-        address = Address(*ask.consumer.run, ask.next)
-        began = time.monotonic()
-        try:
-            while frame is None:
-                await self._arrival(address)
-                frame = self._take_ready(ask)
-        finally:
-            self._metrics.waited(ask.consumer, time.monotonic() - began)
-        return frame
-
-    async def _arrival(self, address: Address) -> None:
-        if address not in self._frames:
-            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting = self._waiting.setdefault(address, [])
-            waiting.append(arrived)
-            try:
-                await arrived
-            except asyncio.CancelledError:
-                waiting.remove(arrived)
-                if not waiting and self._waiting.get(address) is waiting:
-                    del self._waiting[address]
-                raise
-
-    def _take_ready(self, ask: Ask) -> ReadyFrame | None:
-        frame = self._frames.get(Address(*ask.consumer.run, ask.next))
-        if frame is None:
-            return None
-        self._metrics.sent(ask.consumer, self._loaders[ask.consumer.run[0]].spec.dataset, len(frame.raw))
-        self._dispatcher.sent(ask, time.monotonic())
-        self._decide_soon()
-        return frame
-
-    # -- what the pool says
-
-    def worker_ready(self, worker: int) -> None:
-        """The worker can take batches."""
-        self._dispatcher.worker_ready(worker)
-        self._decide_soon()
-
-    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """A batch is a frame now."""
-        self._metrics.computed(worker, task.spec.dataset, report)
-        self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
-        self._arrived(task.address, ReadyFrame(lease, report.failed))
-
-    def worker_lost(self, worker: int, tasks: Sequence[Task], reason: str) -> None:
-        """What the worker had is done by others; a batch that has killed several workers becomes an error."""
-        given_up = self._dispatcher.worker_lost(worker)
-        for task in tasks:
-            if task.address not in given_up:
-                self._metrics.retried(task.spec.dataset)
-                continue
-            self._metrics.given_up(task.spec.dataset)
-            indices: list[int] = Plan(task.spec, task.length, task.address.epoch)[task.address.batch].tolist()
-            message = f"DataLoader {reason}; this batch ended every worker that tried to load it"
-            failure = Failure(f"{WorkerDied.__module__}.{WorkerDied.__name__}", message, "", indices[:1000], worker)
-            frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
-            self._dispatcher.finished(None, task.address, len(frame), failed=True)
-            self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
-        self._decide_soon()
-
-    def no_worker_starts(self, reason: str) -> None:
-        """Workers die again and again before they can take anything: whoever waits must know."""
-        self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
-
-    # -- carrying out
-
-    def _arrived(self, address: Address, frame: ReadyFrame) -> None:
-        self._frames[address] = frame
-        for arrived in self._waiting.pop(address, ()):
-            if not arrived.done():
-                arrived.set_result(None)
-        self._decide_soon()
-
-    def _decide_soon(self) -> None:
-        """Let the dispatcher decide once after the events at hand, not once for each."""
-        if not self._decision_due:
-            self._decision_due = True
-            asyncio.get_running_loop().call_soon(self._decide)
-
-    def _decide(self) -> None:
-        self._decision_due = False
-        for action in self._dispatcher.decide():
-            if isinstance(action, Evict):
-                del self._frames[action.address]
-                continue
-            loader = self._loaders[action.address.loader]
-            self._pool.submit(action.worker, Task(loader.spec, loader.info.length or 0, action.address))
+        loader = self.loader(key, epoch, start, stop - 1)
+        if (loader.spec.order == "client") != (indices is not None):
+            what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
+            raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
+        if loader.spec.order == "client":
+            ahead = 0
+        async with loader.engine.batches(loader, consumer, epoch, start, stop, ahead, indices or {}) as stream:
+            yield stream
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
-            for gone in self._dispatcher.forget_idle(time.monotonic()):
-                self._metrics.forget(gone)
-            self._decide_soon()
+            for engine in self._engines():
+                engine.forget_idle()
+            for key, starting in list(self._sessions.items()):
+                if starting.done() and time.monotonic() - starting.result().last_used > SESSION_IDLE:
+                    self.end_session(key)
 
     # -- what can be seen
 
+    def _engines(self) -> list[Engine]:
+        tasks = [*([self._shared] if self._shared else ()), *self._sessions.values()]
+        return [task.result() for task in tasks if task.done() and task.exception() is None]
+
     async def stats(self) -> Stats:
         """The records of ``/stats``."""
-        states = self._pool.workers()
-        memory = await asyncio.to_thread(processes.memory, [*self._pool.pids(), None])
+        engines = self._engines()
+        of_session = {id(task.result()): key for key, task in self._sessions.items() if task.done()}
+        memory = await asyncio.to_thread(
+            processes.memory, [*(pid for engine in engines for pid in engine.pids()), None]
+        )
+        workers = [
+            self._metrics.worker_stats(of_session.get(id(engine)), state, memory, busy=busy)
+            for engine in engines
+            for state, busy in engine.workers()
+        ]
         server = ServerStats(
             version=VERSION,
             uptime=time.monotonic() - self._started,
             num_workers=self.limits.num_workers,
             memory_budget=self.limits.memory_budget,
-            memory_used=self._dispatcher.memory_used,
-            memory_mapped=self._pool.mapped_bytes(),
+            memory_used=sum(engine.memory_used for engine in engines),
+            memory_mapped=sum(engine.memory_mapped for engine in engines),
             pss=sum(found.pss for found in memory.values()),
-            worker_restarts=sum(state.restarts for state in states),
+            worker_restarts=sum(worker.restarts for worker in workers),
             draining=self.draining,
         )
         return Stats(
             server,
             datasets=[self._metrics.dataset_stats(name) for name in self.datasets],
-            workers=[
-                self._metrics.worker_stats(state, memory, busy=self._dispatcher.is_busy(state.worker))
-                for state in states
+            workers=workers,
+            consumers=[
+                self._metrics.consumer_stats(consumer, loader.spec, loader.batches, time.monotonic())
+                for engine in engines
+                for consumer, loader in engine.consumers()
             ],
-            consumers=[self._consumer_stats(consumer) for consumer in self._dispatcher.consumers()],
         )
 
-    def _consumer_stats(self, consumer: Consumer) -> ConsumerStats:
-        loader = self._loaders[consumer.run[0]]
-        return self._metrics.consumer_stats(consumer, loader.spec, loader.batches, time.monotonic())
+
+async def _started(engine: Engine) -> Engine:
+    await engine.start()
+    return engine
+
+
+async def _close(starting: asyncio.Task[Engine]) -> None:
+    """Close an engine, waiting until it has started."""
+    with suppress(ConfigError):
+        await (await starting).close()

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 
 from teleloader_server.config import ConfigError, Limits, default_memory_budget
 from teleloader_server.datasets import HostedDataset, host, is_factory
-from teleloader_server.pools import forked_pool
+from teleloader_server.hosts import ObjectHost
+from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 
 DEFAULT_NAME: Final = "dataset"
@@ -34,13 +35,16 @@ def serve(
 ) -> Iterator[str]:
     """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
 
-    They see the object as it is when the block is entered; what is changed later is not seen.
+    A loader of the same process has workers of its own, forked when an iteration begins, as torch's are: they see the
+    object as it is then (with ``persistent_workers=True``: as it was at the first iteration). Loaders with a `seed` and
+    those of other processes share workers, which see it as it was when the first of them came.
 
         with serve(my_dataset, num_workers=2) as url:
             loader = DataLoader(RemoteDataset(url), batch_size=32)
 
     Args:
-        dataset: A map-style dataset, a function or class that makes one, or a mapping of names to such.
+        dataset: A map-style or iterable-style dataset, a function or class that makes one, or a mapping of names to
+            such.
         name: What clients call it (a mapping brings its own names).
         num_workers: Worker processes; 0 loads in a thread of this process, for debugging.
         collate_fn: Makes a batch of a list of samples, in the workers; None is torch's default_collate.
@@ -56,7 +60,7 @@ def serve(
         The server's URL.
 
     Raises:
-        ConfigError: When the object is no map-style dataset.
+        ConfigError: When the object is no dataset.
         OSError: When the address is not to be had.
     """
     limits = Limits(
@@ -65,51 +69,58 @@ def serve(
         max_batch_bytes=max_batch_bytes,
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}
-    hosted = {
-        key: host(
-            found() if is_factory(found) else found,
-            name=key,
-            collate=collate_fn,
-            collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
-            worker_init=worker_init_fn,
-            version=version,
-            seeding=seeding,
-        )
-        for key, found in named.items()
-    }
-    server = _LocalServer(hosted, limits, host_address, port)
+    objects = {key: found() if is_factory(found) else found for key, found in named.items()}
+
+    def hosted_now() -> dict[str, HostedDataset]:
+        return {
+            key: host(
+                found,
+                name=key,
+                collate=collate_fn,
+                collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
+                worker_init=worker_init_fn,
+                version=version,
+                seeding=seeding,
+            )
+            for key, found in objects.items()
+        }
+
+    hosted_now()  # what cannot be hosted is refused here
+    server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port)
     url = server.start()
+    local.begin_serving(url, server.thread)
     try:
         yield url
     finally:
+        local.end_serving(url)
         server.stop()
 
 
 class _LocalServer:
     """A server in a thread of this process."""
 
-    def __init__(self, hosted: Mapping[str, HostedDataset], limits: Limits, address: str, port: int) -> None:
-        self._hosted = hosted
+    def __init__(self, host: ObjectHost, limits: Limits, address: str, port: int) -> None:
+        self._host = host
         self._limits = limits
         self._address = address
         self._port = port
         self._started: Future[str] = Future()
         self._stop: Callable[[], object]
-        self._thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
 
     def start(self) -> str:
         """Start it and wait until it listens; its URL."""
-        self._thread.start()
+        self.thread.start()
         try:
             return self._started.result()
         except BaseException:
-            self._thread.join()
+            self.thread.join()
             raise
 
     def stop(self) -> None:
         """Stop it and wait for its end."""
         self._stop()
-        self._thread.join()
+        self.thread.join()
 
     def _run(self) -> None:
         try:
@@ -127,7 +138,7 @@ class _LocalServer:
         from teleloader_server.app import Server, bind, url_of
         from teleloader_server.service import LoaderService
 
-        service = LoaderService(forked_pool(self._hosted, self._limits), self._limits)
+        service = LoaderService(self._host, self._limits)
         try:
             listening = bind(self._address, self._port)
             await service.start()

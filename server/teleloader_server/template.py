@@ -34,9 +34,10 @@ _LAST_WORDS: Final = 2.0
 class Template:
     """The template process, as the server sees it: its channel and its end."""
 
-    def __init__(self, channel: Channel, pid: int, wait: Callable[[], object]) -> None:
+    def __init__(self, channel: Channel, pid: int | None, wait: Callable[[], object]) -> None:
         self.channel = channel
         self.pid = pid
+        """None until it is built, for one that was split off."""
         self._wait = wait
 
     @classmethod
@@ -54,14 +55,26 @@ class Template:
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> Template:
         """Fork this process; the datasets are what they are now."""
         channel, theirs = Channel.pair()
-        with warnings.catch_warnings():
-            # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = _fork()
         if pid == 0:
             _be_forked(theirs, hosted)
         theirs.close()
         return cls(channel, pid, lambda: os.waitpid(pid, 0))
+
+    def split(self) -> Template:
+        """A fork of the template, with workers of its own, which see the datasets as they were built."""
+        channel, theirs = Channel.pair()
+        # held open by the new template and its parent only: the pipe's end tells that they are gone
+        ended, held = os.pipe()
+        with theirs:
+            self.channel.send(["split"], [theirs.fileno(), held])
+        os.close(held)
+
+        def wait() -> None:
+            os.read(ended, 1)
+            os.close(ended)
+
+        return Template(channel, None, wait)
 
     def reap(self) -> None:
         """Close the channel, which ends the process and its workers, and wait for it."""
@@ -88,8 +101,10 @@ def main() -> None:
     try:
         hosted = open_datasets(DatasetConfig(**config) for config in configs)
     except ConfigError as error:
-        control.send(["failed", str(error)])
+        control.send(["failed", str(error), os.getpid()])
         return
+    # objects that exist now are never looked at by the collector again, so it does not un-share their pages
+    gc.collect()
     _serve(control, hosted)
     # not by way of the interpreter's shutdown, which would wait for threads that user code has started
     sys.stdout.flush()
@@ -112,12 +127,10 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
 
 
 def _serve(control: Channel, hosted: Mapping[str, HostedDataset]) -> None:
-    """Fork workers on request and report how they end, until the server closes the channel."""
-    # objects that exist now are never looked at by the collector again, so it does not un-share their pages
-    gc.collect()
+    """Fork workers and further templates on request and report how they end, until the server closes the channel."""
     gc.disable()
     gc.freeze()
-    control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()]])
+    control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()], os.getpid()])
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     while True:
@@ -134,10 +147,13 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset]) -> None:
                 _await_workers(selector, control)
                 return
             for message in messages:
-                settings = WorkerSettings(*message[1])
-                pid = _fork_worker(control, selector, hosted, settings)
+                if message == ["split"]:
+                    pid = _fork_template(control, selector, hosted)
+                else:
+                    settings = WorkerSettings(*message[1])
+                    pid = _fork_worker(control, selector, hosted, settings)
+                    control.send(["forked", settings.number, pid])
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                control.send(["forked", settings.number, pid])
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
@@ -150,21 +166,52 @@ def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
             os.waitpid(key.data, 0)
 
 
+def _fork_template(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
+    end, held = socket.socket(fileno=control.take_fd()), control.take_fd()
+    pid = _fork()
+    if pid != 0:
+        end.close()
+        os.close(held)
+        return pid
+    try:
+        _close_watched(selector)
+        control.close()
+        worker.end_with_parent()
+        _serve(Channel(end), hosted)
+    except BaseException:  # noqa: BLE001 - as in `_be_forked`
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _close_watched(selector: selectors.BaseSelector) -> None:
+    """Close what a forked process has inherited of the template's workers."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+    selector.close()
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def _fork_worker(
     control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
 ) -> int:
     end = socket.socket(fileno=control.take_fd())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # as in `Template.fork`
-        pid = os.fork()
+    pid = _fork()
     if pid != 0:
         end.close()
         return pid
     code = 1
     try:
         worker.end_with_parent()
+        _close_watched(selector)
         control.close()
-        selector.close()
         code = worker.main(Channel(end), hosted, settings)
     finally:
         os._exit(code)

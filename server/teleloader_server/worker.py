@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,7 +22,7 @@ from teleloader_server.arena import Arena, Slot
 from teleloader_server.channel import Channel
 from teleloader_server.datasets import HostedDataset
 from teleloader_server.loading import Loading, Report, Task, describe, seed_all
-from teleloader_server.worker_info import WorkerInfo, set_worker_info
+from teleloader_server.worker_info import set_worker_info
 from teleloader_shared.codec import Address, FrameWriter
 from teleloader_shared.seeding import derive
 from teleloader_shared.spec import LoaderSpec
@@ -59,6 +59,8 @@ class WorkerSettings:
     """The largest frame that may be."""
     free_limit: int
     """Bytes of shared memory that are kept for reuse."""
+    session: Mapping[str, Any] | None
+    """The spec, as JSON, of the loader whose own the worker is; None for one that all share."""
 
 
 class Worker:
@@ -75,7 +77,10 @@ class Worker:
         self._hosted = hosted
         self._number = settings.number
         self._num_workers = settings.num_workers
-        self._loading = Loading(hosted, settings.number, settings.max_batch_bytes, self._adopt_torch)
+        self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
+        self._loading = Loading(
+            hosted, settings.number, settings.max_batch_bytes, self._adopt_torch, self._seed_for_session
+        )
         self._arena = Arena(settings.free_limit, self._announce, lambda slot: channel.send(["retract", slot]))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
         self._tasks: deque[tuple[int, Task]] = deque()
@@ -102,18 +107,51 @@ class Worker:
                 self._report()
 
     def _initialise(self) -> None:
-        seed = derive("worker", self._number)
         self._adopt_torch()
         for name, hosted in self._hosted.items():
+            if self._session is not None and name != self._session.dataset:
+                continue
             self._set_info(hosted)
-            seed_all(seed)
-            if hosted.worker_init is not None:
-                try:
-                    hosted.worker_init(self._number)
-                except Exception as error:  # noqa: BLE001 - it arrives at the clients with every batch
-                    self._init_failures[name] = error
-                    print(f"worker_init of dataset {name!r} failed in worker {self._number}:", file=sys.stderr)
-                    traceback.print_exception(error)
+            self._seed_for_session()
+            worker_init = hosted.worker_init_of(None if self._session is None else self._session.worker_init)
+            if worker_init is not None:
+                self._call(worker_init, name)
+
+    def _call(self, worker_init: Callable[[int], None], dataset: str) -> None:
+        torch = sys.modules.get("torch")
+        seed = None if torch is None else torch.initial_seed()
+        try:
+            worker_init(self._id)
+        except Exception as error:  # noqa: BLE001 - it arrives at the clients with every batch
+            self._init_failures[dataset] = error
+            print(f"worker_init of dataset {dataset!r} failed in worker {self._number}:", file=sys.stderr)
+            traceback.print_exception(error)
+        self._loading.torch_is_seeded = torch is not None and torch.initial_seed() != seed
+
+    @property
+    def _id(self) -> int:
+        """What user code sees as the worker's number: the shards of an iterable-style dataset count over all ranks."""
+        return self._number + self._num_workers * (self._shards_of_ranks[0])
+
+    @property
+    def _shards_of_ranks(self) -> tuple[int, int]:
+        """(rank, world size) over which shards are counted."""
+        session = self._session
+        if session is None or self._hosted[session.dataset].info.kind == "map":
+            return 0, 1
+        return session.rank, session.world_size
+
+    @property
+    def _worker_seed(self) -> int:
+        return derive("worker", self._number) if self._session is None else self._session.seed + self._id
+
+    def _seed_for_session(self) -> None:
+        """Seed as torch seeds its workers: base seed plus number, and for NumPy what torch derives from both."""
+        seed_all(self._worker_seed & (2**64 - 1))
+        if self._session is not None and "torch" in sys.modules:
+            from torch.utils.data._utils.worker import _generate_state
+
+            np.random.seed(_generate_state(self._session.seed, self._id))
 
     def _adopt_torch(self) -> None:
         """Do to torch what torch's own workers do, when it is there."""
@@ -125,16 +163,18 @@ class Worker:
 
     def _set_info(self, hosted: HostedDataset) -> None:
         self._current = hosted
-        seed = derive("worker", self._number)
-        set_worker_info(WorkerInfo(id=self._number, num_workers=self._num_workers, seed=seed, dataset=hosted.dataset))
+        if self._session is not None and self._session.num_workers == 0 and hosted.info.kind == "iterable":
+            return  # one pass through the whole dataset, as without workers
+        count = self._num_workers * self._shards_of_ranks[1]
+        set_worker_info(self._id, count, self._worker_seed, hosted.dataset)
 
     def _receive(self) -> None:
         for message in self._channel.receive():
             match message:
                 case ["loader", str(key), dict(spec), int(length)]:
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
-                case ["task", int(task_id), str(key), int(epoch), int(batch)]:
-                    self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch))))
+                case ["task", int(task_id), str(key), int(epoch), int(batch), bytes() | None as indices]:
+                    self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
                 case ["free", int(slot)]:
                     self._arena.give_back(slot)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,17 @@ class WorkerInfo:
     num_workers: int
     seed: int
     dataset: Any
+    rng: Any = None
+    worker_method: str = "multiprocessing"
+
+    def __getattribute__(self, name: str) -> Any:
+        _note(name)
+        return object.__getattribute__(self, name)
 
 
 _current: WorkerInfo | None = None
+_asked = False
+_TELLS_SHARDS_APART: Final = ("id", "num_workers", "seed", "dataset")
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -28,13 +36,30 @@ def get_worker_info() -> WorkerInfo | None:
     return _current
 
 
-def set_worker_info(info: WorkerInfo) -> None:
+def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Make this process that worker, for our function and, when torch is loaded, for torch's."""
-    global _current
-    _current = info
+    global _current, _asked
+    _current = WorkerInfo(id_, num_workers, seed, dataset)
     if "torch" in sys.modules:
         from torch.utils.data._utils import worker
 
-        worker._worker_info = worker.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset
-        )
+        class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]
+            """torch's record, which tells us when somebody looks at it."""
+
+            def __getattribute__(self, name: str) -> Any:
+                _note(name)
+                return super().__getattribute__(name)
+
+        worker._worker_info = NotedInfo(id=id_, num_workers=num_workers, seed=seed, dataset=dataset)
+    _asked = False
+
+
+def was_asked() -> bool:
+    """Whether user code has looked at what tells the workers apart."""
+    return _asked
+
+
+def _note(name: str) -> None:
+    global _asked
+    if name in _TELLS_SHARDS_APART:
+        _asked = True

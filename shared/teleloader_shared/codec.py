@@ -69,12 +69,22 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """In place of a batch: the shard of an iterable-style dataset that would have made it has no more."""
+
+    samples: int
+    """How many samples the shard gave in all, those of a batch that ``drop_last`` left out included."""
+    replica: bool
+    """Whether its code never asked which shard it is: then each shard gives the whole dataset."""
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """A frame as it was read."""
 
     address: Address
     content: Any
-    """The batch, or a `Failure`."""
+    """The batch, a `Failure` or an `End`."""
     padding: int
     """How many samples at the batch's end are repetitions (`Plan.padding`)."""
     nbytes: int
@@ -86,7 +96,7 @@ class FrameWriter:
 
     Args:
         address: Which batch it is.
-        content: The batch, or a `Failure`.
+        content: The batch, a `Failure` or an `End`.
         padding: `Plan.padding` of the batch.
         checksum: Whether to state a checksum.
         compression: How to compress arrays, if at all. Compressing happens here, not in `write`.
@@ -111,6 +121,8 @@ class FrameWriter:
         self._leaves: list[Leaf] = []
         if isinstance(content, Failure):
             header["failure"] = {name: getattr(content, name) for name in Failure.__slots__}
+        elif isinstance(content, End):
+            header["end"] = {name: getattr(content, name) for name in End.__slots__}
         else:
             header["padding"] = padding
             header["tree"], self._leaves = flatten(content)
@@ -222,13 +234,15 @@ def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAU
     padding = 0
     if "failure" in header:
         content: Any = _read_failure(header["failure"])
+    elif "end" in header:
+        content = _read_end(header["end"])
     elif "tree" in header:
         content = unflatten(header["tree"], segments.take)
         padding = header.get("padding", 0)
         if type(padding) is not int or padding < 0:
             raise ProtocolError(f"the padding of a frame must be a whole number from 0 on, was {short(padding)}")
     else:
-        raise ProtocolError("the header of a frame has neither a tree nor a failure")
+        raise ProtocolError("the header of a frame has neither a tree nor a failure nor an end")
     segments.finish(values)
     return Frame(address, content, padding, size)
 
@@ -316,6 +330,13 @@ def _read_failure(fields: object) -> Failure:
         }:
             return Failure(type_name, message, traceback, [i for i in indices if isinstance(i, int)], worker)
     raise ProtocolError(f"a failure frame lacks some of {', '.join(Failure.__slots__)}")
+
+
+def _read_end(fields: object) -> End:
+    match fields:
+        case {"samples": int(samples), "replica": bool(replica)}:
+            return End(samples, replica)
+    raise ProtocolError(f"an end frame lacks some of {', '.join(End.__slots__)}")
 
 
 def _aligned(offset: int) -> int:

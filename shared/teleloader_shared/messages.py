@@ -23,7 +23,12 @@ LOADERS_PATH: Final = "/v1/loaders"
 
 def batches_path(key: str, epoch: int) -> str:
     """Where the batches of an epoch are; ``/{k}`` after it is one of them."""
-    return f"{LOADERS_PATH}/{key}/epochs/{epoch}/batches"
+    return f"{loader_path(key)}/epochs/{epoch}/batches"
+
+
+def loader_path(key: str) -> str:
+    """Where a loader is; ``DELETE`` ends its session."""
+    return f"{LOADERS_PATH}/{key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +37,24 @@ class DatasetInfo:
 
     name: str
     kind: Literal["map", "iterable"]
+    type: str
+    """Name of its class."""
     length: int | None
-    """Number of samples; None for an iterable-style dataset without ``__len__``."""
+    """Number of samples; None when it has no ``__len__``."""
     version: str
     """What its owner calls this state of the data, "" when nothing was stated."""
     fingerprint: str
     """Digest of name, kind, length, version and of how it is collated and seeded."""
     collate: str
     """The collate function, ``default`` or ``module:function``."""
+    worker_init: str | None
+    """The worker-init function, ``module:function``; None when there is none."""
+    functions: list[str]
+    """The collate and worker-init functions, ``module:function``, that a client may choose."""
     seeding: Literal["batch", "sample"]
     """Whether random numbers are seeded anew for each batch or for each sample."""
+    cpus: int
+    """How many CPUs the server may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +63,14 @@ class Registration:
 
     key: str
     """Name of the loader in the paths of its batches; the same for the same spec, on every server."""
-    batches: int
-    """Batches in an epoch."""
-    length: int
-    """Samples in the dataset."""
+    batches: int | None
+    """Batches in an epoch; None when that shows only at its end."""
+    length: int | None
+    """Samples in the dataset; None when it has no ``__len__``."""
     fingerprint: str
     """The dataset's fingerprint."""
     num_workers: int
-    """Worker processes of this server, 0 when it loads in its own process."""
+    """Worker processes that serve this loader, 0 when the server loads in its own process."""
     max_batch_bytes: int
     """The largest frame that the server sends."""
     protocol: int = PROTOCOL_VERSION

@@ -12,15 +12,18 @@ from teleloader_shared.errors import InvalidSpec
 
 Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
+Order = Literal["plan", "client"]
 
 MAX_BATCH_SIZE: Final = 2**20
 MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
+MAX_OWN_WORKERS: Final = 1024
+MAX_NAME: Final = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSpec:
-    """All that decides the batches of a loader, apart from the epoch.
+    """All that decides the batches of a loader, apart from the epoch (and from index lists that its client sends).
 
     Raises:
         InvalidSpec: At construction, naming the field, its value and what it may be.
@@ -36,6 +39,8 @@ class LoaderSpec:
     """Whether each epoch has an order of its own, drawn from (seed, epoch)."""
     drop_last: bool = False
     """Whether an incomplete last batch is left out."""
+    order: Order = "plan"
+    """Who says what a batch holds: the plan, or the client, which sends an index list with each ask."""
     seed: int = 0
     """In [0, 2**64). Decides the order and the randomness of augmentation."""
     rank: int = 0
@@ -52,6 +57,17 @@ class LoaderSpec:
     """Whether each frame carries a checksum of its content."""
     compression: Compression | None = None
     """How the workers compress arrays before they travel."""
+    collate: str | None = None
+    """Which of the dataset's collate functions makes the batches; None is its usual one."""
+    worker_init: str | None = None
+    """Which of the dataset's worker-init functions is called in workers of its own; None is its usual one."""
+    session: str | None = None
+    """Names the one iteration that these batches are for; None when all who ask for the same may share them.
+
+    What is not a function of the spec needs one: a client's own order, and the position of an iterable-style dataset.
+    """
+    num_workers: int = 0
+    """Workers of its own that a session asks for; each iterates over a shard of an iterable-style dataset."""
 
     def __post_init__(self) -> None:
         """Refuse what no loader can be."""
@@ -69,6 +85,12 @@ class LoaderSpec:
                 raise InvalidSpec(f"{name} must be true or false, was {getattr(self, name)!r}")
         if self.batch_size is None and self.drop_last:
             raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
+        _choice("order", self.order, get_args(Order))
+        _whole("num_workers", self.num_workers, 0, MAX_OWN_WORKERS)
+        for name in ("collate", "worker_init", "session"):
+            _name(name, getattr(self, name))
+        if self.session is None and (self.order == "client" or self.num_workers):
+            raise InvalidSpec("an order of the client's own and workers of its own need a session, which was null")
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
 
@@ -103,6 +125,11 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {value!r}")
+
+
+def _name(field: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
+        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, was {value!r:.80}")
 
 
 def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

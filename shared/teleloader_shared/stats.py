@@ -37,6 +37,8 @@ class WorkerStats:
     """Number of the place, from 0; what user code sees as the worker's id."""
     pid: int | None
     """The process, None while it is being replaced."""
+    loader: str | None
+    """Key of the loader whose own it is; None for those that all share."""
     state: Literal["starting", "idle", "busy"]
     batches: int
     """Batches that this place has finished."""

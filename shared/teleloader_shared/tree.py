@@ -3,15 +3,25 @@
 `flatten` takes a batch apart into a description made of msgpack's own types and the list of its arrays, in the order
 in which they stand in the tree; `unflatten` is its inverse. The description of each kind of node is in
 docs/protocol.md ("The tree").
+
+Namedtuples and dataclasses go by the names of their class. A reader that has the class at hand makes an instance of it,
+and never imports it, calls it, or runs any other code of it: whoever writes frames must not be able to choose what runs
+here. So classes are looked at through dicts, and instances are made without their constructors.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from abc import ABCMeta
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterable
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass, make_dataclass
+from functools import cached_property, lru_cache
+from inspect import getattr_static
+from keyword import iskeyword
 from reprlib import repr as short
+from types import MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -72,6 +82,10 @@ class ArrayLeaf(NamedTuple):
         out[...] = self.array
 
 
+MakeLeaf = Callable[[str, tuple[int, ...], str], Any]
+"""What a reader calls for each array: (dtype name, shape, kind) -> the leaf that the user sees."""
+
+
 def flatten(batch: object) -> tuple[Any, list[Leaf]]:
     """The description of `batch` and its leaves.
 
@@ -79,40 +93,104 @@ def flatten(batch: object) -> tuple[Any, list[Leaf]]:
         EncodeError: When something in the batch cannot travel; the message has its path.
     """
     leaves: list[Leaf] = []
-    return _describe(batch, "batch", leaves, 0), leaves
+    return _Describer(leaves).describe(batch, "batch", 0), leaves
 
 
-def unflatten(node: object, make_leaf: Callable[[str, tuple[int, ...], str], Any]) -> Any:
-    """The batch that `node` describes; `make_leaf(dtype name, shape, kind)` is called for its arrays in order.
+def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
+    """The batch that `node` describes; `make_leaf` is called for its arrays in order.
 
     Raises:
         ProtocolError: When `node` is no description of a batch.
     """
-    return _build(node, make_leaf, 0)
+    return _Builder(make_leaf).build(node, 0)
 
 
 # -- from a batch to its description
 
+_AS_THEY_ARE: Final = (bool, float, str, bytes)
+_DICTS: Final[dict[type, str]] = {
+    dict: "dict",
+    OrderedDict: "ordereddict",
+    defaultdict: "defaultdict",
+    Counter: "counter",
+}
+_KEYS: Final = (str, bytes, int, float, complex, np.generic, type(None))
+_BUILTINS: Final = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, deque)
+"""Types whose subclasses are more than they are, and are not known here."""
 
-def _describe(value: Any, path: str, leaves: list[Leaf], depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise EncodeError(f"{path[:80]}... is nested more than {MAX_DEPTH} deep, or holds itself")
-    exact = type(value)
-    if value is None or exact in (bool, float, str, bytes):
-        return value
-    if exact is np.str_ or exact is np.bytes_:
-        return value.item()
-    if exact is int:
-        return value if -(2**63) <= value < 2**64 else {"int": _digits(value, path)}
-    if exact is list:
-        return [_describe(item, f"{path}[{i}]", leaves, depth + 1) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        items = [_describe(item, f"{path}[{i}]", leaves, depth + 1) for i, item in enumerate(value)]
-        names = getattr(value, "_fields", None)
-        return {"tuple": items} if names is None else {"namedtuple": [exact.__name__, list(names), items]}
-    if exact is dict or exact is OrderedDict:
-        return {exact.__name__.lower(): _describe_items(value, path, leaves, depth)}
-    return _describe_leaf(value, path, leaves)
+
+class _Describer:
+    """Walks one batch, collecting its leaves."""
+
+    def __init__(self, leaves: list[Leaf]) -> None:
+        self._leaves = leaves
+
+    def describe(self, value: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise EncodeError(f"{path[:80]}... is nested more than {MAX_DEPTH} deep, or holds itself")
+        exact = type(value)
+        if value is None or exact in _AS_THEY_ARE:
+            return value
+        if exact in (int, complex, range):
+            return _describe_numbers(value, path)
+        if exact is np.str_ or exact is np.bytes_:
+            return value.item()
+        if exact is list:
+            return self._items(value, path, depth)
+        if exact in _DICTS:
+            return {_DICTS[exact]: self._pairs(value, path, depth)}
+        if exact is set or exact is frozenset:
+            return {exact.__name__: [self._key(item, f"an element of {path}", depth) for item in value]}
+        if exact is deque:
+            return {"deque": [value.maxlen, self._items(value, path, depth)]}
+        if exact is tuple or _is_nameless_tuple(exact):
+            return {"tuple": self._items(value, path, depth)}
+        return self._leaf_or_record(value, path, depth)
+
+    def _leaf_or_record(self, value: Any, path: str, depth: int) -> Any:
+        leaf = _leaf(value, path)
+        if leaf is not None:
+            self._leaves.append(leaf)
+            return {"array": [leaf.dtype_name, list(leaf.shape), leaf.kind]}
+        if _is_namedtuple(value):
+            return {"namedtuple": self._record(value, value._fields, value, path, depth)}
+        if is_dataclass(value) and not isinstance(value, (type, *_BUILTINS)):
+            names = tuple(field.name for field in dataclass_fields(value))
+            return {"dataclass": self._record(value, names, _field_values(value, names, path), path, depth)}
+        raise EncodeError(
+            f"{path} is a {_type_name(value)}, which cannot travel: a batch may hold arrays, tensors, numbers, str, "
+            "bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques and ranges. Convert it in the "
+            f"dataset or the collate function{_hint(value)}"
+        )
+
+    def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Any]:
+        return [self.describe(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
+
+    def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
+        return [
+            [self._key(key, f"a key of {path}", depth), self.describe(item, f"{path}[{key!r}]", depth + 1)]
+            for key, item in value.items()
+        ]
+
+    def _key(self, key: Any, path: str, depth: int) -> Any:
+        _check_key(key, path)
+        return self.describe(key, path, depth + 1)
+
+    def _record(self, value: Any, names: tuple[str, ...], items: Iterable[Any], path: str, depth: int) -> list[Any]:
+        exact = type(value)
+        _check_attributes(value, names, path)
+        if not all(map(_is_name, (_last_name(exact.__qualname__), *names))):
+            raise EncodeError(f"{path} is a {_type_name(value)}; its name and its fields' must be plain identifiers")
+        nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
+        return [str(exact.__module__), exact.__qualname__, list(names), nodes]
+
+
+def _describe_numbers(value: Any, path: str) -> Any:
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, range):
+        return {"range": [_describe_numbers(number, path) for number in (value.start, value.stop, value.step)]}
+    return value if -(2**63) <= value < 2**64 else {"int": _digits(value, path)}
 
 
 def _digits(value: int, path: str) -> str:
@@ -125,29 +203,70 @@ def _digits(value: int, path: str) -> str:
     return digits
 
 
-def _describe_items(value: dict[Any, Any], path: str, leaves: list[Leaf], depth: int) -> list[list[Any]]:
-    pairs = []
-    for key, item in value.items():
-        if not isinstance(key, str | bytes | int | float | tuple | None):
-            raise EncodeError(f"a key of {path} is a {_type_name(key)}, and only str, bytes, numbers and tuples travel")
-        pairs.append(
-            [
-                _describe(key, f"a key of {path}", leaves, depth + 1),
-                _describe(item, f"{path}[{key!r}]", leaves, depth + 1),
-            ]
+def _is_nameless_tuple(exact: type) -> bool:
+    """Whether it is torch.Size or one of the tuples that C functions return, such as torch.return_types.max."""
+    torch = sys.modules.get("torch")
+    return issubclass(exact, tuple) and (
+        hasattr(exact, "n_sequence_fields") or (torch is not None and exact is torch.Size)
+    )
+
+
+def _is_namedtuple(value: Any) -> bool:
+    fields = getattr(value, "_fields", None)
+    return isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value)
+
+
+def _check_key(key: Any, path: str) -> None:
+    """A reader hashes nothing of which the hash could be code of a class that the frame names."""
+    if isinstance(key, tuple | frozenset):
+        for item in key:
+            _check_key(item, path)
+    elif not isinstance(key, _KEYS):
+        raise EncodeError(
+            f"{path} is a {_type_name(key)}, and only None, str, bytes, numbers, and tuples and frozensets of these "
+            "travel as keys or elements of sets"
         )
-    return pairs
 
 
-def _describe_leaf(value: Any, path: str, leaves: list[Leaf]) -> Any:
-    if isinstance(value, complex) and not isinstance(value, np.generic):
-        return {"complex": [value.real, value.imag]}
-    leaf = _leaf(value, path)
-    leaves.append(leaf)
-    return {"array": [leaf.dtype_name, list(leaf.shape), leaf.kind]}
+def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
+    try:
+        return [getattr(value, name) for name in names]
+    except AttributeError as error:
+        raise EncodeError(f"{path} is a {_type_name(value)} of which a field is not set: {error}") from None
 
 
-def _leaf(value: Any, path: str) -> Leaf:
+def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
+    """What else an instance holds would be lost silently; cached properties will be computed again."""
+    for name in getattr(value, "__dict__", ()):
+        computed = isinstance(getattr_static(type(value), name, None), cached_property)
+        # typing itself leaves __orig_class__ behind
+        if name not in names and not computed and not _is_dunder(name):
+            raise EncodeError(
+                f"{path} is a {_type_name(value)} with an attribute {name!r} that is none of its fields, and only "
+                "fields travel. Make it one, or leave it away in the collate function"
+            )
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_name(name: object) -> bool:
+    """Whether a class or a field may have that name: one that Python can have, and gives no meaning to."""
+    return type(name) is str and name.isidentifier() and not iskeyword(name) and not _is_dunder(name)
+
+
+def _last_name(qualname: str) -> str:
+    return qualname.rpartition(".")[2]
+
+
+def _hint(value: object) -> str:
+    """How to make something that travels out of a subclass of it."""
+    base = next((base for base in _BUILTINS if isinstance(value, base)), None)
+    return "" if base is None else f", for instance with {base.__name__}(...)"
+
+
+def _leaf(value: Any, path: str) -> Leaf | None:
     if isinstance(value, np.ndarray):
         return _array_leaf(value, "tensor" if isinstance(value, Tensor) else "ndarray", path)
     if isinstance(value, np.generic):
@@ -160,10 +279,7 @@ def _leaf(value: Any, path: str) -> Leaf:
         if leaf.dtype_name not in dtypes.NAMES:
             raise EncodeError(_no_dtype(path, "an array", leaf.dtype_name))
         return leaf
-    raise EncodeError(
-        f"{path} is a {_type_name(value)}, which cannot travel: a batch may hold arrays, tensors, numbers, str, bytes, "
-        "None, lists, tuples, namedtuples and dicts. Convert it in the dataset or the collate function"
-    )
+    return None
 
 
 def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf:
@@ -176,7 +292,7 @@ def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf:
 
 
 def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         raise EncodeError(
             f"{path} is a tensor on {tensor.device} with layout {tensor.layout}; only dense tensors in main memory "
             "travel. Leave the copy to the device to the client: pin_memory=True makes it fast"
@@ -202,25 +318,73 @@ def _type_name(value: object) -> str:
 # -- from a description to the batch
 
 
-def _build(node: Any, make_leaf: Callable[[str, tuple[int, ...], str], Any], depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise ProtocolError(f"the tree of a frame is nested more than {MAX_DEPTH} deep")
-    exact = type(node)
-    if exact is dict:
-        if len(node) != 1:
-            raise ProtocolError(f"a node of a frame's tree must have one entry, has {len(node)}")
-        ((kind, content),) = node.items()
-        if kind == "array":
-            return _build_leaf(content, make_leaf)
-        return _build_tagged(kind, content, lambda child: _build(child, make_leaf, depth + 1))
-    if exact is list:
-        return [_build(child, make_leaf, depth + 1) for child in node]
-    if node is None or exact in (str, bytes, int, float, bool):
-        return node
-    raise ProtocolError(f"a node of a frame's tree cannot be read: {short(node)}")
+class _Builder:
+    """Walks one description. `hashed`: what it builds is for the keys of a dict or the elements of a set."""
+
+    def __init__(self, make_leaf: MakeLeaf, *, hashed: bool = False) -> None:
+        self._make_leaf = make_leaf
+        self._hashed = hashed
+        self._keys = self if hashed else _Builder(make_leaf, hashed=True)
+
+    def build(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ProtocolError(f"the tree of a frame is nested more than {MAX_DEPTH} deep")
+        exact = type(node)
+        if exact is dict:
+            if len(node) != 1:
+                raise ProtocolError(f"a node of a frame's tree must have one entry, has {len(node)}")
+            ((kind, content),) = node.items()
+            return _build_leaf(content, self._make_leaf) if kind == "array" else self._tagged(kind, content, depth)
+        if exact is list:
+            return [self.build(child, depth + 1) for child in node]
+        if node is None or exact in (str, bytes, int, float, bool):
+            return node
+        raise ProtocolError(f"a node of a frame's tree cannot be read: {short(node)}")
+
+    def _tagged(self, kind: str, content: Any, depth: int) -> Any:
+        match kind, content:
+            case "tuple", list(nodes):
+                return tuple([self.build(node, depth + 1) for node in nodes])
+            case (("dict" | "ordereddict" | "defaultdict" | "counter"), list(pairs)):
+                return _DICT_OF[kind]([self._pair(pair, depth) for pair in pairs])
+            case (("set" | "frozenset"), list(nodes)):
+                return (set if kind == "set" else frozenset)([self._key(node, depth) for node in nodes])
+            case "deque", [maxlen, list(nodes)] if maxlen is None or _is_size(maxlen, len(nodes)):
+                return deque([self.build(node, depth + 1) for node in nodes], maxlen)
+            case "namedtuple", [str(module), str(name), list(fields), list(nodes)] if _are_names(name, fields, nodes):
+                items = [self.build(node, depth + 1) for node in nodes]
+                return tuple.__new__(_namedtuple_type(module, name, tuple(fields), hashed=self._hashed), items)
+            case "dataclass", [str(module), str(name), list(fields), list(nodes)] if (
+                _are_names(name, fields, nodes) and not self._hashed
+            ):
+                items = [self.build(node, depth + 1) for node in nodes]
+                return _instance(_dataclass_type(module, name, tuple(fields)), fields, items)
+        return _build_number(kind, content)
+
+    def _pair(self, pair: Any, depth: int) -> tuple[Any, Any]:
+        match pair:
+            case [key, value]:
+                return self._key(key, depth), self.build(value, depth + 1)
+        raise ProtocolError(f"an entry of a dict in a frame's tree must be [key, value], was {short(pair)}")
+
+    def _key(self, node: Any, depth: int) -> Any:
+        key = self._keys.build(node, depth + 1)
+        try:
+            hash(key)
+        except TypeError:
+            raise ProtocolError(f"a key in a frame's tree cannot be hashed: {short(node)}") from None
+        return key
 
 
-def _build_leaf(content: Any, make_leaf: Callable[[str, tuple[int, ...], str], Any]) -> Any:
+_DICT_OF: Final[dict[str, Callable[[list[tuple[Any, Any]]], Any]]] = {
+    "dict": dict,
+    "ordereddict": OrderedDict,
+    "defaultdict": lambda pairs: defaultdict(None, pairs),
+    "counter": lambda pairs: Counter(dict(pairs)),
+}
+
+
+def _build_leaf(content: Any, make_leaf: MakeLeaf) -> Any:
     match content:
         case [str(name), list(shape), ("tensor" | "ndarray" | "scalar") as kind] if _is_shape(shape):
             return make_leaf(name, tuple(shape), kind)
@@ -232,40 +396,90 @@ def _is_shape(sizes: list[Any]) -> bool:
     return len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in sizes)
 
 
-def _build_tagged(kind: str, content: Any, build: Callable[[Any], Any]) -> Any:
+def _is_size(size: Any, least: int) -> bool:
+    return type(size) is int and least <= size < 2**63
+
+
+def _are_names(qualname: str, fields: list[Any], nodes: list[Any]) -> bool:
+    return len(fields) == len(nodes) and all(map(_is_name, (_last_name(qualname), *fields)))
+
+
+def _build_number(kind: Any, content: Any) -> Any:
     match kind, content:
-        case "tuple", list(items):
-            return tuple(build(item) for item in items)
-        case (("dict" | "ordereddict"), list(pairs)):
-            return (dict if kind == "dict" else OrderedDict)(_build_pair(pair, build) for pair in pairs)
-        case "namedtuple", [str(name), list(fields), list(items)] if len(fields) == len(items) and all(
-            type(field) is str for field in fields
-        ):
-            return _namedtuple_type(name, tuple(fields))(*(build(item) for item in items))
         case "complex", [float(real), float(imaginary)]:
             return complex(real, imaginary)
         case "int", str(digits) if (
             len(digits.removeprefix("-")) <= MAX_DIGITS and digits.isascii() and digits.removeprefix("-").isdecimal()
         ):
             return int(digits)
+        case "range", [start, stop, step]:
+            return _build_range([_build_whole_number(node) for node in (start, stop, step)])
     raise ProtocolError(f"a node {kind!r:.80} of a frame's tree cannot be read: {short(content)}")
 
 
-def _build_pair(pair: Any, build: Callable[[Any], Any]) -> tuple[Any, Any]:
-    match pair:
-        case [key, value]:
-            built = build(key)
-            try:
-                hash(built)
-            except TypeError:
-                raise ProtocolError(f"a key in a frame's tree cannot be hashed: {short(built)}") from None
-            return built, build(value)
-    raise ProtocolError(f"an entry of a dict in a frame's tree must be [key, value], was {short(pair)}")
+def _build_whole_number(node: Any) -> int:
+    match node:
+        case {"int": _, **rest} if not rest:
+            return int(_build_number("int", node["int"]))
+    if type(node) is not int:
+        raise ProtocolError(f"a range in a frame's tree must be of whole numbers, was of {short(node)}")
+    return node
+
+
+def _build_range(numbers: list[int]) -> range:
+    if numbers[2] == 0:
+        raise ProtocolError("a range in a frame's tree has the step 0")
+    return range(*numbers)
+
+
+# -- classes that frames name
+
+
+_class_dict: Final = type.__dict__["__dict__"].__get__
+"""A class's own attributes, past whatever its metaclass makes of `__dict__`."""
+
+
+def _find_class(module: str, qualname: str) -> type | None:
+    """The class of that name, if its module is loaded already, in plain steps through dicts."""
+    holder = sys.modules.get(module)
+    # subclasses of ModuleType may load themselves at a touch
+    if type(holder) is not ModuleType:
+        return None
+    first, *rest = qualname.split(".")
+    found = holder.__dict__.get(first)
+    for name in rest:
+        if not issubclass(type(found), type):
+            return None
+        found = _class_dict(found).get(name)
+    # the metaclass of any other class may have code that runs when the class is looked at
+    return found if type(found) in (type, ABCMeta) else None
+
+
+def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
+    found = _find_class(module, qualname)
+    if found is not None and _is_namedtuple_type(found, fields, hashed=hashed):
+        return found
+    return _make_namedtuple(_last_name(qualname), fields)
 
 
 @lru_cache(maxsize=256)
-def _namedtuple_type(name: str, fields: Sequence[str]) -> Callable[..., Any]:
-    """A namedtuple type of that name; the trainer's own class is not looked for, as nothing is imported here."""
+def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -> bool:
+    """Whether a tuple can be made an instance without running code of the class, now or when it is hashed."""
+    declared = getattr_static(found, "_fields", None)
+    inherited = ("__hash__", "__eq__") if hashed else ()
+    return (
+        issubclass(found, tuple)
+        and type(declared) is tuple
+        and all(type(field) is str for field in declared)
+        and declared == fields
+        and not _has_finalizer(found)
+        and all(getattr_static(found, name) is getattr_static(tuple, name) for name in inherited)
+    )
+
+
+@lru_cache(maxsize=256)
+def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    """A namedtuple type of that name, whose module is not the one that a frame names: pickle would import that."""
     try:
         # rename=True made fields such as _0 in the first place; here it may change nothing
         made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
@@ -274,3 +488,55 @@ def _namedtuple_type(name: str, fields: Sequence[str]) -> Callable[..., Any]:
     if made._fields != fields:
         raise ProtocolError(f"{name!r:.80} with fields {short(fields)} cannot be a namedtuple")
     return made
+
+
+def _dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
+    found = _find_class(module, qualname)
+    if found is not None and _is_dataclass_type(found, fields):
+        return found
+    return _make_dataclass(_last_name(qualname), fields)
+
+
+@lru_cache(maxsize=256)
+def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
+    """Whether an instance can be made, and its fields set, without running code of the class."""
+    if type(getattr_static(found, "__dataclass_fields__", None)) is not dict or _has_finalizer(found):
+        return False
+    if tuple(field.name for field in dataclass_fields(found)) != fields:
+        return False
+    if not all(_can_be_set(found, field) for field in fields):
+        return False
+    try:
+        _instance(found, fields, [None] * len(fields))
+    except (TypeError, AttributeError):  # an abstract class, one with a base in C, slots that do not hold the fields
+        return False
+    return True
+
+
+def _can_be_set(found: type, field: str) -> bool:
+    """Whether setting the attribute runs no code: it is no attribute of the class, a default value, or a slot."""
+    attribute = getattr_static(found, field, None)
+    return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
+
+
+@lru_cache(maxsize=256)
+def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
+    """A dataclass of that name, whose module is not the one that a frame names: pickle would import that."""
+    try:
+        made: type = make_dataclass(name, fields)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ProtocolError(f"{name!r:.80} with fields {short(fields)} cannot be a dataclass: {error}") from None
+    return made
+
+
+def _instance(kind: type, fields: Iterable[str], values: Iterable[Any]) -> Any:
+    """An instance of a dataclass, frozen or not, without its constructor."""
+    made: Any = object.__new__(kind)
+    for field, value in zip(fields, values, strict=True):
+        object.__setattr__(made, field, value)
+    return made
+
+
+def _has_finalizer(found: type) -> bool:
+    """Whether code of the class runs when an instance goes away."""
+    return getattr_static(found, "__del__", None) is not None

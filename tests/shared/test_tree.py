@@ -7,9 +7,14 @@ import enum
 import json
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
-from typing import Any
+import time
+import types
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import ml_dtypes
 import msgpack
@@ -23,9 +28,16 @@ from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
 from teleloader_shared.tree import MAX_DEPTH, Tensor, flatten, unflatten
 from tests.conftest import need
-from tests.shared.trees import Columns, Nothing, Point, assert_same, keep, plain_trees, trees
+from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, assert_same, keep, plain_trees, trees
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
+
+
+KINDS = (
+    *("tuple", "namedtuple", "dataclass", "dict", "ordereddict", "defaultdict", "counter", "set", "frozenset", "deque"),
+    *("complex", "int", "range"),
+)
+"""All kinds of node but that of arrays."""
 
 
 def no_leaf(name: str, shape: tuple[int, ...], kind: str) -> Any:
@@ -63,9 +75,21 @@ def described(batch: object) -> Any:
         ({"b": 1, "a": [2]}, {"dict": [["b", 1], ["a", [2]]]}),
         ({1: 0, None: 0, (1, b"k"): 0}, {"dict": [[1, 0], [None, 0], [{"tuple": [1, b"k"]}, 0]]}),
         (OrderedDict(z=1), {"ordereddict": [["z", 1]]}),
-        (Point(1, y=None), {"namedtuple": ["Point", ["x", "y"], [1, None]]}),
-        (Nothing(), {"namedtuple": ["Nothing", [], []]}),
-        (Columns(1, 2), {"namedtuple": ["Columns", ["_0", "id"], [1, 2]]}),
+        (defaultdict(None, {"a": 1}), {"defaultdict": [["a", 1]]}),
+        (Counter({"a": 2, 1: -1}), {"counter": [["a", 2], [1, -1]]}),
+        ({2}, {"set": [2]}),
+        (set(), {"set": []}),
+        (frozenset([(1, "a")]), {"frozenset": [{"tuple": [1, "a"]}]}),
+        ({frozenset([1]): 0, 1j: 1}, {"dict": [[{"frozenset": [1]}, 0], [{"complex": [0.0, 1.0]}, 1]]}),
+        (range(1, 9, 2), {"range": [1, 9, 2]}),
+        (range(2**64, 0, -1), {"range": [{"int": "18446744073709551616"}, 0, -1]}),
+        (deque([1, [2]]), {"deque": [None, [1, [2]]]}),
+        (deque([1], 3), {"deque": [3, [1]]}),
+        (Point(1, y=None), {"namedtuple": ["tests.shared.trees", "Point", ["x", "y"], [1, None]]}),
+        (Nothing(), {"namedtuple": ["tests.shared.trees", "Nothing", [], []]}),
+        (Columns(1, 2), {"namedtuple": ["tests.shared.trees", "Columns", ["_0", "id"], [1, 2]]}),
+        (Box(1, [2]), {"dataclass": ["tests.shared.trees", "Box", ["low", "high"], [1, [2]]]}),
+        (Frozen("a"), {"dataclass": ["tests.shared.trees", "Frozen", ["name", "size"], ["a", 0]]}),
         ({"array": 1}, {"dict": [["array", 1]]}),
     ],
     ids=repr,
@@ -146,7 +170,7 @@ def test_a_description_is_made_of_msgpacks_own_types(batch: Any) -> None:
         assert type(node) in (dict, list, str, bytes, int, float, bool, type(None))
         if isinstance(node, dict):
             ((kind, content),) = node.items()
-            assert kind in ("tuple", "dict", "ordereddict", "namedtuple", "complex", "int")
+            assert kind in KINDS
             walk(content)
         for item in node if isinstance(node, list) else ():
             walk(item)
@@ -207,20 +231,27 @@ class Colour(enum.IntEnum):
     ("batch", "sentence"),
     [
         (object(), "batch is a object, which cannot travel"),
-        ({"meta": [0, 1, {2}]}, "batch['meta'][2] is a set, which cannot travel"),
+        ({"meta": [0, 1, object]}, "batch['meta'][2] is a type, which cannot travel"),
         ({"meta": (0, Colour.RED)}, "batch['meta'][1] is a tests.shared.test_tree.Colour, which cannot travel"),
-        ([defaultdict(list)], "batch[0] is a collections.defaultdict, which cannot travel"),
-        ({4: {b"k": range(3)}}, "batch[4][b'k'] is a range, which cannot travel"),
-        (Point(1, lambda: 0), "batch[1] is a function, which cannot travel"),
+        ([types.MappingProxyType({})], "batch[0] is a mappingproxy, which cannot travel"),
+        ({4: {b"k": iter(())}}, "batch[4][b'k'] is a tuple_iterator, which cannot travel"),
+        (Point(1, lambda: 0), "batch.y is a function, which cannot travel"),
+        ([Box({"k": Point(object(), 0)})], "batch[0].low['k'].x is a object, which cannot travel"),
+        (Frozen(object), "batch.name is a type, which cannot travel"),
+        (deque([0, object]), "batch[1] is a type, which cannot travel"),
+        (Box, "batch is a type, which cannot travel"),
+        ([type("a b", (Box,), {"__module__": "m"})(1)], "batch[0] is a m.a b; its name and its fields' must be plain"),
         ([np.array(["a"])], "batch[0] is an array of dtype <U1, which cannot travel"),
         ([np.array([None])], "batch[0] is an array of dtype object, which cannot travel"),
         ({"t": np.array([0], "M8[s]")}, "batch['t'] is an array of dtype datetime64[s], which cannot travel"),
         ({"t": np.zeros(1, [("a", "i4")])}, "batch['t'] is an array of dtype [('a', '<i4')], which cannot travel"),
         ({"t": np.zeros(1, ml_dtypes.int4)}, "batch['t'] is an array of dtype int4, which cannot travel"),
         ({"a": {Colour.RED: 1}}, "a key of batch['a'] is a tests.shared.test_tree.Colour, which cannot travel"),
-        ({"a": {1j: 1}}, "a key of batch['a'] is a complex, and only str, bytes, numbers and tuples travel"),
-        ({"a": {frozenset(): 1}}, "a key of batch['a'] is a frozenset, and only str, bytes, numbers and tuples"),
-        ({"a": {(1, object): 1}}, "a key of batch['a'][1] is a type, which cannot travel"),
+        ({"a": {object: 1}}, "a key of batch['a'] is a type, and only None, str, bytes, numbers, and tuples and"),
+        ({"a": {(1, range(1)): 1}}, "a key of batch['a'] is a range, and only None, str, bytes, numbers, and tuples"),
+        ({"a": {(1, object)}}, "an element of batch['a'] is a type, and only None, str, bytes, numbers, and tuples"),
+        ([{Frozen(1)}], "an element of batch[0] is a tests.shared.trees.Frozen, and only None, str, bytes, numbers"),
+        ([{Colour.RED}], "an element of batch[0] is a tests.shared.test_tree.Colour, which cannot travel"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -234,25 +265,90 @@ def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: st
 
 def test_what_cannot_travel_is_told_what_can() -> None:
     """The error says what to do."""
-    with pytest.raises(EncodeError, match="Convert it in the dataset or the collate function"):
+    with pytest.raises(EncodeError, match=r"Convert it in the dataset or the collate function$"):
         flatten({"a": object()})
     with pytest.raises(EncodeError, match=r"bool, int8, .* float8_e5m2fnuz can"):
         flatten(np.array(["a"]))
+
+
+def subclass(base: type) -> type:
+    """A class of somebody's own that is more than its base."""
+    return type("Own", (base,), {})
+
+
+@pytest.mark.parametrize(
+    "base",
+    [str, bytes, int, float, complex, list, tuple, dict, OrderedDict, defaultdict, Counter, set, frozenset, deque],
+)
+def test_a_subclass_that_would_arrive_as_less_is_refused(base: type) -> None:
+    """It never becomes its base silently; the error says how to make it so."""
+    builtin = dict if issubclass(base, dict) else base
+    with pytest.raises(EncodeError, match=rf"^batch\[0\] is a .*Own, which .*, for instance with {builtin.__name__}\("):
+        flatten([subclass(base)()])
+
+
+def test_a_dataclass_that_is_also_a_builtin_container_is_refused() -> None:
+    """What it holds as a dict or a list is no field."""
+    mapping: Any = make_dataclass("Output", [("loss", Any, 0)], bases=(OrderedDict,))
+    with pytest.raises(EncodeError, match=r"^batch is a .*Output, which cannot travel.*, for instance with dict\("):
+        flatten(mapping())
+
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Generously(Generic[Item]):
+    """A dataclass whose instances may hold more than its fields."""
+
+    item: Item
+
+    @cached_property
+    def twice(self) -> list[Item]:
+        """Computed when it is asked for."""
+        return [self.item] * 2
+
+
+def test_what_an_instance_holds_besides_its_fields_is_not_lost_silently() -> None:
+    """An attribute that is no field is an error; what is computed from fields, or left there by typing, is not."""
+    box = Generously[int](1)
+    assert box.twice == [1, 1]
+    assert_same(unflatten(described(box), no_leaf), box)
+    box.extra = 1  # type: ignore[attr-defined]
+    with pytest.raises(EncodeError, match=r"^batch\[0\] is a .*Generously with an attribute 'extra' that is none"):
+        flatten([box])
+
+
+def test_a_field_that_is_not_set_is_an_error_with_its_path() -> None:
+    """A dataclass may leave fields without a value; then it cannot travel."""
+    box = Box(1)
+    del box.low
+    with pytest.raises(
+        EncodeError, match=r"^batch\['b'\] is a tests.shared.trees.Box of which a field is not set: .*low"
+    ):
+        flatten({"b": box})
 
 
 def nested(depth: int, kind: str) -> Any:
     """A value inside `depth` containers of a kind."""
     batch: Any = 0
     for _ in range(depth):
-        batch = {"list": [batch], "tuple": (batch,), "dict": {"k": batch}, "namedtuple": Point(0, batch)}[kind]
+        batch = {
+            "list": [batch],
+            "tuple": (batch,),
+            "dict": {"k": batch},
+            "namedtuple": Point(0, batch),
+            "dataclass": Box(0, batch),
+            "deque": deque([batch]),
+        }[kind]
     return batch
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "namedtuple"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "namedtuple", "dataclass", "deque"])
 def test_containers_may_be_nested_so_deep_and_no_deeper(kind: str) -> None:
     """128 containers inside each other travel, on both sides and through msgpack; 129 are refused on both sides."""
     assert_same(unflatten(described(nested(MAX_DEPTH, kind)), no_leaf), nested(MAX_DEPTH, kind))
-    with pytest.raises(EncodeError, match=r"batch[\['k10\]]*\.\.\. is nested more than 128 deep, or holds itself"):
+    with pytest.raises(EncodeError, match=r"batch[\['khigy10.\]]*\.\.\. is nested more than 128 deep, or holds itself"):
         flatten(nested(MAX_DEPTH + 1, kind))
     node: Any = 0
     for _ in range(MAX_DEPTH + 1):
@@ -260,7 +356,9 @@ def test_containers_may_be_nested_so_deep_and_no_deeper(kind: str) -> None:
             "list": [node],
             "tuple": {"tuple": [node]},
             "dict": {"dict": [["k", node]]},
-            "namedtuple": {"namedtuple": ["Point", ["x", "y"], [0, node]]},
+            "namedtuple": {"namedtuple": ["m", "Point", ["x", "y"], [0, node]]},
+            "dataclass": {"dataclass": ["m", "Box", ["low", "high"], [0, node]]},
+            "deque": {"deque": [None, [node]]},
         }[kind]
     with pytest.raises(ProtocolError, match="nested more than 128 deep"):
         unflatten(node, no_leaf)
@@ -291,7 +389,26 @@ def test_a_whole_number_may_have_4300_digits(sign: int) -> None:
     [
         {},
         {"tuple": [], "dict": []},
-        {"set": []},
+        {"bag": []},
+        {"set": {}},
+        {"set": [[]]},
+        {"set": [{"set": []}]},
+        {"set": [{"deque": [None, []]}]},
+        {"set": [{"dataclass": ["tests.shared.trees", "Frozen", ["name", "size"], [1, 2]]}]},
+        {"frozenset": [{"tuple": [[]]}]},
+        {"counter": ["a"]},
+        {"defaultdict": {"a": 1}},
+        {"deque": []},
+        {"deque": [1, [1, 2]]},
+        {"deque": [True, [1]]},
+        {"deque": [-1, []]},
+        {"deque": [2**63, []]},
+        {"range": [0, 1]},
+        {"range": [0, 1, 0]},
+        {"range": [0, 1.0, 1]},
+        {"range": [0, True, 1]},
+        {"range": [0, {"int": "x"}, 1]},
+        {"range": [0, {"int": "1", "x": 1}, 1]},
         {"": []},
         {b"tuple": []},
         {"tuple": None},
@@ -343,61 +460,305 @@ def test_a_description_that_is_none_is_refused(node: object) -> None:
         unflatten(node, no_leaf)
 
 
-@pytest.mark.parametrize(
-    ("name", "names", "items"),
-    [
-        ("A", ["x"], []),
-        ("A", ["x"], [1, 2]),
-        ("A", "x", [1]),
-        ("A", ["x"], {"x": 1}),
-        (1, ["x"], [1]),
-        ("A", [1], [1]),
-        ("A", [None], [1]),
-        ("A", [["x"]], [1]),
-        ("A", [{"tuple": []}], [1]),
-        ("A", [b"x"], [1]),
-        ("", ["x"], [1]),
-        ("a b", ["x"], [1]),
-        ("class", ["x"], [1]),
-        ("A", [""], [1]),
-        ("A", ["x y"], [1]),
-        ("A", ["x", "x"], [1, 2]),
-        ("A", ["lambda"], [1]),
-        ("A", ["x=print('forged')"], [1]),
-        ("A", ["__class__"], [1]),
-        ("A", ["_make"], [1]),
-        ("A", ["_1"], [1]),
-        # one identifier to Python's parser, which normalises names
-        ("A", ["ﬁ", "fi"], [1, 2]),
-    ],
-)
-def test_a_forged_namedtuple_is_refused(name: object, names: object, items: object) -> None:
+FORGED: list[tuple[object, object, object, object]] = [
+    ("m", "A", ["x"], []),
+    ("m", "A", ["x"], [1, 2]),
+    ("m", "A", "x", [1]),
+    ("m", "A", ["x"], {"x": 1}),
+    ("m", 1, ["x"], [1]),
+    (None, "A", ["x"], [1]),
+    (b"m", "A", ["x"], [1]),
+    ("m", "A", [1], [1]),
+    ("m", "A", [None], [1]),
+    ("m", "A", [["x"]], [1]),
+    ("m", "A", [{"tuple": []}], [1]),
+    ("m", "A", [b"x"], [1]),
+    ("m", "", ["x"], [1]),
+    ("m", "A.", ["x"], [1]),
+    ("m", "a b", ["x"], [1]),
+    ("m", "class", ["x"], [1]),
+    ("m", "A", [""], [1]),
+    ("m", "A", ["x y"], [1]),
+    ("m", "A", ["x", "x"], [1, 2]),
+    ("m", "A", ["lambda"], [1]),
+    ("m", "A", ["x=print('forged')"], [1]),
+    ("m", "A", ["__class__"], [1]),
+    ("m", "A", ["__dict__"], [{"dict": []}]),
+    # one identifier to Python's parser, which normalises names
+    ("m", "A", ["ﬁ", "fi"], [1, 2]),
+]
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
+@pytest.mark.parametrize(("module", "name", "names", "items"), FORGED)
+def test_a_forged_class_is_refused(kind: str, module: object, name: object, names: object, items: object) -> None:
     """Names that Python cannot have, or that could mean something, never reach a type."""
     with pytest.raises(ProtocolError):
-        unflatten({"namedtuple": [name, names, items]}, no_leaf)
+        unflatten({kind: [module, name, names, items]}, no_leaf)
 
 
-def test_a_namedtuple_gets_a_type_of_its_own_name_and_nothing_is_imported() -> None:
-    """Two equal nodes share one new type; the class of that name on the reading side is not looked for."""
-    node = described([Point(1, 2), Point(3, 4)])
-    one, two = unflatten(node, no_leaf)
+@pytest.mark.parametrize("names", [["_make"], ["_1"], ["_x"]])
+def test_a_namedtuple_cannot_have_fields_that_are_methods(names: list[str]) -> None:
+    """Names that begin with an underscore are its methods', but for those that rename=True makes."""
+    with pytest.raises(ProtocolError):
+        unflatten({"namedtuple": ["m", "A", names, [1]]}, no_leaf)
+
+
+# --- Classes ------------------------------------------------------------------------------------------------------
+
+
+class Outer:
+    """Classes inside a class, that have every reason not to be touched by a frame."""
+
+    class Place(NamedTuple):
+        """Found by its qualified name."""
+
+        x: Any
+
+    @dataclass
+    class Crate:
+        """Found by its qualified name."""
+
+        x: Any
+
+
+class Labelled(Point):
+    """A namedtuple with more to it: methods, and attributes of the class."""
+
+    unit = "m"
+
+    def __new__(cls, x: Any, y: Any) -> Labelled:  # noqa: D102
+        raise AssertionError("a constructor was run")
+
+    def norm(self) -> Any:
+        """A method."""
+        return abs(self.x) + abs(self.y)
+
+
+@dataclass
+class Careful:
+    """Code of it that runs would be noticed."""
+
+    x: Any
+    y: Any = field(default=5)
+    total: Any = field(init=False)
+    kinds: ClassVar[int] = 2
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Careful:  # noqa: D102
+        raise AssertionError("a constructor was run")
+
+    def __post_init__(self) -> None:
+        raise AssertionError("a constructor was run")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AssertionError("a setter was run")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Point(1, 2), Nothing(), Columns(1, 2), Outer.Place(1), Box(1), Frozen.of("a", 2), Outer.Crate(1), Generously(1)],
+    ids=repr,
+)
+def test_a_class_that_the_reader_has_is_used(value: Any) -> None:
+    """What was an instance of it is one again: isinstance and methods work, and == says that nothing changed."""
+    got = unflatten(described(value), no_leaf)
+    assert type(got) is type(value)
+    assert got == value
+
+
+def test_an_instance_is_made_without_running_code_of_its_class() -> None:
+    """Neither __new__, __init__, __post_init__ nor __setattr__ run; fields that no constructor takes are set."""
+    labelled = tuple.__new__(Labelled, (3, -4))
+    got = unflatten(described(labelled), no_leaf)
+    assert type(got) is Labelled
+    assert (got.norm(), got.unit) == (7, "m")
+    careful: Any = object.__new__(Careful)
+    careful.__dict__.update(x=1, y=2, total=3)
+    again = unflatten(described(careful), no_leaf)
+    assert type(again) is Careful
+    assert vars(again) == {"x": 1, "y": 2, "total": 3}
+
+
+class Hidden(type):
+    """A metaclass that notices when its class is looked at."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise AssertionError(f"{name} was looked at")
+
+
+class Proxy:
+    """An object that pretends to be a class, as lazy ones do, and notices it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was looked at")
+
+
+class Setter:
+    """A descriptor that notices when it is set."""
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise AssertionError("a descriptor was run")
+
+
+class LazyModule(types.ModuleType):
+    """A module that loads at a touch."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was looked at")
+
+
+def with_finalizer() -> type:
+    """A dataclass whose instances have a last word."""
+
+    def last_word(self: object) -> None:
+        raise AssertionError("a finalizer was run")
+
+    return make_dataclass("Thing", ["x", "y"], namespace={"__del__": last_word})
+
+
+def abstract() -> type:
+    """A dataclass without instances."""
+
+    @dataclass
+    class Thing(ABC):
+        x: Any
+        y: Any
+
+        @abstractmethod
+        def area(self) -> float:
+            """Missing."""
+
+    return Thing
+
+
+def with_setter() -> type:
+    """A dataclass of which a field is a descriptor."""
+    made = make_dataclass("Thing", ["x", "y"])
+    made.x = Setter()  # type: ignore[attr-defined]
+    return made
+
+
+def with_property() -> type:
+    """A dataclass of which a field is a property."""
+    made = make_dataclass("Thing", ["x", "y"])
+    made.y = property(lambda self: 0)  # type: ignore[attr-defined]
+    return made
+
+
+UNFIT: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "no class": lambda: Point(1, 2),
+    "another class": lambda: Outer,
+    "a function": lambda: with_finalizer,
+    "other fields": lambda: make_dataclass("Thing", ["x", "z"]),
+    "other order": lambda: make_dataclass("Thing", ["y", "x"]),
+    "fewer fields": lambda: make_dataclass("Thing", ["x"]),
+    "more fields": lambda: namedtuple("Thing", ["x", "y", "z"]),
+    "fields that are none": lambda: type("Thing", (tuple,), {"_fields": ["x", "y"]}),
+    "no tuple": lambda: type("Thing", (), {"_fields": ("x", "y")}),
+    "a metaclass of its own": lambda: Hidden("Thing", (tuple,), {"_fields": ("x", "y")}),
+    "a proxy": Proxy,
+    "a finalizer": with_finalizer,
+    "a namedtuple with a finalizer": lambda: type("Thing", (Point,), {"__del__": Setter.__set__}),
+    "an abstract class": abstract,
+    "a field that is set by code": with_setter,
+    "a field that is a property": with_property,
+    "a dict": lambda: make_dataclass("Thing", ["x", "y"], bases=(dict,)),
+}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module of the reader's that frames may name."""
+    made = types.ModuleType("readers_own")
+    monkeypatch.setitem(sys.modules, "readers_own", made)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
+@pytest.mark.parametrize("thing", UNFIT)
+def test_a_class_that_does_not_fit_is_left_alone(module: types.ModuleType, kind: str, thing: str) -> None:
+    """Other fields, or code that would run: then the reader makes a class of its own, with that name and fields."""
+    module.__dict__["Thing"] = UNFIT[thing]()
+    got = unflatten({kind: ["readers_own", "Thing", ["x", "y"], [1, 2]]}, no_leaf)
+    assert type(got) is not module.__dict__["Thing"]
+    assert (type(got).__name__, got.x, got.y) == ("Thing", 1, 2)
+    assert isinstance(got, tuple) == (kind == "namedtuple")
+
+
+def test_a_module_that_is_more_than_a_module_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking into it could load it; and a module's __getattr__ is not asked."""
+    monkeypatch.setitem(sys.modules, "readers_own", LazyModule("readers_own"))
+    node = {"namedtuple": ["readers_own", "Point", ["x"], [1]]}
+    assert unflatten(node, no_leaf).x == 1
+    asking = types.ModuleType("readers_own")
+    asking.__dict__["__getattr__"] = Proxy()
+    monkeypatch.setitem(sys.modules, "readers_own", asking)
+    assert unflatten(node, no_leaf).x == 1
+
+
+def test_keys_are_never_hashed_by_code_of_their_class(module: types.ModuleType) -> None:
+    """A namedtuple with a hash of its own is a plain one as a key, and itself as a value."""
+
+    class Thing(Point):
+        def __hash__(self) -> int:
+            raise AssertionError("a hash was run")
+
+    module.__dict__.update(Thing=Thing, Point=Point)
+    node = {"namedtuple": ["readers_own", "Thing", ["x", "y"], [1, 2]]}
+    (key,) = unflatten({"set": [node]}, no_leaf)
+    assert type(key) is not Thing
+    assert key == (1, 2)
+    assert type(unflatten({"dict": [[1, node]]}, no_leaf)[1]) is Thing
+    (key,) = unflatten({"set": [{"namedtuple": ["readers_own", "Point", ["x", "y"], [1, 2]]}]}, no_leaf)
+    assert type(key) is Point
+
+
+def test_a_class_that_the_reader_has_not_is_made_once() -> None:
+    """Two equal nodes share one new type, that can do what such types can."""
+
+    @dataclass(frozen=True)
+    class Local:
+        x: Any
+
+    one, two = unflatten(described([Local(1), Local(2)]), no_leaf)
     assert type(one) is type(two)
-    assert type(one) is not Point
-    assert (one.x, two.y) == (1, 4)
+    assert type(one) is not Local
+    assert (repr(one), [f.name for f in fields(two)]) == ("Local(x=1)", ["x"])
+    place = namedtuple("place", ["x", "y"])
+    three, four = unflatten(described([place(1, 2), place(3, 4)]), no_leaf)
+    assert type(three) is type(four)
+    assert repr(four) == "place(x=3, y=4)"
 
 
 def test_reading_imports_nothing() -> None:
     """Building a batch, whatever it names, loads no module."""
     code = (
         "import json, sys; from teleloader_shared.tree import unflatten; before = set(sys.modules);"
-        "unflatten({'namedtuple': ['antigravity', ['os', 'this'], [{'dict': [['wave', 1]]}, {'int': '99'}]]}, None);"
+        "[unflatten({kind: ['antigravity', 'os.this', ['os', 'this'], [{'dict': [['wave', 1]]}, {'int': '99'}]]}, None)"
+        " for kind in ('namedtuple', 'dataclass')];"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
 
 
-node_kinds = st.sampled_from(["array", "tuple", "dict", "ordereddict", "namedtuple", "complex", "int", "list", "", "k"])
+def test_tuples_that_c_functions_return_arrive_as_tuples() -> None:
+    """torch.Size and the results of torch.max and the like are sequences first."""
+    assert_same(unflatten(described([time.gmtime(0)]), no_leaf), [(1970, 1, 1, 0, 0, 0, 3, 1, 0)])
+    need("torch")
+    import torch
+
+    assert described(torch.zeros(2, 3).shape) == {"tuple": [2, 3]}
+    assert described(torch.max(torch.zeros(2, 3), 0)) == {
+        "tuple": [{"array": ["float32", [3], "tensor"]}, {"array": ["int64", [3], "tensor"]}]
+    }
+
+
+# --- Whatever comes -----------------------------------------------------------------------------------------------
+
+
+node_kinds = st.sampled_from([*KINDS, "array", "list", "", "k"])
 hostile_leaves = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=3)
     | st.sampled_from([*dtypes.NAMES, "ndarray", "scalar", "x", "ﬁ", "fi", "12", "-", "_x", "def"])
@@ -410,8 +771,10 @@ hostile_nodes: st.SearchStrategy[Any] = st.recursive(
         | node_kinds.flatmap(lambda kind: st.lists(nodes, max_size=3).map(lambda items: {kind: items}))
         | st.builds(lambda pairs: {"dict": pairs}, st.lists(st.tuples(nodes, nodes).map(list), max_size=3))
         | st.builds(
-            lambda name, parts: {"namedtuple": [name, [a for a, _ in parts], [b for _, b in parts]]},
-            st.sampled_from(["A", "def", "ﬁ", ""]),
+            lambda kind, module, name, parts: {kind: [module, name, [a for a, _ in parts], [b for _, b in parts]]},
+            st.sampled_from(["namedtuple", "dataclass"]),
+            st.sampled_from(["m", "", "builtins", "sys", "collections", "tests.shared.trees", "enum"]),
+            st.sampled_from(["A", "def", "ﬁ", "", "tuple", "Box", "modules", "Enum", "OrderedDict.fromkeys", "a.b.."]),
             st.lists(st.tuples(nodes, nodes), max_size=3),
         )
         | st.builds(

@@ -95,7 +95,7 @@ def array_nodes(node: Any) -> list[list[Any]]:
     if not isinstance(node, dict):
         return []
     ((kind, content),) = node.items()
-    return [content] if kind == "array" else array_nodes(content[2] if kind == "namedtuple" else content)
+    return [content] if kind == "array" else array_nodes(content[3] if kind in ("namedtuple", "dataclass") else content)
 
 
 def elements(segment: bytes, dtype: str, shape: list[int]) -> Any:

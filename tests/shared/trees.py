@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -27,6 +28,29 @@ Nothing = namedtuple("Nothing", [])
 Columns = namedtuple("Columns", ["class", "id"], rename=True)
 
 
+@dataclass
+class Box:
+    """A dataclass of the usual kind."""
+
+    low: Any
+    high: Any = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A dataclass that lets nothing be set, and keeps its fields in slots; one is not set by the constructor."""
+
+    name: Any
+    size: Any = field(init=False, default=0)
+
+    @staticmethod
+    def of(name: Any, size: Any) -> Frozen:
+        """An instance with both fields."""
+        made = Frozen(name)
+        object.__setattr__(made, "size", size)
+        return made
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The type `name` as NumPy, or ml_dtypes for it, has it."""
     return dtypes.NUMPY[name] if name in dtypes.NUMPY else np.dtype(getattr(ml_dtypes, name))
@@ -44,15 +68,16 @@ def keep(bits: NDArray[Any], name: str, kind: str) -> Any:
 
 
 def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
-    """Same containers in the same order, same types, same bits; only namedtuple types need but look the same."""
-    if hasattr(expected, "_fields"):
-        assert (type(got).__name__, got._fields) == (type(expected).__name__, expected._fields), path
-        assert_same(tuple(got), tuple(expected), path)
+    """Same containers in the same order, same types, same bits; only classes with fields need but look the same."""
+    if hasattr(expected, "_fields") or is_dataclass(expected):
+        assert type(got).__name__ == type(expected).__name__, path
+        assert_same(items_by_field(got), items_by_field(expected), path)
         return
     assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, dict):
         assert_same(list(got.items()), list(expected.items()), path)
-    elif isinstance(expected, list | tuple):
+    elif isinstance(expected, list | tuple | deque):
+        assert getattr(got, "maxlen", None) == getattr(expected, "maxlen", None), path
         assert len(got) == len(expected), path
         for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             assert_same(one, other, f"{path}[{i}]")
@@ -63,6 +88,13 @@ def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
         assert struct.pack("<2d", got.real, got.imag) == struct.pack("<2d", expected.real, expected.imag), path
     else:
         assert got == expected, path
+
+
+def items_by_field(record: Any) -> dict[str, Any]:
+    """What a namedtuple or a dataclass holds."""
+    if isinstance(record, tuple):
+        return dict(zip(record._fields, record, strict=True))  # type: ignore[attr-defined]
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def bits_of(array: Any) -> bytes:
@@ -106,10 +138,20 @@ def arrays(draw: st.DrawFn) -> NDArray[Any]:
 
 
 scalars = arrays().filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+ranges = st.builds(range, *[st.integers(-(2**80), 2**80)] * 2, st.integers(1, 2**80) | st.integers(-(2**80), -1))
 numbers = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.integers(-(2**300), 2**300) | st.floats()
-plain = st.none() | numbers | st.complex_numbers(allow_subnormal=True) | st.text(max_size=8) | st.binary(max_size=8)
+plain = (
+    st.none()
+    | ranges
+    | numbers
+    | st.complex_numbers(allow_subnormal=True)
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
+# equal to themselves alone, so that a set is the same set when it is made again
+_elements = st.integers(-(2**300), 2**300) | st.text(max_size=8) | st.binary(max_size=8)
 _key = st.none() | numbers | st.text(max_size=8) | st.binary(max_size=8)
-keys = _key | st.tuples(_key, _key) | st.builds(Point, _key, _key)
+keys = _key | st.tuples(_key, _key) | st.builds(Point, _key, _key) | st.frozensets(_elements, max_size=2)
 
 
 def containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -119,6 +161,14 @@ def containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         | st.lists(items, max_size=4).map(tuple)
         | st.dictionaries(keys, items, max_size=4)
         | st.dictionaries(keys, items, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, items, max_size=4).map(lambda pairs: defaultdict(None, pairs))
+        | st.dictionaries(keys, st.integers(), max_size=4).map(Counter)
+        | st.sets(_elements | st.tuples(_elements), max_size=4)
+        | st.frozensets(_elements, max_size=4)
+        | st.lists(items, max_size=4).map(deque)
+        | st.lists(items, max_size=4).map(lambda several: deque(several, 4))
+        | st.builds(Box, items, items)
+        | st.builds(Frozen.of, items, items)
         | st.builds(Point, items, items)
         | st.builds(Columns, items, items)
         | st.just(Nothing())

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import msgpack
@@ -24,11 +25,10 @@ from teleloader_shared.tree import Tensor, flatten
 HERE = Path(__file__).parent
 
 
-class Point(NamedTuple):
-    """A namedtuple, with a name outside ASCII."""
-
-    x: Any
-    größe: Any
+# of a module that no reader has; one field has a name outside ASCII
+Point = namedtuple("Point", ["x", "größe"], module="shapes.plane")
+Box = make_dataclass("Box", ["corner", "filled"])
+Box.__module__ = "shapes.solid"
 
 
 def tensor(values: Any, dtype: str) -> Any:
@@ -57,6 +57,9 @@ def vectors() -> dict[str, tuple[str, Address, Any, dict[str, Any]]]:
                 7: OrderedDict([((1, "k"), np.array(1 + 2j, "complex64")), (None, np.array([[True], [False]]))]),
                 "half": [np.array([1.5, -2, 65504, np.inf], "float16"), np.array([1, -0.0], ml_dtypes.bfloat16)],
                 "empty": np.zeros((2, 0, 3), "float32"),
+                "boxes": deque([Box(np.array([1, 2], "uint16"), True), Box(None, range(2**64, 0, -3))], 5),
+                "sets": [{"one"}, frozenset([(1, b"two")]), set()],
+                "dicts": [Counter(a=2, b=-1), defaultdict(list, {"c": np.array(3, "int8")})],
                 "fortran": np.asfortranarray(np.array([[1, 2, 3], [4, 5, 6]], ">i2")),
             },
             {},

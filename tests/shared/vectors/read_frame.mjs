@@ -63,7 +63,7 @@ function arrayNodes(node) {
   if (node === null || typeof node !== "object" || node instanceof Uint8Array) return [];
   const [[kind, content]] = Object.entries(node);
   if (kind === "array") return [content];
-  if (kind === "namedtuple") return arrayNodes(content[2]);
+  if (kind === "namedtuple" || kind === "dataclass") return arrayNodes(content[3]);
   return arrayNodes(content);
 }
 

@@ -1,0 +1,150 @@
+"""What torch's DataLoader refuses, and warns of, when it is made: in its words and in its order, without torch.
+
+When several arguments are wrong, the first check decides which text the user reads. So the functions follow, in the
+order in which `check` calls them, the constructor of torch 2.13, which leaves some checks to the samplers that it makes
+last. A condition is written as torch writes it, so that also values of a wrong type end in the same error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
+from multiprocessing.context import BaseContext
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """The arguments that torch checks, under its names, and what the server says.
+
+    It looks at no others before ``iter()``: collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device, and
+    in_order may be anything.
+    """
+
+    dataset: Sized
+    """Its length is asked for only where torch does that: to shuffle."""
+    batch_size: int | None
+    shuffle: bool | None
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[Any] | None
+    num_workers: int
+    drop_last: object
+    timeout: float
+    multiprocessing_context: object
+    prefetch_factor: int | None
+    persistent_workers: bool
+    iterable: bool
+    """Whether the dataset is iterable-style, as torch's `IterableDataset` is; else it is map-style."""
+    cpus: int
+    """How many the workers may use, on the server."""
+
+
+def check(arguments: Arguments) -> None:
+    """Raise and warn as torch's constructor does; to be called by ours, whose caller the warning shows.
+
+    Raises:
+        ValueError: For values that are out of range or exclude each other, and for some of a wrong type.
+        TypeError: For values of a wrong type.
+    """
+    _check_workers(arguments)
+    _check_multiprocessing_context(arguments)
+    if arguments.iterable:
+        _check_iterable(arguments)
+    # an iterable-style dataset was just refused with any true one
+    shuffle = not arguments.iterable and bool(arguments.shuffle)
+    _check_exclusions(arguments, shuffle=shuffle)
+    _check_samplers(arguments, shuffle=shuffle)
+    warn_of_too_many_workers(arguments.num_workers, arguments.cpus, stacklevel=4)
+
+
+def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3) -> None:
+    """Warn when workers have to share a CPU; torch does so when the loader is made and at each ``iter()``.
+
+    The default `stacklevel` shows the caller of the method that calls this.
+    """
+    if num_workers > cpus:
+        warnings.warn(
+            f"This DataLoader will create {num_workers} worker processes in total. Our suggested max number of worker "
+            f"in current system is {cpus}, which is smaller than what this DataLoader is going to create. Please be "
+            "aware that excessive worker creation might get DataLoader running slow or even freeze, lower the worker "
+            "number to avoid potential slowness/freeze if necessary.",
+            stacklevel=stacklevel,
+        )
+
+
+def _check_workers(arguments: Arguments) -> None:
+    num_workers, prefetch_factor = arguments.num_workers, arguments.prefetch_factor
+    if num_workers < 0:
+        raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
+    if arguments.timeout < 0:
+        raise ValueError("timeout option should be non-negative")
+    if num_workers == 0 and prefetch_factor is not None:
+        raise ValueError(
+            "prefetch_factor option could only be specified in multiprocessing."
+            "let num_workers > 0 to enable multiprocessing, otherwise set prefetch_factor to None."
+        )
+    if prefetch_factor is not None and prefetch_factor < 0:
+        raise ValueError("prefetch_factor option should be non-negative")
+    if arguments.persistent_workers and num_workers == 0:
+        raise ValueError("persistent_workers option needs num_workers > 0")
+
+
+def _check_multiprocessing_context(arguments: Arguments) -> None:
+    context = arguments.multiprocessing_context
+    if context is None:
+        return
+    if not arguments.num_workers > 0:
+        raise ValueError(
+            "multiprocessing_context can only be used with multi-process loading (num_workers > 0), but got "
+            f"num_workers={arguments.num_workers}"
+        )
+    if isinstance(context, str):
+        if context not in get_all_start_methods():
+            raise ValueError(
+                "multiprocessing_context option should specify a valid start method in "
+                f"{get_all_start_methods()!r}, but got multiprocessing_context={context!r}"
+            )
+    elif not isinstance(context, BaseContext):
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
+            f"but got multiprocessing_context={context}"
+        )
+
+
+def _check_iterable(arguments: Arguments) -> None:
+    expected = "DataLoader with IterableDataset: expected unspecified"
+    # as torch has it: 0 passes too, and what cannot be hashed is a TypeError
+    if arguments.shuffle not in {False, None}:
+        raise ValueError(f"{expected} shuffle option, but got shuffle={arguments.shuffle}")
+    if arguments.sampler is not None:
+        raise ValueError(f"{expected} sampler option, but got sampler={arguments.sampler}")
+    if arguments.batch_sampler is not None:
+        raise ValueError(f"{expected} batch_sampler option, but got batch_sampler={arguments.batch_sampler}")
+
+
+def _check_exclusions(arguments: Arguments, *, shuffle: bool) -> None:
+    sampler, batch_size, drop_last = arguments.sampler, arguments.batch_size, arguments.drop_last
+    if sampler is not None and shuffle:
+        raise ValueError("sampler option is mutually exclusive with shuffle")
+    if arguments.batch_sampler is not None:
+        if batch_size != 1 or shuffle or sampler is not None or drop_last:
+            raise ValueError(
+                "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last"
+            )
+    elif batch_size is None and drop_last:
+        raise ValueError("batch_size=None option disables auto-batching and is mutually exclusive with drop_last")
+
+
+def _check_samplers(arguments: Arguments, *, shuffle: bool) -> None:
+    """The checks of torch's RandomSampler and, where there is no other batch_sampler, BatchSampler."""
+    batch_size, drop_last = arguments.batch_size, arguments.drop_last
+    if shuffle and len(arguments.dataset) == 0:
+        raise ValueError("num_samples should be a positive integer value, but got num_samples=0")
+    if batch_size is None or arguments.batch_sampler is not None:
+        return
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size <= 0:
+        raise ValueError(f"batch_size should be a positive integer value, but got batch_size={batch_size}")
+    if not isinstance(drop_last, bool):
+        raise ValueError(f"drop_last should be a boolean value, but got drop_last={drop_last}")

@@ -1,0 +1,177 @@
+"""The order that lives on the client: torch's samplers or the user's own, what they draw, and where they stand."""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from teleloader_shared.codec import Address, to_bytes
+from teleloader_shared.errors import EncodeError, StateMismatch
+
+
+def make_samplers(
+    dataset: Sized, batch_size: int | None, shuffle: bool, drop_last: bool, sampler: Any, generator: Any
+) -> tuple[Any, Any]:
+    """The sampler and batch sampler (None for ``batch_size=None``) that torch's DataLoader makes of its arguments."""
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+    if sampler is None:
+        sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
+    return sampler, None if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
+
+
+def draw_base_seed(generator: Any) -> int:
+    """The int64 that torch's DataLoader draws, from `generator` or torch's global one, when an iteration begins."""
+    import torch
+
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def is_torchs_own(sampler: object) -> bool:
+    """Whether a sampler is one of torch's, which do not look at how training goes on while they are iterated."""
+    inner = getattr(sampler, "sampler", None)
+    own = type(sampler).__module__.startswith("torch.utils.data.")
+    return own and (inner is None or is_torchs_own(inner))
+
+
+class IndexLists:
+    """What the batches of one epoch hold, drawn from a sampler as far as it is needed.
+
+    Args:
+        sampler: Gives an index list for each batch; for ``batch_size=None`` an index for each sample.
+        skip: How many of them an earlier process had already.
+    """
+
+    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+        self._iterator = iter(sampler)
+        self._skip = skip
+        self.drawn = skip
+        """The number of the batch whose list will be drawn next."""
+        self.exhausted = False
+        """Whether there are no more lists, or none can be had."""
+        self.error: Exception | None = None
+        """What the sampler raised in the place of the next list."""
+
+    def draw(self, stop: int) -> Iterator[tuple[int, Any]]:
+        """The lists up to that of batch `stop`, with their numbers."""
+        while not self.exhausted and self.drawn < stop:
+            try:
+                while self._skip:
+                    next(self._iterator)
+                    self._skip -= 1
+                drawn = next(self._iterator)
+            except StopIteration:
+                self.exhausted = True
+                return
+            except Exception as error:  # noqa: BLE001 - raised in the training loop, when it comes to that batch
+                self.fail(self.drawn, error)
+                return
+            self.drawn += 1
+            yield self.drawn - 1, drawn
+
+    def fail(self, k: int, error: Exception) -> None:
+        """There is no list for batch k, nor for any after it."""
+        self.drawn, self.exhausted, self.error = k, True, error
+
+
+def index_frame(address: Address, indices: Any) -> bytes:
+    """The frame that tells a server what a batch holds.
+
+    Raises:
+        TypeError: When the sampler gave something that cannot travel.
+    """
+    try:
+        return to_bytes(address, _plain(indices))
+    except EncodeError as error:
+        raise TypeError(f"the sampler gave something that cannot be sent as the index list: {error}") from None
+
+
+def _plain(indices: Any) -> Any:
+    """Whole numbers of NumPy and torch as Python's: a dataset is indexed with those."""
+    kind = type(indices)
+    if kind is int:
+        return indices
+    if kind is list or kind is tuple:
+        return kind(_plain(index) for index in indices)
+    if isinstance(indices, np.integer):
+        return int(indices)
+    torch = sys.modules.get("torch")
+    if (
+        torch is not None
+        and isinstance(indices, torch.Tensor)
+        and indices.ndim == 0
+        and not indices.is_floating_point()
+    ):
+        return indices.item()
+    return indices
+
+
+class RandomState:
+    """The generators that samplers draw from, as they are at one moment: of Python, NumPy and torch, and their own.
+
+    Args:
+        generator: The loader's torch.Generator, if any.
+        samplers: Those whose own generators count besides.
+    """
+
+    def __init__(self, generator: Any, *samplers: Any) -> None:
+        found = [generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+        self._own = list({id(own): own for own in found if hasattr(own, "get_state")}.values())
+
+    def save(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        torch = sys.modules.get("torch")
+        return {
+            "python": [version, _pack(np.array(words, np.uint32)), gauss],
+            "numpy": [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached],
+            "torch": None if torch is None else _pack(torch.get_rng_state().numpy()),
+            "own": [_pack(own.get_state().numpy()) for own in self._own],
+        }
+
+    @contextmanager
+    def as_saved(self, state: dict[str, Any]) -> Iterator[None]:
+        """Draw as when the state was saved; afterwards the generators of the process are as they were before.
+
+        The loader's and the samplers' own generators stay where they have come to: they belong to the loader.
+
+        Raises:
+            StateMismatch: When it is the state of other generators.
+        """
+        if len(state["own"]) != len(self._own):
+            raise StateMismatch(
+                f"the state was saved with {len(state['own'])} generators of its own, and this loader has "
+                f"{len(self._own)}: resume with the loader's old arguments"
+            )
+        before = RandomState(None).save()
+        self._restore(state)
+        try:
+            yield
+        finally:
+            RandomState(None)._restore(before)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
+        torch = sys.modules.get("torch")
+        if torch is not None and state["torch"] is not None:
+            torch.set_rng_state(torch.from_numpy(_unpack(state["torch"], np.uint8)))
+            for own, saved in zip(self._own, state["own"], strict=False):
+                own.set_state(torch.from_numpy(_unpack(saved, np.uint8)))
+
+
+def _pack(array: Any) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _unpack(text: str, dtype: Any) -> Any:
+    return np.frombuffer(bytearray(base64.b64decode(text)), dtype)

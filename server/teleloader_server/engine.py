@@ -1,0 +1,282 @@
+"""An engine carries out what its dispatcher decides for a pool of workers; requests wait here for their frames."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
+from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
+from teleloader_server.metrics import Metrics
+from teleloader_server.pool import Lease, Pool, WorkerState
+from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.errors import TeleloaderError, UnknownLoader, WorkerDied
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import LoaderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader that is known, with the engine that makes its batches."""
+
+    spec: LoaderSpec
+    length: int
+    """Samples in the dataset, 0 when it has no length."""
+    batches: int
+    """Batches in an epoch, or what none can have when only its end tells."""
+    engine: Engine
+
+
+class ReadyFrame(NamedTuple):
+    """A frame that can be sent."""
+
+    raw: Lease
+    failed: bool
+    """Whether it holds an exception in place of the batch: that may go better when it is asked for later."""
+
+
+@dataclass(slots=True)
+class BatchStream:
+    """The answer to one request: the batches [start, stop), in order, each when it is ready."""
+
+    _engine: Engine
+    _ask: Ask
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all batches of the request were taken."""
+        return self._ask.next >= self._ask.stop
+
+    async def take(self) -> ReadyFrame:
+        """The next batch's frame, waiting for it."""
+        return await self._engine._take(self._ask)
+
+    def take_ready(self) -> ReadyFrame | None:
+        """The next batch's frame if it is there."""
+        return None if self.exhausted else self._engine._take_ready(self._ask)
+
+    async def linger(self, seconds: float) -> None:
+        """Wait until the last batch of the request is there, or so long."""
+        last = Address(*self._ask.consumer.run, self._ask.stop - 1)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._engine._arrival(last), seconds)
+
+
+class Engine:
+    """See the module. Lives in one event loop.
+
+    Args:
+        pool: Where batches are made.
+        memory_budget: Bytes that frames may take together.
+        metrics: Where to count.
+        shards: How many workers each have a share of an iterable-style dataset; 0 for a map-style one.
+    """
+
+    def __init__(self, pool: Pool, memory_budget: int, metrics: Metrics, shards: int = 0) -> None:
+        self.last_used = time.monotonic()
+        self._pool = pool
+        self._metrics = metrics
+        self._dispatcher = Dispatcher(memory_budget, shards)
+        self._loaders: dict[str, Loader] = {}
+        self._indices: dict[Address, bytes] = {}
+        """What clients with an order of their own said of batches that may have to be made (again)."""
+        self._frames: dict[Address, ReadyFrame] = {}
+        self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
+        self._decision_due = False
+
+    # -- life
+
+    async def start(self) -> list[DatasetInfo]:
+        """Build the datasets and start the workers.
+
+        Raises:
+            ConfigError: When a dataset cannot be built.
+        """
+        return await self._pool.start(self)
+
+    def give_up(self, error: TeleloaderError) -> None:
+        """Tell those who wait for a batch that it will not come."""
+        for waiting in self._waiting.values():
+            for arrived in waiting:
+                if not arrived.done():
+                    arrived.set_exception(error)
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """End the workers."""
+        self.give_up(UnknownLoader("the session was ended"))
+        await self._pool.close()
+        # a lease that is kept keeps the pool, whose memory it is
+        self._frames.clear()
+
+    # -- what clients ask
+
+    @asynccontextmanager
+    async def batches(
+        self, loader: Loader, consumer: str, epoch: int, start: int, stop: int, ahead: int, indices: Mapping[int, bytes]
+    ) -> AsyncIterator[BatchStream]:
+        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+
+        Args:
+            loader: One of this engine's.
+            consumer: Who asks.
+            epoch: Which epoch.
+            start: The first batch.
+            stop: The batch after the last.
+            ahead: How many more will be wanted.
+            indices: For an order of the client's own, the frames that list what each batch holds.
+        """
+        key = loader.spec.key
+        self._loaders[key] = loader
+        self._indices.update((Address(key, epoch, k), frame) for k, frame in indices.items())
+        self.last_used = time.monotonic()
+        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, self.last_used)
+        self._decide_soon()
+        try:
+            yield BatchStream(self, ask)
+        finally:
+            self.last_used = time.monotonic()
+            self._dispatcher.close(ask)
+            for k in indices:
+                self._forget_indices(Address(key, epoch, k))
+
+    def _forget_indices(self, address: Address) -> None:
+        """Those of a batch that is being made are needed in case that its worker dies."""
+        if not self._dispatcher.is_unfinished(address):
+            self._indices.pop(address, None)
+
+    async def _take(self, ask: Ask) -> ReadyFrame:
+        frame = self._take_ready(ask)
+        if frame is not None:
+            return frame
+        address = Address(*ask.consumer.run, ask.next)
+        began = time.monotonic()
+        try:
+            while frame is None:
+                await self._arrival(address)
+                frame = self._take_ready(ask)
+        finally:
+            self._metrics.waited(ask.consumer, time.monotonic() - began)
+        return frame
+
+    async def _arrival(self, address: Address) -> None:
+        if address not in self._frames:
+            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiting = self._waiting.setdefault(address, [])
+            waiting.append(arrived)
+            try:
+                await arrived
+            except asyncio.CancelledError:
+                waiting.remove(arrived)
+                if not waiting and self._waiting.get(address) is waiting:
+                    del self._waiting[address]
+                raise
+
+    def _take_ready(self, ask: Ask) -> ReadyFrame | None:
+        frame = self._frames.get(Address(*ask.consumer.run, ask.next))
+        if frame is None:
+            return None
+        self._metrics.sent(ask.consumer, self._loaders[ask.consumer.run[0]].spec.dataset, len(frame.raw))
+        self._dispatcher.sent(ask, time.monotonic())
+        self._decide_soon()
+        return frame
+
+    # -- what the pool says
+
+    def worker_ready(self, worker: int) -> None:
+        """The worker can take batches."""
+        self._dispatcher.worker_ready(worker)
+        self._decide_soon()
+
+    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
+        """A batch is a frame now."""
+        self._metrics.computed(task.spec.session and task.address.loader, worker, task.spec.dataset, report)
+        self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
+        self._arrived(task.address, ReadyFrame(lease, report.failed))
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], reason: str) -> None:
+        """What the worker had is done by others; a batch that has killed several workers becomes an error."""
+        given_up = self._dispatcher.worker_lost(worker)
+        for task in tasks:
+            if task.address not in given_up:
+                self._metrics.retried(task.spec.dataset)
+                continue
+            self._metrics.given_up(task.spec.dataset)
+            indices = indices_of(task)[:MAX_INDICES]
+            message = f"DataLoader {reason}; this batch ended every worker that tried to load it"
+            failure = Failure(f"{WorkerDied.__module__}.{WorkerDied.__name__}", message, "", indices, worker)
+            frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
+            self._dispatcher.finished(None, task.address, len(frame), failed=True)
+            self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
+        self._decide_soon()
+
+    def no_worker_starts(self, reason: str) -> None:
+        """Workers die again and again before they can take anything: whoever waits must know."""
+        self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
+
+    # -- carrying out
+
+    def _arrived(self, address: Address, frame: ReadyFrame) -> None:
+        self._frames[address] = frame
+        self._indices.pop(address, None)
+        for arrived in self._waiting.pop(address, ()):
+            if not arrived.done():
+                arrived.set_result(None)
+        self._decide_soon()
+
+    def _decide_soon(self) -> None:
+        """Let the dispatcher decide once after the events at hand, not once for each."""
+        if not self._decision_due:
+            self._decision_due = True
+            asyncio.get_running_loop().call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._decision_due = False
+        for action in self._dispatcher.decide():
+            if isinstance(action, Evict):
+                del self._frames[action.address]
+                continue
+            address = action.address
+            loader = self._loaders[address.loader]
+            task = Task(loader.spec, loader.length, address, self._indices.get(address))
+            self._pool.submit(action.worker, task)
+
+    def forget_idle(self) -> None:
+        """Forget the consumers that have probably gone."""
+        for gone in self._dispatcher.forget_idle(time.monotonic()):
+            self._metrics.forget(gone)
+        in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
+        for key in self._loaders.keys() - in_use:
+            del self._loaders[key]
+            self._dispatcher.forget_loader(key)
+        self._decide_soon()
+
+    # -- what can be seen
+
+    def consumers(self) -> list[tuple[Consumer, Loader]]:
+        """Those that are known now, with their loaders."""
+        return [(consumer, self._loaders[consumer.run[0]]) for consumer in self._dispatcher.consumers()]
+
+    def workers(self) -> list[tuple[WorkerState, bool]]:
+        """The places of the pool, and whether they have something to do."""
+        return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
+
+    def pids(self) -> list[int]:
+        """All processes of the pool."""
+        return self._pool.pids()
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        return self._dispatcher.memory_used
+
+    @property
+    def memory_mapped(self) -> int:
+        """Shared memory that is mapped for frames, used or free."""
+        return self._pool.mapped_bytes()
