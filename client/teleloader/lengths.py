@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from teleloader.remote import RemoteDataset
 from teleloader_shared.codec import End
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import ArrayLeaf, flatten
@@ -30,7 +29,7 @@ class Lengths:
     """
 
     def __init__(
-        self, dataset: RemoteDataset, num_workers: int, asked: int | None, samples: int | None, *, may_repeat: bool
+        self, dataset: Any, num_workers: int, asked: int | None, samples: int | None, *, may_repeat: bool
     ) -> None:
         self._dataset = dataset
         self._num_workers = num_workers

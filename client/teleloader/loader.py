@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, SupportsIndex
 from teleloader.arguments import Arguments, check, warn_of_too_many_workers
 from teleloader.buffers import BufferPool, allocate
 from teleloader.functions import name_on_server
+from teleloader.hosting import host_here
 from teleloader.iterator import LoaderIterator, Pass, Progress
 from teleloader.lengths import Lengths
 from teleloader.output import Output, accelerator_found, allocate_pinned, array_maker, choose_output
@@ -55,7 +56,8 @@ class DataLoader:
     - An iterable-style dataset itself: `num_workers` shards, batch j from shard j mod `num_workers`.
 
     Args:
-        dataset: What to load.
+        dataset: What to load: a `RemoteDataset`, or an object of this process, which a server in this process then
+            hosts for as long as it is used.
         batch_size: Samples in a batch of this rank; None for single samples, not collated.
         shuffle: Whether each epoch has an order of its own. None is False.
         sampler: Gives the indices, in place of `shuffle`.
@@ -93,12 +95,12 @@ class DataLoader:
     Raises:
         ValueError: For arguments that exclude each other or are out of range, and functions that the server does not
             allow.
-        TypeError: When `dataset` is no `RemoteDataset`, or has no length and one is needed.
+        TypeError: When `dataset` is no dataset, or has no length and one is needed.
     """
 
     def __init__(
         self,
-        dataset: RemoteDataset,
+        dataset: Any,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
@@ -125,22 +127,19 @@ class DataLoader:
         compression: Compression | None = None,
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
     ) -> None:
-        if not isinstance(dataset, RemoteDataset):
-            raise TypeError(
-                f"dataset must be a RemoteDataset, was {type(dataset).__qualname__}. To host a local object: "
-                "with teleloader_server.serve(dataset) as url: DataLoader(RemoteDataset(url), ...)"
-            )
+        remote = dataset if isinstance(dataset, RemoteDataset) else host_here(dataset)
         check(
             Arguments(
                 dataset=dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler,
                 num_workers=num_workers, drop_last=drop_last, timeout=timeout,
                 multiprocessing_context=multiprocessing_context, prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers, iterable=dataset.iterable, cpus=dataset.cpus,
+                persistent_workers=persistent_workers, iterable=remote.iterable, cpus=remote.cpus,
             )
         )  # fmt: skip
         brings_order = sampler is not None or batch_sampler is not None
         _check_ours(seed, rank, world_size, brings_order=brings_order, generator=generator)
         self.dataset = dataset
+        self._remote = remote
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
@@ -166,13 +165,13 @@ class DataLoader:
         self._own_sampler = sampler if batch_sampler is None else batch_sampler
         self._shuffle = bool(shuffle)
         self.sampler, self.batch_sampler = sampler, batch_sampler
-        if not dataset.iterable and batch_sampler is None and self._output == "torch":
+        if not remote.iterable and batch_sampler is None and self._output == "torch":
             self.sampler, self.batch_sampler = make_samplers(
                 dataset, batch_size, self._shuffle, drop_last, sampler, generator
             )
         self._seed = seed
         self._spec = LoaderSpec(
-            dataset=dataset.name,
+            dataset=remote.name,
             batch_size=batch_size,
             shuffle=self._shuffle,
             drop_last=bool(self.drop_last),
@@ -182,8 +181,8 @@ class DataLoader:
             tail=tail,
             checksum=checksum,
             compression=compression,
-            collate=name_on_server(self, "collate_fn", collate_fn, dataset),
-            worker_init=name_on_server(self, "worker_init_fn", worker_init_fn, dataset),
+            collate=name_on_server(self, "collate_fn", collate_fn, remote),
+            worker_init=name_on_server(self, "worker_init_fn", worker_init_fn, remote),
         )
         # looked up when it is needed: the loader may be made before the process group
         self._distributed = rank is None and world_size is None and not brings_order
@@ -219,7 +218,7 @@ class DataLoader:
     def spec(self) -> LoaderSpec:
         """What decides the plan; rank and world size are those of torch.distributed by now, unless given."""
         rank, world_size = self._place
-        return replace(self._spec, fingerprint=self.dataset.info.fingerprint, rank=rank, world_size=world_size)
+        return replace(self._spec, fingerprint=self._remote.info.fingerprint, rank=rank, world_size=world_size)
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -228,7 +227,7 @@ class DataLoader:
 
     @property
     def _order(self) -> _Order:
-        if self.dataset.iterable:
+        if self._remote.iterable:
             return "iterable"
         if self._own_sampler is not None:
             return "client"
@@ -265,7 +264,7 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self.num_workers > 0:
-            warn_of_too_many_workers(self.num_workers, self.dataset.cpus)
+            warn_of_too_many_workers(self.num_workers, self._remote.cpus)
         if self.pin_memory:
             _warn_of_pinning(self.pin_memory_device)
         if not (self.persistent_workers and self.num_workers > 0):
@@ -295,11 +294,11 @@ class DataLoader:
             base_seed = self._draw_base_seed() if known is None else known
             self._check_as_torchs_iterator()
             spec = self._spec_of_session(order, base_seed, iterator.session)
-            registered = self.dataset.register(spec)
+            registered = self._remote.register(spec)
             spec = replace(spec, fingerprint=registered.fingerprint)
             if registered.key != spec.key:
                 raise ProtocolError(
-                    f"{self.dataset.url} calls the loader {registered.key!r}, and its key is {spec.key!r}"
+                    f"{self._remote.url} calls the loader {registered.key!r}, and its key is {spec.key!r}"
                 )
             stop, longest = self._extent(order, spec, registered.length, registered.batches)
             start = self._start if stop is None else min(self._start, stop)
@@ -311,9 +310,10 @@ class DataLoader:
                 registered.num_workers,
                 adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
                 shards=max(1, spec.num_workers) if order == "iterable" else 0,
+                on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
             )
             receiver = Receiver(
-                dataset=self.dataset,
+                dataset=self._remote,
                 spec=spec,
                 epoch=self._epoch,
                 session=session,
@@ -324,7 +324,7 @@ class DataLoader:
             )
             keep = self.persistent_workers and self.num_workers > 0
             passing = Pass(
-                self.dataset, spec, progress, session, receiver, lists, self.timeout, not keep, self._lengths(order)
+                self._remote, spec, progress, session, receiver, lists, self.timeout, not keep, self._lengths(order)
             )
             iterator.begin(passing)
             if keep:
@@ -357,7 +357,7 @@ class DataLoader:
         spec = self.spec
         lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
         # an object of this process is loaded as torch would, by workers that see it as it is now
-        live = local.is_served_here(self.dataset.url) and (self._seed is None or lends)
+        live = self._is_served_here and (self._seed is None or lends)
         if order == "plan" and not live:
             return replace(spec, worker_init=None)
         seed = base_seed if order != "plan" or (self._seed is None and not spec.shuffle) else spec.seed
@@ -372,6 +372,10 @@ class DataLoader:
         size = None if self.batch_sampler is None else 1
         return replace(own, order="client", shuffle=False, drop_last=False, batch_size=size)
 
+    @property
+    def _is_served_here(self) -> bool:
+        return local.is_served_here(self._remote.url)
+
     def _extent(
         self, order: _Order, spec: LoaderSpec, length: int | None, batches: int | None
     ) -> tuple[int | None, int | None]:
@@ -381,17 +385,17 @@ class DataLoader:
         if order == "client":
             return None, None
         if length is None:
-            raise TypeError(f"object of type {self.dataset.info.type!r} has no len()")
+            raise TypeError(f"object of type {self._remote.info.type!r} has no len()")
         mine = len(Plan(spec, length, self._epoch))
         if mine != batches:
-            raise ProtocolError(f"{self.dataset.url} has {batches} batches for this loader, and its plan has {mine}")
+            raise ProtocolError(f"{self._remote.url} has {batches} batches for this loader, and its plan has {mine}")
         # under tail="uneven" rank 0 has the most
         return mine, len(Plan(replace(spec, rank=0), length, self._epoch))
 
     def _lengths(self, order: _Order) -> Lengths | None:
         if order != "iterable":
             return None
-        samples = self.dataset.info.length if self._place[1] == 1 else None
+        samples = self._remote.info.length if self._place[1] == 1 else None
         may_repeat, self._may_repeat = self._may_repeat, False
         return Lengths(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
 
@@ -422,7 +426,7 @@ class DataLoader:
         """
         progress, order = self._progress, self._order
         epoch, batch = (self._epoch, self._start) if progress is None else progress.position
-        state = {"version": _STATE_VERSION, "epoch": epoch, "dataset": self.dataset.info.fingerprint, "order": order}
+        state = {"version": _STATE_VERSION, "epoch": epoch, "dataset": self._remote.info.fingerprint, "order": order}
         if order == "plan":
             return {
                 **state, "samples": batch * self._global_batch_size, "seed": self.spec.seed, "shuffle": self._shuffle

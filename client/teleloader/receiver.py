@@ -141,11 +141,13 @@ class Receiver:
 
     def _await_batch(self, timeout: float) -> None:
         with self._changed:
-            self._starved = True
+            self._starved = self._session.waiting = True
+            if self._sated and self._session.has_room:
+                self._changed.notify_all()
             arrived = self._changed.wait_for(
                 lambda: self._batches or self._error or self._closed, timeout if timeout > 0 else None
             )
-            self._starved = False
+            self._starved = self._session.waiting = False
         if self._batches:
             return
         if self._error is not None:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import operator
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, SupportsIndex, TypeVar
 from urllib.parse import quote
 
 import httpx
+import numpy as np
 
 from teleloader.backoff import Backoff
-from teleloader.failures import known_error
-from teleloader_shared import local
+from teleloader.failures import exception_of, known_error
+from teleloader.output import array_maker, choose_output
+from teleloader_shared import codec, local
+from teleloader_shared.codec import Failure
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
 from teleloader_shared.messages import (
     DATASETS_PATH,
+    FRAME_MEDIA_TYPE,
     LOADERS_PATH,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
     DatasetInfo,
     Registration,
+    batches_path,
     loader_path,
 )
 from teleloader_shared.spec import LoaderSpec
@@ -99,6 +105,40 @@ class RemoteDataset:
             raise TypeError(f"object of type {info.type!r} has no len()")
         return info.length
 
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        """One sample of a map-style dataset, as ``batch_size=None`` gives it: to look at; a `DataLoader` is fast.
+
+        Raises:
+            IndexError: When there is no such sample, so that ``for sample in dataset`` ends.
+            TypeError: For an iterable-style dataset.
+            Exception: What the dataset raises.
+        """
+        if self.iterable:
+            raise TypeError(f"dataset {self.name!r} is iterable-style: its samples have no numbers")
+        length = len(self)
+        position = operator.index(index) + (length if operator.index(index) < 0 else 0)
+        if not 0 <= position < length:
+            raise IndexError(f"sample {operator.index(index)} is out of range: dataset {self.name!r} has {length}")
+        return self.batch(LoaderSpec(dataset=self.name, batch_size=None), 0, position)
+
+    def batch(self, spec: LoaderSpec, epoch: int, k: int) -> Any:
+        """One batch by its address, for looking at; a `DataLoader` is fast.
+
+        Raises:
+            BatchOutOfRange: When the epoch has no such batch.
+            Exception: What the dataset raises.
+        """
+        key = self.register(spec).key
+        try:
+            raw = self._request("GET", f"{batches_path(key, epoch)}/{k}", timeout=None)
+        finally:
+            if spec.session is not None:
+                self.end_session(key)
+        frame = codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
+        if isinstance(frame.content, Failure):
+            raise exception_of(frame.content, frame.address, self.url)
+        return frame.content
+
     def __repr__(self) -> str:
         return f"RemoteDataset({self.url!r}, {self.name!r})"
 
@@ -158,7 +198,7 @@ class RemoteDataset:
                         "the address right?"
                     ) from None
 
-    def _request(self, method: str, path: str, timeout: float = REQUEST_TIMEOUT, **options: Any) -> Any:
+    def _request(self, method: str, path: str, timeout: float | None = REQUEST_TIMEOUT, **options: Any) -> Any:
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
@@ -173,6 +213,8 @@ class RemoteDataset:
             return None
         if answer.status_code != httpx.codes.OK:
             raise error_of(answer.status_code, answer.content, str(answer.url))
+        if answer.headers.get("content-type") == FRAME_MEDIA_TYPE:
+            return answer.content
         try:
             return answer.json()
         except ValueError:

@@ -36,6 +36,8 @@ class Session:
         num_workers: The server's workers; each is given one batch more to make ahead.
         adaptive: Whether to fetch further ahead for a fast loop, and have the server work ahead of that.
         shards: From how many shards of an iterable-style dataset the batches come in turn; 0 for a map-style one.
+        on_demand: Whether to ask for a batch only while the loop waits for it: loading is then never at the same time
+            as training, as with torch's ``num_workers=0``.
     """
 
     def __init__(
@@ -47,12 +49,16 @@ class Session:
         *,
         adaptive: bool = True,
         shards: int = 0,
+        on_demand: bool = False,
     ) -> None:
         self.taken = start
         """The next batch that the loop will take."""
         self.received = start
         """The next batch that has not arrived."""
         self.stop = stop
+        self.waiting = False
+        """Whether the loop waits for a batch."""
+        self._on_demand = on_demand
         self._asked = start
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
@@ -71,6 +77,8 @@ class Session:
     @property
     def window(self) -> int:
         """How many batches may be asked for beyond those that the loop took."""
+        if self._on_demand:
+            return 1
         least = self._prefetch_factor * max(1, self._num_workers)
         if not self._adaptive:
             return least
@@ -82,6 +90,8 @@ class Session:
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
+        if self._on_demand and not self.waiting:
+            return False
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
 
@@ -92,7 +102,7 @@ class Session:
         start = self._asked
         together = max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
         self._asked = min(self.stop, self.taken + self.window, start + together)
-        ahead = min(max(1, self._num_workers), self.stop - self._asked) if self._adaptive else 0
+        ahead = min(max(1, self._num_workers), self.stop - self._asked) if self._adaptive and not self._on_demand else 0
         return Range(start, self._asked, ahead)
 
     def extend(self, stop: int) -> None:

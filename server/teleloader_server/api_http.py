@@ -212,7 +212,7 @@ def _add_loaders(router: APIRouter, service: LoaderService) -> None:
         summary="End a session: the workers that were its own end; for any other loader nothing happens",
     )
     async def end(key: str) -> None:
-        service.end_session(key)
+        await service.end_session(key)
 
 
 def _add_batches(router: APIRouter, service: LoaderService) -> None:

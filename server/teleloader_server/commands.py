@@ -98,6 +98,7 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
     help="Seconds that answers have to be finished when the server is told to stop.",
 )  # fmt: skip
+@click.option("--debug", is_flag=True, help="Let clients have single batches made in this process (teleloader peek).")
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]),
     help="How much to say on stderr.",
@@ -113,6 +114,7 @@ def server(
     memory_budget: int,
     max_batch_bytes: int,
     shutdown_grace: float,
+    debug: bool,
     log_level: str,
 ) -> None:
     """Host datasets, and worker processes that turn them into batches.
@@ -139,7 +141,9 @@ def server(
     sys.path.insert(0, str(Path.cwd()))
     try:
         configs = [*config, *(DatasetConfig.parse(text) for text in datasets), *(DEMO if demo else ())]
-        limits = Limits(num_workers=num_workers, memory_budget=memory_budget, max_batch_bytes=max_batch_bytes)
+        limits = Limits(
+            num_workers=num_workers, memory_budget=memory_budget, max_batch_bytes=max_batch_bytes, debug=debug
+        )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     if not configs:

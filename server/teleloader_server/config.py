@@ -93,13 +93,15 @@ class Limits:
     """Bytes that encoded batches may take together before work ahead waits."""
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
     """Bytes of the largest batch that is sent."""
+    debug: bool = False
+    """Whether clients may have batches made in the server's own process, where they hold up everything else."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("num_workers", "memory_budget", "max_batch_bytes"):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be a whole number, was {value!r}")
+                raise ConfigError(f"{name} must be a whole number, was {value!r}")
         if not 0 <= self.num_workers <= 1024:
             raise ConfigError(f"num_workers must be in [0, 1024], was {self.num_workers}")
         if self.memory_budget < 2**20:

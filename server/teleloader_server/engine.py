@@ -114,6 +114,8 @@ class Engine:
         await self._pool.close()
         # a lease that is kept keeps the pool, whose memory it is
         self._frames.clear()
+        for consumer in self._dispatcher.consumers():
+            self._metrics.forget(consumer)
 
     # -- what clients ask
 
@@ -266,6 +268,11 @@ class Engine:
     def workers(self) -> list[tuple[WorkerState, bool]]:
         """The places of the pool, and whether they have something to do."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the pool."""
+        return self._pool.num_workers
 
     def pids(self) -> list[int]:
         """All processes of the pool."""

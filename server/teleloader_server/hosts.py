@@ -61,6 +61,11 @@ class ConfiguredHost:
                     f"dataset {info.name!r} allows no function {name!r}: add it to its functions in the server's "
                     f"configuration, which allows {', '.join(info.functions) or 'none'}"
                 )
+        if spec.in_process:
+            if not self._limits.debug:
+                raise InvalidSpec("this server makes no batches in its own process: start it with --debug to allow it")
+            mine = [config for config in self._configs if config.name == info.name]
+            return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:
                 raise InvalidSpec(
@@ -109,10 +114,13 @@ class ObjectHost:
         count = spec.num_workers or (
             self._limits.num_workers if info.kind == "map" else min(1, self._limits.num_workers)
         )
+        if spec.in_process:
+            count = 0
         mine = {spec.dataset: dataclasses.replace(hosted, functions=functions)}
         return self._pool(mine, dataclasses.replace(self._limits, num_workers=count), spec)
 
     def _pool(self, hosted: Mapping[str, HostedDataset], limits: Limits, session: LoaderSpec | None) -> Pool:
         if limits.num_workers == 0:
-            return InProcessPool(lambda: hosted, limits)
+            as_caller = session is not None and not session.in_process
+            return InProcessPool(lambda: hosted, limits, as_caller=as_caller)
         return ProcessPool(lambda: Template.fork(hosted), limits, session)

@@ -6,8 +6,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -66,6 +65,7 @@ class Loading:
         worker: Number of the worker that this runs in, -1 in the server's own process.
         max_batch_bytes: The largest frame that may be.
         torch_loaded: Called when a dataset has loaded torch in the middle of a batch.
+        seeds: Whether random numbers are a function of a batch's address; else they are drawn as the generators stand.
         seed_worker: Seeds the worker as at its birth; an iterable-style dataset that begins again draws as before.
     """
 
@@ -76,7 +76,10 @@ class Loading:
         max_batch_bytes: int,
         torch_loaded: Callable[[], None] = lambda: None,
         seed_worker: Callable[[], None] = lambda: None,
+        *,
+        seeds: bool = True,
     ) -> None:
+        self._seeds = seeds
         self._torch_loaded = torch_loaded
         self._seed_worker = seed_worker
         self._shards: dict[tuple[str, int], Shard] = {}
@@ -178,7 +181,8 @@ class Loading:
         return samples
 
     def _seed(self, purpose: str, *coordinates: int) -> None:
-        seed_all(derive(purpose, *coordinates), torch_too=not self.torch_is_seeded)
+        if self._seeds:
+            seed_all(derive(purpose, *coordinates), torch_too=not self.torch_is_seeded)
 
     def _writer(self, task: Task, content: object, padding: int) -> FrameWriter:
         return FrameWriter(
@@ -240,19 +244,39 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-@contextmanager
-def untouched_random_state() -> Iterator[None]:
-    """What was drawn inside leaves no trace: for loading in a process that draws random numbers for itself."""
-    python, legacy = random.getstate(), np.random.get_state()
+class OwnRandomState:
+    """What is drawn inside goes on from the last time, and leaves no trace outside.
+
+    For loading in a process that draws random numbers for itself.
+    """
+
+    def __init__(self) -> None:
+        self._inside: _RandomState | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _random_state()
+        if self._inside is not None:
+            _set_random_state(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = _random_state()
+        _set_random_state(self._outside)
+
+
+_RandomState = tuple[Any, Any, Any]
+
+
+def _random_state() -> _RandomState:
     torch = sys.modules.get("torch")
-    torch_state = torch.get_rng_state() if torch is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        if torch is not None:
-            torch.set_rng_state(torch_state)
+    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+
+
+def _set_random_state(state: _RandomState) -> None:
+    python, legacy, torch_state = state
+    random.setstate(python)
+    np.random.set_state(legacy)
+    if torch_state is not None:
+        sys.modules["torch"].set_rng_state(torch_state)
 
 
 def _collate(hosted: HostedDataset, task: Task, samples: list[Any]) -> Any:

@@ -51,6 +51,10 @@ class WorkerState:
 class Pool(Protocol):
     """Places for tasks."""
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes; 0 for one place in the server's own process."""
+
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Build the datasets, then start the workers in the background.
 

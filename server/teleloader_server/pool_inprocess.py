@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Final
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from teleloader_server.config import Limits
 from teleloader_server.datasets import HostedDataset
-from teleloader_server.loading import Loading, Task, untouched_random_state
+from teleloader_server.loading import Loading, OwnRandomState, Task
 from teleloader_server.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
@@ -28,14 +28,25 @@ class InProcessPool:
     Args:
         open_datasets: Called once, in the pool's own thread.
         limits: What the pool may take.
+        as_caller: Whether the trainer is this process too, and waits while a batch is made: then random numbers are
+            drawn from its generators as they stand, as with torch's ``num_workers=0``.
     """
 
-    def __init__(self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
+    def __init__(
+        self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits, *, as_caller: bool = False
+    ) -> None:
         self._open_datasets = open_datasets
         self._limits = limits
+        self._as_caller = as_caller
+        self._random_state: AbstractContextManager[None] = nullcontext() if as_caller else OwnRandomState()
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         # a daemon, because user code that never returns must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
+
+    @property
+    def num_workers(self) -> int:
+        """None."""
+        return 0
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Build the datasets."""
@@ -78,7 +89,7 @@ class InProcessPool:
                 self._loop.call_soon_threadsafe(self._opened.set_exception, error)
                 return
             self._loop.call_soon_threadsafe(self._opened.set_result, hosted)
-            loading = Loading(hosted, -1, self._limits.max_batch_bytes)
+            loading = Loading(hosted, -1, self._limits.max_batch_bytes, seeds=not self._as_caller)
             while (task := self._tasks.get()) is not None:
                 self._load(loading, task)
 
@@ -89,6 +100,6 @@ class InProcessPool:
             buffers.append(np.empty(nbytes, np.uint8))
             return buffers[-1]
 
-        with untouched_random_state():
+        with self._random_state:
             nbytes, report = loading.load(task, place)
         self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, buffers[-1][:nbytes], report)

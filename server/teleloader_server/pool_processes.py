@@ -84,6 +84,11 @@ class ProcessPool:
         self._closing = False
         self._restarting: asyncio.Task[None] | None = None
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes."""
+        return self._limits.num_workers
+
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Start the template, wait until it has built the datasets, have it fork the workers."""
         self._loop = asyncio.get_running_loop()

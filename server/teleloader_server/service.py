@@ -85,12 +85,10 @@ class LoaderService:
         self._housekeeping.cancel()
         with suppress(asyncio.CancelledError):
             await self._housekeeping
-        for key in list(self._sessions):
-            self.end_session(key)
-        if self._ending:
-            await asyncio.wait(self._ending)
+        ending = [self.end_session(key) for key in list(self._sessions)]
         if self._shared is not None:
-            await _close(self._shared)
+            ending.append(_close(self._shared))
+        await asyncio.gather(*ending, *self._ending)
 
     @property
     def ready(self) -> bool:
@@ -134,7 +132,7 @@ class LoaderService:
             batches=None if known.batches == MAX_EPOCH else known.batches,
             length=info.length,
             fingerprint=info.fingerprint,
-            num_workers=len(known.engine.workers()) if spec.session else self.limits.num_workers,
+            num_workers=known.engine.num_workers,
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
@@ -182,17 +180,19 @@ class LoaderService:
         self._infos = {info.name: info for info in await engine.start()}
         return engine
 
-    def end_session(self, key: str) -> None:
-        """A session's client needs it no more: its workers end. One that is not known has ended already."""
+    async def end_session(self, key: str) -> None:
+        """End a session's workers, which its client needs no more. One that is not known has ended already."""
         loader = self._loaders.get(key)
         if loader is not None and loader.spec.session is not None:
             del self._loaders[key]
         starting = self._sessions.pop(key, None)
         if starting is not None:
             self._metrics.forget_workers(key)
+            # a client that does not wait for the answer must not stop it half-way
             ending = asyncio.create_task(_close(starting))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
 
     def _forget_a_loader(self) -> None:
         in_use = {loader.spec.key for engine in self._engines() for _, loader in engine.consumers()}
@@ -263,7 +263,7 @@ class LoaderService:
                 engine.forget_idle()
             for key, starting in list(self._sessions.items()):
                 if starting.done() and time.monotonic() - starting.result().last_used > SESSION_IDLE:
-                    self.end_session(key)
+                    await self.end_session(key)
 
     # -- what can be seen
 

@@ -67,6 +67,7 @@ def serve(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
+        debug=True,
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}
     objects = {key: found() if is_factory(found) else found for key, found in named.items()}

@@ -68,6 +68,8 @@ class LoaderSpec:
     """
     num_workers: int = 0
     """Workers of its own that a session asks for; each iterates over a shard of an iterable-style dataset."""
+    in_process: bool = False
+    """Whether a session is loaded in the server's own process, for debugging; the server must allow it."""
 
     def __post_init__(self) -> None:
         """Refuse what no loader can be."""
@@ -80,7 +82,7 @@ class LoaderSpec:
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _whole("rank", self.rank, 0, self.world_size - 1)
-        for name in ("shuffle", "drop_last", "checksum"):
+        for name in ("shuffle", "drop_last", "checksum", "in_process"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSpec(f"{name} must be true or false, was {getattr(self, name)!r}")
         if self.batch_size is None and self.drop_last:
@@ -89,8 +91,10 @@ class LoaderSpec:
         _whole("num_workers", self.num_workers, 0, MAX_OWN_WORKERS)
         for name in ("collate", "worker_init", "session"):
             _name(name, getattr(self, name))
-        if self.session is None and (self.order == "client" or self.num_workers):
-            raise InvalidSpec("an order of the client's own and workers of its own need a session, which was null")
+        if self.session is None and (self.order == "client" or self.num_workers or self.in_process):
+            raise InvalidSpec(
+                "an order of the client's own, workers of its own and in_process need a session, which was null"
+            )
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
 

@@ -1,0 +1,241 @@
+"""What the tests of torch's contract share: both loaders run on one dataset, and the datasets that they run on."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.conftest import need
+from tests.end_to_end.compare import assert_same
+
+try:
+    import torch
+    from torch.utils.data import DataLoader as TorchLoader
+    from torch.utils.data import Dataset, IterableDataset, get_worker_info
+except ModuleNotFoundError:  # the tests skip
+    torch = None
+    TorchLoader = get_worker_info = None
+    Dataset = IterableDataset = object
+
+__all__ = ["Dataset", "IterableDataset", "TorchLoader", "get_worker_info", "torch"]  # and all that is made here
+
+SEED = 20
+
+
+@pytest.fixture(autouse=True)
+def torch_is_there() -> None:
+    """To be imported by modules whose every test compares with torch."""
+    need("torch")
+
+
+# -- both loaders
+
+
+def seed_everything(seed: int = SEED) -> None:
+    """As a training script does at its beginning."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def torchs(dataset: Any, **arguments: Any) -> Any:
+    """torch's loader. Its workers are forked, as ours are, also where Python's default is another."""
+    if arguments.get("num_workers"):
+        arguments.setdefault("multiprocessing_context", "fork")
+    return TorchLoader(dataset, **arguments)
+
+
+@contextmanager
+def ours(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments: Any) -> Iterator[DataLoader]:
+    """Our loader, with its own server."""
+    with serve(dataset, **{"num_workers": 2, **(serve_with or {})}) as url:
+        yield DataLoader(RemoteDataset(url), **arguments)
+
+
+@contextmanager
+def few_cpus_are_fine() -> Iterator[None]:
+    """Do not stop at torch's warning of more workers than CPUs, nor at Python's of threads when it forks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        yield
+
+
+def random_states() -> tuple[Any, ...]:
+    """Where the generators of this process stand."""
+    return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()  # type: ignore[union-attr, index, call-overload]
+
+
+def both(
+    dataset: Any,
+    *,
+    epochs: int = 2,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    serve_with: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> list[list[Any]]:
+    """Assert that both loaders give the same epochs under the same seed, and leave the generators in the same state.
+
+    Args:
+        dataset: For both.
+        epochs: How many to go through, one after another.
+        fresh: Makes further arguments anew for each loader: generators, and samplers that have a state.
+        serve_with: Arguments of `serve`.
+        arguments: Of both loaders.
+
+    Returns:
+        What came, by epoch.
+    """
+    with few_cpus_are_fine():
+        seed_everything()
+        loader = torchs(dataset, **arguments, **fresh())
+        expected = [list(loader) for _ in range(epochs)]
+        state = random_states()
+        del loader
+        seed_everything()
+        with ours(dataset, serve_with=serve_with, **arguments, **fresh()) as our_loader:
+            got = [list(our_loader) for _ in range(epochs)]
+            ours_state = random_states()
+    assert_same(got, expected, "epochs")
+    assert ours_state[0] == state[0], "Python's generator was drawn from differently"
+    assert ours_state[1] == state[1], "NumPy's generator was drawn from differently"
+    assert ours_state[2].equal(state[2]), "torch's generator was drawn from differently"
+    return got
+
+
+def both_raise(kind: type[Exception], make: Callable[[Callable[..., Any], Any], Any], dataset: Any) -> str:
+    """Assert that `make(loader class, dataset)` raises the same in both, word for word; the message."""
+    with pytest.raises(kind) as theirs:
+        make(torchs, dataset)
+    with serve(dataset) as url, pytest.raises(kind) as mine:
+        make(DataLoader, RemoteDataset(url))
+    assert type(mine.value) is type(theirs.value)
+    assert str(mine.value) == str(theirs.value)
+    return str(mine.value)
+
+
+def workers_alive() -> list[psutil.Process]:
+    """The processes that this one has started, and theirs, that have not ended."""
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 20) -> Any:
+    """Wait until `holds()` is true; its value."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline, f"{holds} did not come to hold within {seconds:g} s"
+        time.sleep(0.01)
+    return found
+
+
+# -- datasets
+
+
+class Numbers(Dataset):  # type: ignore[misc]
+    """The numbers [0, length)."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Made(Numbers):
+    """`length` samples, each made of its index by `make`."""
+
+    def __init__(self, make: Callable[[Any], Any], length: int = 10) -> None:
+        super().__init__(length)
+        self._make = make
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(index)
+
+
+class Noisy(IterableDataset):  # type: ignore[misc]
+    """Shards of given sizes; each sample has its shard's number and what the three generators draw."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        for i in range(self.sizes[number]):
+            yield {
+                "place": (number, i),
+                "python": random.random(),
+                "numpy": np.random.normal(),
+                "torch": torch.rand(2),
+                "seed": 0 if info is None else info.seed,
+            }
+
+
+class Range(IterableDataset):  # type: ignore[misc]
+    """The numbers [start, end), which each worker gives from the beginning; the naive stream of torch's guide."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+class SizedRange(Range):
+    """It knows its length."""
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def part(start: int, end: int, worker: int, num_workers: int) -> tuple[int, int]:
+    """The worker's part of [start, end), by the formula of torch's documentation."""
+    per_worker = -(-(end - start) // num_workers)
+    first = start + worker * per_worker
+    return first, max(first, min(first + per_worker, end))
+
+
+class ShardedRange(SizedRange):
+    """The first recipe: each worker takes its part in ``__iter__``."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        if info is None:
+            return iter(range(self.start, self.end))
+        return iter(range(*part(self.start, self.end, info.id, info.num_workers)))
+
+
+def narrow(worker: int) -> None:
+    """The second recipe, a worker_init_fn: the replica itself is made smaller."""
+    info = get_worker_info()
+    dataset = info.dataset
+    dataset.start, dataset.end = part(dataset.start, dataset.end, worker, info.num_workers)
+
+
+class ProcessIds(Numbers):
+    """Each sample is the process that made it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
