@@ -17,8 +17,8 @@ from teleloader_shared.version import VERSION
 
 _PEEK = """Load one batch by its address, in the server's own process, and show what it holds.
 
-An error message says which batch failed: give its numbers and the loader's arguments, and the same samples are loaded
-again with the same random numbers. No worker process takes part, so a breakpoint() in the dataset stops in the terminal
+An error message says which batch failed. For a loader with a seed, or that does not shuffle, give its arguments and the
+batch's numbers: the same samples are loaded again with the same random numbers. Otherwise give the indices. No worker process takes part, so a breakpoint() in the dataset stops in the terminal
 of the server, which must have been started with --debug."""
 
 
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("dataset", nargs="?", help="the dataset's name there; needed when there are several")
     command.add_argument("--batch", type=int, default=0, metavar="K", help="number of the batch (default 0)")
     command.add_argument("--epoch", type=int, default=0, metavar="E", help="number of the epoch (default 0)")
+    command.add_argument(
+        "--indices", type=indices, metavar="I,I,...", help="what the batch holds, in place of what the plan says"
+    )
     command.add_argument("--batch-size", type=int, default=1, metavar="B", help="as the loader's (default 1)")
     command.add_argument("--shuffle", action="store_true", help="as the loader's")
     command.add_argument("--drop-last", action="store_true", help="as the loader's")
@@ -56,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--world-size", type=int, default=1, metavar="W", help="as the loader's (default 1)")
     command.add_argument("--tail", choices=get_args(Tail), default="pad", help="as the loader's (default pad)")
     return parser
+
+
+def indices(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def peek(options: argparse.Namespace) -> int:
@@ -72,9 +79,10 @@ def peek(options: argparse.Namespace) -> int:
         tail=options.tail,
         session=secrets.token_hex(16),
         in_process=True,
+        order="plan" if options.indices is None else "client",
     )
     try:
-        batch = dataset.batch(spec, options.epoch, options.batch)
+        batch = dataset.batch(spec, options.epoch, options.batch, options.indices)
     except (TeleloaderError, ConnectionError):
         raise
     except Exception as error:  # noqa: BLE001 - whatever the dataset raises is what the user wants to see

@@ -19,7 +19,7 @@ from teleloader.backoff import Backoff
 from teleloader.failures import exception_of, known_error
 from teleloader.output import array_maker, choose_output
 from teleloader_shared import codec, local
-from teleloader_shared.codec import Failure
+from teleloader_shared.codec import Address, Failure
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
 from teleloader_shared.messages import (
     DATASETS_PATH,
@@ -121,8 +121,14 @@ class RemoteDataset:
             raise IndexError(f"sample {operator.index(index)} is out of range: dataset {self.name!r} has {length}")
         return self.batch(LoaderSpec(dataset=self.name, batch_size=None), 0, position)
 
-    def batch(self, spec: LoaderSpec, epoch: int, k: int) -> Any:
+    def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Any:
         """One batch by its address, for looking at; a `DataLoader` is fast.
+
+        Args:
+            spec: The loader.
+            epoch: The epoch.
+            k: Number of the batch.
+            indices: What it holds, for an order of the client's own.
 
         Raises:
             BatchOutOfRange: When the epoch has no such batch.
@@ -130,7 +136,11 @@ class RemoteDataset:
         """
         key = self.register(spec).key
         try:
-            raw = self._request("GET", f"{batches_path(key, epoch)}/{k}", timeout=None)
+            if indices is None:
+                raw = self._request("GET", f"{batches_path(key, epoch)}/{k}", timeout=None)
+            else:
+                listed = codec.to_bytes(Address(key, epoch, k), indices)
+                raw = self._request("POST", f"{batches_path(key, epoch)}?start={k}", timeout=None, content=listed)
         finally:
             if spec.session is not None:
                 self.end_session(key)

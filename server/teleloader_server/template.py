@@ -96,7 +96,7 @@ def main() -> None:
             messages = control.receive()
     except EOFError:
         return
-    _, configs, path = messages[0]
+    (_, configs, path), *more = messages
     sys.path[:] = path
     try:
         hosted = open_datasets(DatasetConfig(**config) for config in configs)
@@ -105,7 +105,7 @@ def main() -> None:
         return
     # objects that exist now are never looked at by the collector again, so it does not un-share their pages
     gc.collect()
-    _serve(control, hosted)
+    _serve(control, hosted, more)
     # not by way of the interpreter's shutdown, which would wait for threads that user code has started
     sys.stdout.flush()
     sys.stderr.flush()
@@ -126,13 +126,14 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
         os._exit(0)
 
 
-def _serve(control: Channel, hosted: Mapping[str, HostedDataset]) -> None:
+def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Sequence[Any] = ()) -> None:
     """Fork workers and further templates on request and report how they end, until the server closes the channel."""
     gc.disable()
     gc.freeze()
     control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()], os.getpid()])
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
+    _carry_out(requests, control, selector, hosted)
     while True:
         for key, _ in selector.select():
             if key.fileobj is not control:
@@ -146,14 +147,20 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset]) -> None:
             except EOFError:
                 _await_workers(selector, control)
                 return
-            for message in messages:
-                if message == ["split"]:
-                    pid = _fork_template(control, selector, hosted)
-                else:
-                    settings = WorkerSettings(*message[1])
-                    pid = _fork_worker(control, selector, hosted, settings)
-                    control.send(["forked", settings.number, pid])
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            _carry_out(messages, control, selector, hosted)
+
+
+def _carry_out(
+    requests: Sequence[Any], control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]
+) -> None:
+    for request in requests:
+        if request == ["split"]:
+            pid = _fork_template(control, selector, hosted)
+        else:
+            settings = WorkerSettings(*request[1])
+            pid = _fork_worker(control, selector, hosted, settings)
+            control.send(["forked", settings.number, pid])
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:

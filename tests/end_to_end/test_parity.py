@@ -134,8 +134,6 @@ ORDERS: dict[str, Fresh] = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_batches_are_torchs(name: str, num_workers: int) -> None:
     """Two epochs are equal, and so are the generators of this process afterwards."""
-    if num_workers == 0 and name == "a sampler of one's own that draws":
-        pytest.skip("torch draws batch by batch there; a test of its own has it")
     both(Numbers(), fresh=ORDERS[name], num_workers=num_workers)
 
 
@@ -209,18 +207,21 @@ def test_an_endless_sampler() -> None:
     assert_same(got, expected)
 
 
-def test_without_workers_torch_draws_with_each_batch() -> None:
-    """``num_workers=0``: a training loop that draws between batches finds and leaves the generators as with torch."""
-    results = []
-    for loader_of in (torchs, None):
-        seed_everything()
-        if loader_of is not None:
-            loader = loader_of(Numbers(), sampler=Shuffling(10), batch_size=2)
-            results.append([(batch.tolist(), float(torch.rand(1)), random.random()) for batch in loader])
-            continue
-        with ours(Numbers(), sampler=Shuffling(10), batch_size=2) as mine:
-            results.append([(batch.tolist(), float(torch.rand(1)), random.random()) for batch in mine])
-    assert results[0] == results[1]
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_sampler_is_drawn_from_when_torch_draws_from_it(num_workers: int) -> None:
+    """A sampler of one's own that shares generators with the training loop: both find and leave them as with torch."""
+
+    def arguments() -> dict[str, Any]:
+        return {"sampler": Shuffling(10), "batch_size": 2, "num_workers": num_workers}
+
+    def loop(loader: Any) -> list[Any]:
+        return [(batch.tolist(), float(torch.rand(1)), random.random()) for batch in loader]
+
+    seed_everything()
+    expected = loop(torchs(Numbers(), **arguments()))
+    seed_everything()
+    with ours(Numbers(), **arguments()) as loader:
+        assert loop(loader) == expected
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "RandomSampler", "in sequence"])

@@ -1,0 +1,79 @@
+"""Data-parallel training: two ranks on CPUs (gloo), each of which takes its half of every epoch.
+
+    python examples/ddp_gloo.py                      # the ranks are found by themselves
+    python examples/ddp_gloo.py --sampler            # a DistributedSampler, as in scripts that have one
+
+It brings its own server. As torch does it, ``shuffle=True`` gives each epoch another order, and a DistributedSampler
+must be told the epoch. Each sample carries its number, so that the ranks can show that they saw each exactly once.
+"""
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+
+WORLD_SIZE, SAMPLES, EPOCHS = 2, 1000, 4
+SLOPES = torch.tensor([2.0, -3.0, 0.5])
+
+
+class Plane:
+    """Sample i is ``(i, point, height of a plane there)``."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        point = torch.randn(3, generator=torch.Generator().manual_seed(index))
+        return index, point, point @ SLOPES
+
+
+def train(rank: int, url: str, with_sampler: bool) -> None:
+    """What one rank does."""
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    dataset = RemoteDataset(url)
+    if with_sampler:
+        sampler: Any = DistributedSampler(dataset)  # knows the ranks, and divides the epoch among them
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+    else:
+        sampler, loader = None, DataLoader(dataset, batch_size=32, shuffle=True)  # asks torch.distributed itself
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for epoch in range(EPOCHS):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        mine: list[int] = []
+        for numbers, points, heights in loader:
+            loss = nn.functional.mse_loss(model(points).squeeze(1), heights)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mine += numbers.tolist()
+        parts: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(parts, mine)
+        if rank == 0:
+            whole = sum(parts, [])
+            once = sorted(whole) == list(range(SAMPLES))
+            print(f"epoch {epoch}: {list(map(len, parts))} samples, each once: {once}, begins {whole[:4]}")
+    if rank == 0:
+        print(f"error {(model.module.weight[0] - SLOPES).abs().max().item():.6f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sampler", action="store_true", help="divide the epoch by a DistributedSampler")
+    options = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
+    with serve(Plane(), num_workers=2) as address:
+        mp.spawn(train, args=(address, options.sampler), nprocs=WORLD_SIZE)
