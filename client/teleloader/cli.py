@@ -17,9 +17,11 @@ from teleloader_shared.version import VERSION
 
 _PEEK = """Load one batch by its address, in the server's own process, and show what it holds.
 
-An error message says which batch failed. For a loader with a seed, or that does not shuffle, give its arguments and the
-batch's numbers: the same samples are loaded again with the same random numbers. Otherwise give the indices. No worker process takes part, so a breakpoint() in the dataset stops in the terminal
-of the server, which must have been started with --debug."""
+An error message says which batch failed. For a loader with a seed, or one that does not shuffle, give its arguments and
+the batch's numbers: the same samples are loaded again with the same random numbers. Otherwise give the indices.
+
+No worker process takes part, so a breakpoint() in the dataset stops in the terminal of the server, which must have been
+started with --debug."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def indices(text: str) -> list[int]:
+    """What ``--indices`` says; its name stands in the error message."""
     return [int(part) for part in text.split(",")]
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from teleloader.failures import exception_of
@@ -16,6 +16,7 @@ from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
+from teleloader.state import Position
 from teleloader_shared.codec import Address, End, Failure
 from teleloader_shared.spec import LoaderSpec
 
@@ -24,23 +25,27 @@ from teleloader_shared.spec import LoaderSpec
 class Progress:
     """How far a pass through an epoch is; outlives its iterator, so that a loop that was left can be resumed."""
 
-    epoch: int
-    batch: int
-    """The next one."""
-    base_seed: int
-    """What torch calls so: the seed of worker 0."""
+    next: Position
+    """The next batch."""
     longest: int | None = None
     """Batches of the rank that has the most, where that is known."""
     finished: bool = False
     """Whether the loop was told that there are no more."""
-    random: dict[str, Any] | None = None
-    """For an order of the client's own: the random state before it was drawn."""
 
     @property
-    def position(self) -> tuple[int, int]:
-        """(epoch, batch) that comes next; after the last batch, the beginning of the next epoch."""
-        over = self.finished or (self.longest is not None and self.batch >= self.longest)
-        return (self.epoch + 1, 0) if over else (self.epoch, self.batch)
+    def batch(self) -> int:
+        """Number of the next batch."""
+        return self.next.batch
+
+    def advance(self) -> None:
+        """The loop was given the next batch, or an error in its place."""
+        self.next = replace(self.next, batch=self.next.batch + 1)
+
+    @property
+    def position(self) -> Position:
+        """What comes next; after the last batch, the beginning of the next epoch."""
+        over = self.finished or (self.longest is not None and self.next.batch >= self.longest)
+        return Position(self.next.epoch + 1) if over else self.next
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class Pass:
         lists, window = self.lists, self.session.window
         if lists is None or self.progress.batch + window - lists.drawn < max(1, window // 4):
             return
-        key, epoch = self.spec.key, self.progress.epoch
+        key, epoch = self.spec.key, self.progress.next.epoch
         frames = {}
         for k, indices in lists.draw(self.progress.batch + window):
             try:
@@ -122,7 +127,7 @@ class LoaderIterator:
             if current.over():
                 self._finish(current)
             frame = current.receiver.take(current.timeout)
-            current.progress.batch += 1
+            current.progress.advance()
             if not isinstance(frame.content, End):
                 break
             if current.lengths is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, Final, Literal, SupportsIndex
 
+from teleloader import state
 from teleloader.arguments import Arguments, check, warn_of_too_many_workers
 from teleloader.buffers import BufferPool, allocate
 from teleloader.functions import name_on_server
@@ -24,15 +25,16 @@ from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, RandomState, draw_base_seed, is_torchs_own, make_samplers
 from teleloader.session import Session
+from teleloader.state import Position
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
-from teleloader_shared.errors import ProtocolError, StateMismatch, TeleloaderError
+from teleloader_shared.errors import ProtocolError, TeleloaderError
+from teleloader_shared.messages import Registration
 from teleloader_shared.plan import Plan
 from teleloader_shared.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
-_STATE_VERSION: Final = 1
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """What torch does not let be set after construction."""
 
@@ -189,14 +191,8 @@ class DataLoader:
         self._make_array = array_maker(self._output, pin_memory=pin_memory and accelerator_found())
         self._pool = BufferPool(allocate_pinned if pin_memory and accelerator_found() else allocate)
         self._max_batch_bytes = max_batch_bytes
-        self._epoch = 0
-        """Of the next iter()."""
-        self._start = 0
-        """First batch of the next iter()."""
-        self._random: dict[str, Any] | None = None
-        """Random state to draw the next iter()'s order with, when it was begun before."""
-        self._base_seed: int | None = None
-        """Base seed of the next iter(), when it was begun before."""
+        self._next = Position()
+        """Where the next iter() begins."""
         self._progress: Progress | None = None
         """Of the last iterator."""
         self._iterator: LoaderIterator | None = None
@@ -267,7 +263,7 @@ class DataLoader:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus)
         if self.pin_memory:
             _warn_of_pinning(self.pin_memory_device)
-        if not (self.persistent_workers and self.num_workers > 0):
+        if not self._keeps_workers:
             self._begin(iterator := LoaderIterator())
             return iterator
         if self._iterator is None:
@@ -284,67 +280,77 @@ class DataLoader:
 
     def _begin(self, iterator: LoaderIterator) -> None:
         """Make `iterator` go through the next epoch."""
-        order = self._order
+        order, begun = self._order, self._next
         random_state = RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
-        # taken before anything is drawn
-        saved = self._random or (random_state.save() if order == "client" else None)
-        with random_state.as_saved(self._random) if self._random else nullcontext():
-            lists = IndexLists(self._index_sampler, self._start) if order == "client" else None
-            known = self._base_seed if iterator.base_seed is None else iterator.base_seed
-            base_seed = self._draw_base_seed() if known is None else known
+        if order == "client" and begun.random is None:
+            self._next = replace(begun, random=random_state.save())  # before anything is drawn
+        with random_state.as_saved(begun.random) if begun.random else nullcontext():
+            lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
+            if begun.base_seed is None and self._seed is None:
+                drawn = self._draw_base_seed() if iterator.base_seed is None else iterator.base_seed
+                self._next = replace(self._next, base_seed=drawn)
             self._check_as_torchs_iterator()
-            spec = self._spec_of_session(order, base_seed, iterator.session)
-            registered = self._remote.register(spec)
-            spec = replace(spec, fingerprint=registered.fingerprint)
-            if registered.key != spec.key:
-                raise ProtocolError(
-                    f"{self._remote.url} calls the loader {registered.key!r}, and its key is {spec.key!r}"
-                )
-            stop, longest = self._extent(order, spec, registered.length, registered.batches)
-            start = self._start if stop is None else min(self._start, stop)
-            progress = Progress(self._epoch, start, base_seed, longest, random=saved)
-            session = Session(
-                progress.batch,
-                progress.batch if stop is None else stop,
-                self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
-                registered.num_workers,
-                adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
-                shards=max(1, spec.num_workers) if order == "iterable" else 0,
-                on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
-            )
-            receiver = Receiver(
-                dataset=self._remote,
-                spec=spec,
-                epoch=self._epoch,
-                session=session,
-                consumer=LoaderIterator.consumer_name(spec.rank),
-                make_array=self._make_array,
-                pool=self._pool,
-                max_batch_bytes=self._max_batch_bytes,
-            )
-            keep = self.persistent_workers and self.num_workers > 0
-            passing = Pass(
-                self._remote, spec, progress, session, receiver, lists, self.timeout, not keep, self._lengths(order)
-            )
+            passing = self._pass(order, lists, iterator.session)
             iterator.begin(passing)
-            if keep:
-                iterator.base_seed, iterator.session = base_seed, spec.session
-            if self.num_workers > 0 or self._random:
-                passing.feed()  # torch without workers draws nothing before the first batch is asked for
-        self._progress = progress
-        self._go_to(self._epoch + 1)
+            # torch without workers draws nothing before the first batch is asked for
+            if self.num_workers > 0 or begun.random:
+                passing.feed()
+        if self._keeps_workers:
+            iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
+        self._progress = passing.progress
+        self._next = Position(begun.epoch + 1)
 
-    def _go_to(
-        self, epoch: int, batch: int = 0, random: dict[str, Any] | None = None, base_seed: int | None = None
-    ) -> None:
-        """Make the next iter() begin there."""
-        self._epoch, self._start, self._random, self._base_seed = epoch, batch, random, base_seed
+    def _pass(self, order: _Order, lists: IndexLists | None, session: str | None) -> Pass:
+        """The pass that begins now."""
+        spec = self._spec_of_pass(order, session)
+        registered = self._remote.register(spec)
+        spec = replace(spec, fingerprint=registered.fingerprint)
+        if registered.key != spec.key:
+            raise ProtocolError(f"{self._remote.url} calls the loader {registered.key!r}, and its key is {spec.key!r}")
+        stop, longest = self._extent(order, spec, registered)
+        progress = Progress(
+            self._next if stop is None else replace(self._next, batch=min(self._next.batch, stop)), longest
+        )
+        asking = Session(
+            progress.batch,
+            progress.batch if stop is None else stop,
+            self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
+            registered.num_workers,
+            adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
+            shards=max(1, spec.num_workers) if order == "iterable" else 0,
+            on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
+        )
+        receiver = Receiver(
+            dataset=self._remote,
+            spec=spec,
+            epoch=self._next.epoch,
+            session=asking,
+            consumer=LoaderIterator.consumer_name(spec.rank),
+            make_array=self._make_array,
+            pool=self._pool,
+            max_batch_bytes=self._max_batch_bytes,
+        )
+        return Pass(
+            dataset=self._remote,
+            spec=spec,
+            progress=progress,
+            session=asking,
+            receiver=receiver,
+            lists=lists,
+            timeout=self.timeout,
+            ends_session=not self._keeps_workers,
+            lengths=self._lengths() if order == "iterable" else None,
+        )
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return self.persistent_workers and self.num_workers > 0
 
     def _draw_base_seed(self) -> int:
-        """torch's, where torch decides; else a function of seed and epoch."""
-        if self._seed is None and (self.generator is not None or self._output == "torch"):
+        """torch's, where torch decides; else a function of the epoch."""
+        if self.generator is not None or self._output == "torch":
             return draw_base_seed(self.generator)
-        return derive("base", self._seed or 0, self._epoch) >> 1
+        return derive("base", 0, self._next.epoch) >> 1
 
     def _check_as_torchs_iterator(self) -> None:
         if self.num_workers == 0 and self.timeout != 0:
@@ -352,19 +358,21 @@ class DataLoader:
         if self.num_workers > 0 and self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
 
-    def _spec_of_session(self, order: _Order, base_seed: int, session: str | None) -> LoaderSpec:
+    def _spec_of_pass(self, order: _Order, session: str | None) -> LoaderSpec:
         """What the server is asked for in this epoch."""
-        spec = self.spec
+        spec, base_seed = self.spec, self._next.base_seed
+        if base_seed is None:
+            base_seed = derive("base", spec.seed, self._next.epoch) >> 1
         lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
         # an object of this process is loaded as torch would, by workers that see it as it is now
         live = self._is_served_here and (self._seed is None or lends)
         if order == "plan" and not live:
             return replace(spec, worker_init=None)
-        seed = base_seed if order != "plan" or (self._seed is None and not spec.shuffle) else spec.seed
         own = replace(
             spec,
             session=session or secrets.token_hex(16),
-            seed=seed,
+            # a shuffled plan is that of all ranks, which need not have drawn the same base seed
+            seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
             num_workers=self.num_workers if live or order == "iterable" else 0,
         )
         if order != "client":
@@ -376,25 +384,21 @@ class DataLoader:
     def _is_served_here(self) -> bool:
         return local.is_served_here(self._remote.url)
 
-    def _extent(
-        self, order: _Order, spec: LoaderSpec, length: int | None, batches: int | None
-    ) -> tuple[int | None, int | None]:
+    def _extent(self, order: _Order, spec: LoaderSpec, registered: Registration) -> tuple[int | None, int | None]:
         """How many batches the epoch has for this rank, and for the one that has the most; None when it will show."""
-        if order == "iterable":
-            return MAX_EPOCH, None
-        if order == "client":
-            return None, None
-        if length is None:
+        if order != "plan":
+            return MAX_EPOCH if order == "iterable" else None, None
+        if registered.length is None:
             raise TypeError(f"object of type {self._remote.info.type!r} has no len()")
-        mine = len(Plan(spec, length, self._epoch))
-        if mine != batches:
-            raise ProtocolError(f"{self._remote.url} has {batches} batches for this loader, and its plan has {mine}")
+        mine = len(Plan(spec, registered.length, self._next.epoch))
+        if mine != registered.batches:
+            raise ProtocolError(
+                f"{self._remote.url} has {registered.batches} batches for this loader, and its plan has {mine}"
+            )
         # under tail="uneven" rank 0 has the most
-        return mine, len(Plan(replace(spec, rank=0), length, self._epoch))
+        return mine, len(Plan(replace(spec, rank=0), registered.length, self._next.epoch))
 
-    def _lengths(self, order: _Order) -> Lengths | None:
-        if order != "iterable":
-            return None
+    def _lengths(self) -> Lengths:
         samples = self._remote.info.length if self._place[1] == 1 else None
         may_repeat, self._may_repeat = self._may_repeat, False
         return Lengths(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
@@ -408,9 +412,9 @@ class DataLoader:
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
             raise ValueError(f"epoch must be a whole number from 0, was {epoch!r}")
-        if epoch != self._epoch:
-            self._go_to(operator.index(epoch))
-        if self._progress is not None and self._progress.position[0] != epoch:
+        if epoch != self._next.epoch:
+            self._next = Position(operator.index(epoch))
+        if self._progress is not None and self._progress.position.epoch != epoch:
             self._progress = None
         tell = getattr(self._own_sampler, "set_epoch", None)
         if tell is not None:
@@ -424,52 +428,34 @@ class DataLoader:
         sampler it holds the random state that the epoch's order was drawn with besides, 10 KB; for an iterable-style
         dataset the batches that its shards gave.
         """
-        progress, order = self._progress, self._order
-        epoch, batch = (self._epoch, self._start) if progress is None else progress.position
-        state = {"version": _STATE_VERSION, "epoch": epoch, "dataset": self._remote.info.fingerprint, "order": order}
-        if order == "plan":
-            return {
-                **state, "samples": batch * self._global_batch_size, "seed": self.spec.seed, "shuffle": self._shuffle
-            }  # fmt: skip
-        state["batch"] = batch
-        begun = progress if progress is not None and epoch == progress.epoch else None
-        if order == "client":
-            return {**state, "random": self._random if begun is None else begun.random}
-        seed = self._base_seed if begun is None else begun.base_seed
-        return {**state, "batch_size": self.batch_size, "num_workers": self.num_workers, "base_seed": seed}
+        position = self._next if self._progress is None else self._progress.position
+        return state.save(position, self._identity, self._global_batch_size)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: with the next ``iter()``, at exactly the next batch.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
 
         Raises:
-            StateMismatch: When `state` belongs to another dataset, seed or order, or its position lies within a
+            StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
                 global batch of this loader.
         """
-        if not isinstance(state, dict) or "epoch" not in state:
-            raise StateMismatch(f"a state is what state_dict() of a loader returned, was {state!r:.200}")
-        moving = ("epoch", "samples", "batch", "random", "base_seed")
-        for name, value in self.state_dict().items():
-            if name not in moving and state.get(name) != value:
-                raise StateMismatch(
-                    f"the state was saved with {name} = {state.get(name)!r}, and this loader has {value!r}: "
-                    "resume with the loader's old arguments and data, or begin a new run"
-                )
-        place = "samples" if self._order == "plan" else "batch"
-        epoch, at = state.get("epoch"), state.get(place)
-        if not isinstance(epoch, int) or not isinstance(at, int) or epoch < 0 or at < 0:
-            raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {epoch!r} and {at!r}")
-        batch, rest = divmod(at, self._global_batch_size) if place == "samples" else (at, 0)
-        if rest:
-            raise StateMismatch(
-                f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
-                f"world_size = {self._global_batch_size}: choose them so that they divide it"
-            )
-        self._go_to(epoch, batch, state.get("random"), state.get("base_seed"))
+        self._next = state.load(state_dict, self._identity, self._global_batch_size)
         self._progress = None
 
     @property
-    def _global_batch_size(self) -> int:
-        return (self.batch_size or 1) * self._place[1]
+    def _identity(self) -> dict[str, Any]:
+        """What a loader that goes on must have in common with this one."""
+        order = self._order
+        identity = {"dataset": self._remote.info.fingerprint, "order": order}
+        if order == "plan":
+            return {**identity, "seed": self._spec.seed, "shuffle": self._shuffle}
+        if order == "iterable":
+            return {**identity, "batch_size": self.batch_size, "num_workers": self.num_workers}
+        return identity
+
+    @property
+    def _global_batch_size(self) -> int | None:
+        """Samples in a batch of all ranks; None where the order is not the plan's."""
+        return (self.batch_size or 1) * self._place[1] if self._order == "plan" else None
 
     def __repr__(self) -> str:
         spec = self.spec

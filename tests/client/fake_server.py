@@ -12,13 +12,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from teleloader_shared.codec import Address, to_bytes
+from teleloader_shared import codec
+from teleloader_shared.codec import Address, End, to_bytes
+from teleloader_shared.messages import LOADERS_PATH
 from teleloader_shared.spec import LoaderSpec
 
 INFO = {
-    "name": "fake", "kind": "map", "length": 8, "version": "", "fingerprint": "f", "collate": "default",
-    "seeding": "batch", "a_field_of_the_future": 1,
+    "name": "fake", "kind": "map", "type": "Fake", "length": 8, "version": "", "fingerprint": "f",
+    "collate": "default", "worker_init": None, "functions": [], "seeding": "batch", "cpus": 64,
+    "a_field_of_the_future": 1,
 }  # fmt: skip
+ITERABLE = {**INFO, "kind": "iterable", "length": None}
+"""The same as an iterable-style dataset that does not know its length."""
 
 Answer = Callable[["Request"], bytes | int]
 """The body for a request for batches; a number is a status instead."""
@@ -27,28 +32,40 @@ Answer = Callable[["Request"], bytes | int]
 class Request:
     """One request for batches."""
 
-    def __init__(self, path: str, number: int) -> None:
+    def __init__(self, path: str, body: bytes, number: int) -> None:
         parts = urlsplit(path)
         query = parse_qs(parts.query)
         _, _, _, self.key, _, epoch, _ = parts.path.split("/")
         self.epoch = int(epoch)
-        self.start, self.stop = int(query["start"][0]), int(query["stop"][0])
+        self.start = int(query["start"][0])
+        listed = [_indices(frame) for frame in codec.split(np.frombuffer(body, np.uint8))]
+        self.listed: dict[int, Any] | None = dict(enumerate(listed, self.start)) if listed else None
+        """What the batches hold, where the client says it."""
+        self.stop = self.start + len(listed) if listed else int(query["stop"][0])
         self.number = number
         """How many such requests came before it."""
 
     def frame(self, k: int, *, epoch: int | None = None, key: str | None = None) -> bytes:
         """The right frame of batch k, or a wrong one."""
         address = Address(key or self.key, self.epoch if epoch is None else epoch, k)
-        return to_bytes(address, [np.full(3, k, np.int64)])
+        return to_bytes(address, [np.full(3, k, np.int64)] if self.listed is None else [np.array(self.listed[k])])
+
+    def end(self, k: int) -> bytes:
+        """A frame that says, in the place of batch k, that its shard has no more."""
+        return to_bytes(Address(self.key, self.epoch, k), End(samples=k, replica=False))
 
     def right(self) -> bytes:
         """The right answer."""
         return b"".join(self.frame(k) for k in range(self.start, self.stop))
 
 
+def _indices(frame: Any) -> Any:
+    return codec.read(frame, lambda bits, *_: bits).content
+
+
 @contextmanager
-def fake_server(answer: Answer) -> Iterator[str]:
-    """A server with one dataset of 8 samples whose batches `answer` makes; yields its URL."""
+def fake_server(answer: Answer, info: dict[str, Any] = INFO) -> Iterator[str]:
+    """A server with one dataset, of 8 samples unless told otherwise, whose batches `answer` makes; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -56,23 +73,33 @@ def fake_server(answer: Answer) -> Iterator[str]:
 
         def do_GET(self) -> None:
             if self.path == "/v1/datasets":
-                self.reply(200, json.dumps([INFO]).encode())
+                self.reply(200, json.dumps([info]).encode())
                 return
-            said = answer(Request(self.path, Handler.requests))
+            self.answer(b"")
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.path != LOADERS_PATH:
+                self.answer(body)
+                return
+            spec = LoaderSpec.from_json(json.loads(body))
+            registered: dict[str, Any] = {
+                "key": spec.key, "batches": info["length"] if spec.order == "plan" else None,
+                "length": info["length"], "fingerprint": "f", "num_workers": 1, "max_batch_bytes": 2**20, "protocol": 1,
+            }  # fmt: skip
+            self.reply(200, json.dumps(registered).encode())
+
+        def do_DELETE(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def answer(self, body: bytes) -> None:
+            said = answer(Request(self.path, body, Handler.requests))
             Handler.requests += 1
             if isinstance(said, int):
                 self.reply(said, b'{"code": "X", "detail": "not now"}')
             else:
                 self.reply(200, said)
-
-        def do_POST(self) -> None:
-            fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            key = LoaderSpec.from_json(fields).key
-            registered: dict[str, Any] = {
-                "key": key, "batches": 8, "length": 8, "fingerprint": "f", "num_workers": 1,
-                "max_batch_bytes": 2**20, "protocol": 1,
-            }  # fmt: skip
-            self.reply(200, json.dumps(registered).encode())
 
         def reply(self, status: int, body: bytes) -> None:
             self.send_response(status)

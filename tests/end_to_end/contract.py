@@ -239,3 +239,13 @@ class ProcessIds(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         return os.getpid()
+
+
+def a_sharded_range() -> ShardedRange:
+    """A factory, for servers that import it."""
+    return ShardedRange(3, 40)
+
+
+def a_sized_range() -> SizedRange:
+    """A factory, for servers that import it."""
+    return SizedRange(3, 40)

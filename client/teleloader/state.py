@@ -1,0 +1,67 @@
+"""Where a loader stands, and the ``state_dict`` that says it: what must agree when it is loaded, and what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from teleloader_shared.errors import StateMismatch
+
+STATE_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the next ``iter()`` begins."""
+
+    epoch: int = 0
+    batch: int = 0
+    random: dict[str, Any] | None = None
+    """For an order of the client's own that was drawn before: the random state that it was drawn with."""
+    base_seed: int | None = None
+    """The base seed of an epoch that was begun before."""
+
+
+def save(position: Position, identity: Mapping[str, Any], global_batch_size: int | None) -> dict[str, Any]:
+    """The state of a loader that stands at `position`.
+
+    Args:
+        position: Where it stands.
+        identity: What a loader that goes on must have in common with it.
+        global_batch_size: With a plan: samples in a batch of all ranks together. A place in a plan is counted in
+            samples, so that it means the same for another number of ranks.
+    """
+    state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
+    if position.base_seed is not None:
+        state["base_seed"] = position.base_seed
+    if global_batch_size is not None:
+        return {**state, "samples": position.batch * global_batch_size}
+    return {**state, "batch": position.batch, "random": position.random}
+
+
+def load(state: object, identity: Mapping[str, Any], global_batch_size: int | None) -> Position:
+    """Where a loader stands that is given `state`.
+
+    Raises:
+        StateMismatch: When it is the state of something else, or stands within a global batch of this loader.
+    """
+    if not isinstance(state, dict) or "epoch" not in state:
+        raise StateMismatch(f"a state is what state_dict() of a loader returned, was {state!r:.200}")
+    for name, value in {"version": STATE_VERSION, **identity}.items():
+        if state.get(name) != value:
+            raise StateMismatch(
+                f"the state was saved with {name} = {state.get(name)!r}, and this loader has {value!r}: "
+                "resume with the loader's old arguments and data, or begin a new run"
+            )
+    place = "batch" if global_batch_size is None else "samples"
+    epoch, at = state["epoch"], state.get(place)
+    if not isinstance(epoch, int) or not isinstance(at, int) or epoch < 0 or at < 0:
+        raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {epoch!r} and {at!r}")
+    batch, rest = divmod(at, global_batch_size or 1)
+    if rest:
+        raise StateMismatch(
+            f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
+            f"world_size = {global_batch_size}: choose them so that they divide it"
+        )
+    return Position(epoch, batch, state.get("random"), state.get("base_seed"))
