@@ -3,25 +3,18 @@
 `flatten` takes a batch apart into a description made of msgpack's own types and the list of its arrays, in the order
 in which they stand in the tree; `unflatten` is its inverse. The description of each kind of node is in
 docs/protocol.md ("The tree").
-
-Namedtuples and dataclasses go by the names of their class. A reader that has the class at hand makes an instance of it,
-and never imports it, calls it, or runs any other code of it: whoever writes frames must not be able to choose what runs
-here. So classes are looked at through dicts, and instances are made without their constructors.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABCMeta
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass, make_dataclass
-from functools import cached_property, lru_cache
+from dataclasses import is_dataclass
+from functools import cached_property
 from inspect import getattr_static
-from keyword import iskeyword
 from reprlib import repr as short
-from types import MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +22,7 @@ from numpy.typing import NDArray
 
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
+from teleloader_shared.records import dataclass_type, instance, is_dunder, is_name, last_name, namedtuple_type
 
 MAX_DEPTH: Final = 128
 """How deep containers may be nested, on both sides."""
@@ -143,7 +137,7 @@ class _Describer:
             return {exact.__name__: [self._key(item, f"an element of {path}", depth) for item in value]}
         if exact is deque:
             return {"deque": [value.maxlen, self._items(value, path, depth)]}
-        if exact is tuple or _is_nameless_tuple(exact):
+        if exact is tuple or is_nameless_tuple(exact):
             return {"tuple": self._items(value, path, depth)}
         return self._leaf_or_record(value, path, depth)
 
@@ -179,7 +173,7 @@ class _Describer:
     def _record(self, value: Any, names: tuple[str, ...], items: Iterable[Any], path: str, depth: int) -> list[Any]:
         exact = type(value)
         _check_attributes(value, names, path)
-        if not all(map(_is_name, (_last_name(exact.__qualname__), *names))):
+        if not all(map(is_name, (last_name(exact.__qualname__), *names))):
             raise EncodeError(f"{path} is a {_type_name(value)}; its name and its fields' must be plain identifiers")
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
@@ -203,7 +197,7 @@ def _digits(value: int, path: str) -> str:
     return digits
 
 
-def _is_nameless_tuple(exact: type) -> bool:
+def is_nameless_tuple(exact: type) -> bool:
     """Whether it is torch.Size or one of the tuples that C functions return, such as torch.return_types.max."""
     torch = sys.modules.get("torch")
     return issubclass(exact, tuple) and (
@@ -240,24 +234,11 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
     for name in getattr(value, "__dict__", ()):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
         # typing itself leaves __orig_class__ behind
-        if name not in names and not computed and not _is_dunder(name):
+        if name not in names and not computed and not is_dunder(name):
             raise EncodeError(
                 f"{path} is a {_type_name(value)} with an attribute {name!r} that is none of its fields, and only "
                 "fields travel. Make it one, or leave it away in the collate function"
             )
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
-
-
-def _is_name(name: object) -> bool:
-    """Whether a class or a field may have that name: one that Python can have, and gives no meaning to."""
-    return type(name) is str and name.isidentifier() and not iskeyword(name) and not _is_dunder(name)
-
-
-def _last_name(qualname: str) -> str:
-    return qualname.rpartition(".")[2]
 
 
 def _hint(value: object) -> str:
@@ -353,12 +334,12 @@ class _Builder:
                 return deque([self.build(node, depth + 1) for node in nodes], maxlen)
             case "namedtuple", [str(module), str(name), list(fields), list(nodes)] if _are_names(name, fields, nodes):
                 items = [self.build(node, depth + 1) for node in nodes]
-                return tuple.__new__(_namedtuple_type(module, name, tuple(fields), hashed=self._hashed), items)
+                return tuple.__new__(namedtuple_type(module, name, tuple(fields), hashed=self._hashed), items)
             case "dataclass", [str(module), str(name), list(fields), list(nodes)] if (
                 _are_names(name, fields, nodes) and not self._hashed
             ):
                 items = [self.build(node, depth + 1) for node in nodes]
-                return _instance(_dataclass_type(module, name, tuple(fields)), fields, items)
+                return instance(dataclass_type(module, name, tuple(fields)), fields, items)
         return _build_number(kind, content)
 
     def _pair(self, pair: Any, depth: int) -> tuple[Any, Any]:
@@ -401,7 +382,7 @@ def _is_size(size: Any, least: int) -> bool:
 
 
 def _are_names(qualname: str, fields: list[Any], nodes: list[Any]) -> bool:
-    return len(fields) == len(nodes) and all(map(_is_name, (_last_name(qualname), *fields)))
+    return len(fields) == len(nodes) and all(map(is_name, (last_name(qualname), *fields)))
 
 
 def _build_number(kind: Any, content: Any) -> Any:
@@ -430,113 +411,3 @@ def _build_range(numbers: list[int]) -> range:
     if numbers[2] == 0:
         raise ProtocolError("a range in a frame's tree has the step 0")
     return range(*numbers)
-
-
-# -- classes that frames name
-
-
-_class_dict: Final = type.__dict__["__dict__"].__get__
-"""A class's own attributes, past whatever its metaclass makes of `__dict__`."""
-
-
-def _find_class(module: str, qualname: str) -> type | None:
-    """The class of that name, if its module is loaded already, in plain steps through dicts."""
-    holder = sys.modules.get(module)
-    # subclasses of ModuleType may load themselves at a touch
-    if type(holder) is not ModuleType:
-        return None
-    first, *rest = qualname.split(".")
-    found = holder.__dict__.get(first)
-    for name in rest:
-        if not issubclass(type(found), type):
-            return None
-        found = _class_dict(found).get(name)
-    # the metaclass of any other class may have code that runs when the class is looked at
-    return found if type(found) in (type, ABCMeta) else None
-
-
-def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-    found = _find_class(module, qualname)
-    if found is not None and _is_namedtuple_type(found, fields, hashed=hashed):
-        return found
-    return _make_namedtuple(_last_name(qualname), fields)
-
-
-@lru_cache(maxsize=256)
-def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -> bool:
-    """Whether a tuple can be made an instance without running code of the class, now or when it is hashed."""
-    declared = getattr_static(found, "_fields", None)
-    inherited = ("__hash__", "__eq__") if hashed else ()
-    return (
-        issubclass(found, tuple)
-        and type(declared) is tuple
-        and all(type(field) is str for field in declared)
-        and declared == fields
-        and not _has_finalizer(found)
-        and all(getattr_static(found, name) is getattr_static(tuple, name) for name in inherited)
-    )
-
-
-@lru_cache(maxsize=256)
-def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """A namedtuple type of that name, whose module is not the one that a frame names: pickle would import that."""
-    try:
-        # rename=True made fields such as _0 in the first place; here it may change nothing
-        made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
-    except (TypeError, ValueError, SyntaxError) as error:
-        raise ProtocolError(f"{name!r:.80} with fields {short(fields)} cannot be a namedtuple: {error}") from None
-    if made._fields != fields:
-        raise ProtocolError(f"{name!r:.80} with fields {short(fields)} cannot be a namedtuple")
-    return made
-
-
-def _dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    found = _find_class(module, qualname)
-    if found is not None and _is_dataclass_type(found, fields):
-        return found
-    return _make_dataclass(_last_name(qualname), fields)
-
-
-@lru_cache(maxsize=256)
-def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
-    """Whether an instance can be made, and its fields set, without running code of the class."""
-    if type(getattr_static(found, "__dataclass_fields__", None)) is not dict or _has_finalizer(found):
-        return False
-    if tuple(field.name for field in dataclass_fields(found)) != fields:
-        return False
-    if not all(_can_be_set(found, field) for field in fields):
-        return False
-    try:
-        _instance(found, fields, [None] * len(fields))
-    except (TypeError, AttributeError):  # an abstract class, one with a base in C, slots that do not hold the fields
-        return False
-    return True
-
-
-def _can_be_set(found: type, field: str) -> bool:
-    """Whether setting the attribute runs no code: it is no attribute of the class, a default value, or a slot."""
-    attribute = getattr_static(found, field, None)
-    return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
-
-
-@lru_cache(maxsize=256)
-def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
-    """A dataclass of that name, whose module is not the one that a frame names: pickle would import that."""
-    try:
-        made: type = make_dataclass(name, fields)
-    except (TypeError, ValueError, SyntaxError) as error:
-        raise ProtocolError(f"{name!r:.80} with fields {short(fields)} cannot be a dataclass: {error}") from None
-    return made
-
-
-def _instance(kind: type, fields: Iterable[str], values: Iterable[Any]) -> Any:
-    """An instance of a dataclass, frozen or not, without its constructor."""
-    made: Any = object.__new__(kind)
-    for field, value in zip(fields, values, strict=True):
-        object.__setattr__(made, field, value)
-    return made
-
-
-def _has_finalizer(found: type) -> bool:
-    """Whether code of the class runs when an instance goes away."""
-    return getattr_static(found, "__del__", None) is not None
