@@ -17,7 +17,7 @@ from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
 from teleloader.state import Position
-from teleloader_shared.codec import Address, End, Failure
+from teleloader_shared.codec import Address, End, Failure, Frame
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -37,9 +37,14 @@ class Progress:
         """Number of the next batch."""
         return self.next.batch
 
-    def advance(self) -> None:
+    def advance(self, frame: Frame, shards: int) -> None:
         """The loop was given the next batch, or an error in its place."""
-        self.next = replace(self.next, batch=self.next.batch + 1)
+        states = self.next.shard_states
+        if frame.shard_state is not None:
+            place = frame.address.batch % shards
+            states = states or (None,) * shards
+            states = (*states[:place], frame.shard_state, *states[place + 1 :])
+        self.next = replace(self.next, batch=self.next.batch + 1, shard_states=states)
 
     @property
     def position(self) -> Position:
@@ -127,7 +132,7 @@ class LoaderIterator:
             if current.over():
                 self._finish(current)
             frame = current.receiver.take(current.timeout)
-            current.progress.advance()
+            current.progress.advance(frame, max(1, current.spec.num_workers))
             if not isinstance(frame.content, End):
                 break
             if current.lengths is not None:

@@ -374,6 +374,8 @@ class DataLoader:
             # a shuffled plan is that of all ranks, which need not have drawn the same base seed
             seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
             num_workers=self.num_workers if live or order == "iterable" else 0,
+            shard_states=self._next.shard_states,
+            resumed_epoch=0 if self._next.shard_states is None else self._next.epoch,
         )
         if order != "client":
             return own

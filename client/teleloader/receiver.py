@@ -29,8 +29,6 @@ from teleloader_shared.spec import LoaderSpec
 
 logger = logging.getLogger("teleloader")
 
-CONNECTIONS: Final = 2
-"""While one answer is being received, the next one is already asked for on another connection."""
 MAX_DAMAGED: Final = 3
 """Damaged answers in a row after which something is wrong that asking again does not mend."""
 
@@ -226,7 +224,7 @@ class Receiver:
         return self._closed or (self._complete and self._session.finished)
 
     def _ask(self) -> None:
-        while len(self._lanes) < CONNECTIONS and (wanted := self._session.next_range()) is not None:
+        while len(self._lanes) < self._session.connections and (wanted := self._session.next_range()) is not None:
             connection = self._idle.pop() if self._idle else self._connect()
             self._lanes.append((connection, wanted))
             self._send(connection, wanted)

@@ -70,6 +70,15 @@ class Session:
         self._pace_mark: tuple[float, int] | None = None
 
     @property
+    def connections(self) -> int:
+        """On how many connections to ask at once.
+
+        While one answer is being received, the next one is already asked for on another connection. But two requests
+        may overtake each other, and a shard that has given a batch cannot give one that comes before it.
+        """
+        return 1 if self._shards else 2
+
+    @property
     def finished(self) -> bool:
         """Whether every batch has arrived."""
         return self.received >= self.stop
@@ -102,8 +111,16 @@ class Session:
         start = self._asked
         together = max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
         self._asked = min(self.stop, self.taken + self.window, start + together)
-        ahead = min(max(1, self._num_workers), self.stop - self._asked) if self._adaptive and not self._on_demand else 0
-        return Range(start, self._asked, ahead)
+        return Range(start, self._asked, min(self._ahead, self.stop - self._asked))
+
+    @property
+    def _ahead(self) -> int:
+        """How many batches the server shall make beyond those that are asked for."""
+        if self._on_demand:
+            return 0
+        if self._shards:  # shards make them in turn, so they are asked for one range after another
+            return max(0, self.taken + self.window - self._asked)
+        return max(1, self._num_workers) if self._adaptive else 0
 
     def extend(self, stop: int) -> None:
         """More batches are known to be wanted."""

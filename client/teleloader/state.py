@@ -21,6 +21,8 @@ class Position:
     """For an order of the client's own that was drawn before: the random state that it was drawn with."""
     base_seed: int | None = None
     """The base seed of an epoch that was begun before."""
+    shard_states: tuple[str | None, ...] | None = None
+    """Where the shards of an iterable-style dataset stand, as far as they can say so."""
 
 
 def save(position: Position, identity: Mapping[str, Any], global_batch_size: int | None) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def save(position: Position, identity: Mapping[str, Any], global_batch_size: int
         state["base_seed"] = position.base_seed
     if global_batch_size is not None:
         return {**state, "samples": position.batch * global_batch_size}
+    if position.shard_states is not None:
+        state["shard_states"] = list(position.shard_states)
     return {**state, "batch": position.batch, "random": position.random}
 
 
@@ -64,4 +68,7 @@ def load(state: object, identity: Mapping[str, Any], global_batch_size: int | No
             f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
             f"world_size = {global_batch_size}: choose them so that they divide it"
         )
-    return Position(epoch, batch, state.get("random"), state.get("base_seed"))
+    shard_states = state.get("shard_states")
+    return Position(
+        epoch, batch, state.get("random"), state.get("base_seed"), None if shard_states is None else tuple(shard_states)
+    )

@@ -39,7 +39,7 @@ from teleloader_shared.stats import Stats
 _Result = TypeVar("_Result")
 
 MAX_AHEAD: Final = 4096
-MAX_SPEC_BYTES: Final = 64 * 1024
+MAX_SPEC_BYTES: Final = 2**20
 MAX_INDEX_BYTES: Final = 64 * 2**20
 """Index lists of one request: those of a batch of 2**20 samples take 9 MB."""
 LINGER: Final = 0.005
@@ -125,6 +125,8 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         return working.result()
     finally:
         working.cancel()
+        if working.done() and not working.cancelled():
+            working.exception()  # nobody else will look at it
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:

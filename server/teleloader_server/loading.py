@@ -105,10 +105,11 @@ class Loading:
         failed = False
         try:
             hosted = self._hosted[task.spec.dataset]
-            padding = 0
+            padding, shard_state = 0, None
             if hosted.info.kind == "iterable":
                 shard = self._shard(hosted, task)
                 samples = shard.fetch(task.address.batch // max(1, task.spec.num_workers))
+                shard_state = shard.state()
             else:
                 indices, padding = self._indices(task)
                 samples = self._fetch(hosted, task, indices)
@@ -119,7 +120,7 @@ class Loading:
                 count = len(samples)
                 batch = _collate(hosted, task, samples)
             collated = time.perf_counter()
-            writer = self._writer(task, batch, padding)
+            writer = self._writer(task, batch, padding, shard_state)
             writer.write(place(writer.nbytes))
         except self._caught as error:
             failed = True
@@ -143,7 +144,10 @@ class Loading:
         if run not in self._shards:
             self._shards.clear()  # a session goes through its epochs one after another
             spec = task.spec
-            self._shards[run] = Shard(hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker)
+            saved = None
+            if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
+                saved = spec.shard_states[task.address.batch % max(1, spec.num_workers)]
+            self._shards[run] = Shard(hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker, saved)
         return self._shards[run]
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
@@ -184,11 +188,16 @@ class Loading:
         if self._seeds:
             seed_all(derive(purpose, *coordinates), torch_too=not self.torch_is_seeded)
 
-    def _writer(self, task: Task, content: object, padding: int) -> FrameWriter:
+    def _writer(self, task: Task, content: object, padding: int, shard_state: str | None) -> FrameWriter:
         return FrameWriter(
-            task.address, content, padding=padding, checksum=task.spec.checksum, compression=task.spec.compression,
+            task.address,
+            content,
+            padding=padding,
+            shard_state=shard_state,
+            checksum=task.spec.checksum,
+            compression=task.spec.compression,
             max_bytes=self._max_batch_bytes,
-        )  # fmt: skip
+        )
 
 
 def indices_of(task: Task) -> list[int]:

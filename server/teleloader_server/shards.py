@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
+
+MAX_STATE: Final = 16 * 1024
+"""Characters of a shard's state that travel with each of its batches."""
 
 
 class Shard:
@@ -17,18 +22,34 @@ class Shard:
         batch_size: Samples in a batch; None for single ones.
         drop_last: Whether an incomplete last batch is left out.
         restart: Called before the dataset is iterated once more from its beginning; not before the first time.
+        state: What `state` said in an earlier process, to begin there.
     """
 
-    def __init__(self, dataset: Any, batch_size: int | None, drop_last: bool, restart: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        drop_last: bool,
+        restart: Callable[[], object],
+        state: str | None = None,
+    ) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._restart = restart
-        self._iterator: Iterator[Any] | None = None
-        self._next = 0
-        self._ended = False
+        self._saved: dict[str, Any] | None = None if state is None else json.loads(state)
+        self._first_state: Any = None
+        """How a dataset that keeps its state stood at its beginning."""
         self.samples = 0
         """Samples that were taken since the beginning."""
+        self._rewind()
+
+    def _rewind(self) -> None:
+        """To where the dataset can begin: the saved place, or the beginning."""
+        self._iterator: Iterator[Any] | None = None
+        self._ended = False
+        self._next: int = 0 if self._saved is None else self._saved["next"]
+        self.samples = 0 if self._saved is None else self._saved["samples"]
 
     def fetch(self, number: int) -> list[Any] | None:
         """The samples of the shard's batch `number`; None when it has fewer batches.
@@ -39,7 +60,9 @@ class Shard:
             Exception: What the dataset raises; the next batch is another try.
         """
         if number < self._next:
-            self._iterator, self._next, self._ended, self.samples = None, 0, False, 0
+            if self._saved is not None and number < self._saved["next"]:
+                self._saved = None
+            self._rewind()
             self._restart()
         while self._next < number and not self._ended:
             try:
@@ -54,7 +77,7 @@ class Shard:
         self._next += 1
         if self._iterator is None:
             self._ended = True  # where it cannot even begin, there is nothing to try again
-            self._iterator = iter(self._dataset)
+            self._iterator = self._begin()
             self._ended = False
         wanted = self._batch_size or 1
         taken: list[Any] = []
@@ -66,3 +89,40 @@ class Shard:
                 return None if not taken or self._drop_last else taken
             self.samples += 1
         return taken
+
+    def _begin(self) -> Iterator[Any]:
+        if self._saved is None and _is_stateful(self._dataset):
+            if self._first_state is None:
+                self._first_state = copy.deepcopy(self._dataset.state_dict())
+            else:
+                self._dataset.load_state_dict(copy.deepcopy(self._first_state))
+        if self._saved is None:
+            return iter(self._dataset)
+        # the two ways of torchdata's Stateful: the iterator keeps the state, or the dataset does
+        if self._saved["keeper"] == "dataset":
+            self._dataset.load_state_dict(self._saved["state"])
+            return iter(self._dataset)
+        iterator: Any = iter(self._dataset)
+        iterator.load_state_dict(self._saved["state"])
+        return iterator  # type: ignore[no-any-return]
+
+    def state(self) -> str | None:
+        """Where the shard stands, for datasets that can go on there (torchdata's ``Stateful``), as JSON.
+
+        None for all others, and when JSON cannot hold the state as it is, or it is longer than `MAX_STATE`: then the
+        place is found by iterating.
+        """
+        keeper: Any = self._iterator if _is_stateful(self._iterator) else self._dataset
+        if not _is_stateful(keeper):
+            return None
+        state = keeper.state_dict()
+        name = "dataset" if keeper is self._dataset else "iterator"
+        try:
+            text = json.dumps({"next": self._next, "samples": self.samples, "keeper": name, "state": state})
+        except (TypeError, ValueError):
+            return None
+        return text if len(text) <= MAX_STATE and json.loads(text)["state"] == state else None
+
+
+def _is_stateful(found: Any) -> bool:
+    return hasattr(found, "state_dict") and hasattr(found, "load_state_dict")

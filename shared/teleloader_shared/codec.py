@@ -89,6 +89,8 @@ class Frame:
     """How many samples at the batch's end are repetitions (`Plan.padding`)."""
     nbytes: int
     """Size of the frame on the wire."""
+    shard_state: str | None = None
+    """Where the shard of an iterable-style dataset stands after the batch, if it can say so."""
 
 
 class FrameWriter:
@@ -98,6 +100,7 @@ class FrameWriter:
         address: Which batch it is.
         content: The batch, a `Failure` or an `End`.
         padding: `Plan.padding` of the batch.
+        shard_state: Where the shard of an iterable-style dataset stands after the batch, if it can say so.
         checksum: Whether to state a checksum.
         compression: How to compress arrays, if at all. Compressing happens here, not in `write`.
         max_bytes: The largest frame that may be.
@@ -113,12 +116,15 @@ class FrameWriter:
         content: object,
         *,
         padding: int = 0,
+        shard_state: str | None = None,
         checksum: bool = True,
         compression: Compression | None = None,
         max_bytes: int = DEFAULT_MAX_BATCH_BYTES,
     ) -> None:
         header: dict[str, Any] = {"loader": address.loader, "epoch": address.epoch, "batch": address.batch}
         self._leaves: list[Leaf] = []
+        if shard_state is not None:
+            header["shard_state"] = shard_state
         if isinstance(content, Failure):
             header["failure"] = {name: getattr(content, name) for name in Failure.__slots__}
         elif isinstance(content, End):
@@ -244,7 +250,10 @@ def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAU
     else:
         raise ProtocolError("the header of a frame has neither a tree nor a failure nor an end")
     segments.finish(values)
-    return Frame(address, content, padding, size)
+    shard_state = header.get("shard_state")
+    if shard_state is not None and not isinstance(shard_state, str):
+        raise ProtocolError(f"the shard_state of a frame must be a string, was {short(shard_state)}")
+    return Frame(address, content, padding, size, shard_state)
 
 
 class _Segments:

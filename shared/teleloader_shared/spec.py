@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.errors import InvalidSpec
@@ -68,6 +68,10 @@ class LoaderSpec:
     """
     num_workers: int = 0
     """Workers of its own that a session asks for; each iterates over a shard of an iterable-style dataset."""
+    shard_states: Sequence[str | None] | None = None
+    """Where the shards of an iterable-style dataset begin in `resumed_epoch`: what frames said of them, or null."""
+    resumed_epoch: int = 0
+    """The epoch that `shard_states` belong to."""
     in_process: bool = False
     """Whether a session is loaded in the server's own process, for debugging; the server must allow it."""
 
@@ -89,6 +93,9 @@ class LoaderSpec:
             raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
         _choice("order", self.order, get_args(Order))
         _whole("num_workers", self.num_workers, 0, MAX_OWN_WORKERS)
+        _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
+        if self.shard_states is not None:
+            object.__setattr__(self, "shard_states", _states(self.shard_states, max(1, self.num_workers)))
         for name in ("collate", "worker_init", "session"):
             _name(name, getattr(self, name))
         if self.session is None and (self.order == "client" or self.num_workers or self.in_process):
@@ -134,6 +141,15 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 def _name(field: str, value: object) -> None:
     if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
         raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, was {value!r:.80}")
+
+
+def _states(value: object, count: int) -> tuple[str | None, ...]:
+    """As a tuple, because a spec can be a key."""
+    if not isinstance(value, list | tuple) or len(value) != count:
+        raise InvalidSpec(f"shard_states must be null or a list of {count}, was {value!r:.80}")
+    if not all(state is None or isinstance(state, str) for state in value):
+        raise InvalidSpec(f"shard_states must hold strings and nulls, was {value!r:.80}")
+    return tuple(value)
 
 
 def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

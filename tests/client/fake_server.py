@@ -14,7 +14,7 @@ import numpy as np
 
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, to_bytes
-from teleloader_shared.messages import LOADERS_PATH
+from teleloader_shared.messages import DATASETS_PATH, LOADERS_PATH
 from teleloader_shared.spec import LoaderSpec
 
 INFO = {
@@ -24,6 +24,8 @@ INFO = {
 }  # fmt: skip
 ITERABLE = {**INFO, "kind": "iterable", "length": None}
 """The same as an iterable-style dataset that does not know its length."""
+BATCHES = 8
+"""After so many, `Request.right` says that every shard has ended."""
 
 Answer = Callable[["Request"], bytes | int]
 """The body for a request for batches; a number is a status instead."""
@@ -48,7 +50,7 @@ class Request:
     def frame(self, k: int, *, epoch: int | None = None, key: str | None = None) -> bytes:
         """The right frame of batch k, or a wrong one."""
         address = Address(key or self.key, self.epoch if epoch is None else epoch, k)
-        return to_bytes(address, [np.full(3, k, np.int64)] if self.listed is None else [np.array(self.listed[k])])
+        return to_bytes(address, [np.array([k] * 3 if self.listed is None else self.listed.get(k, []))])
 
     def end(self, k: int) -> bytes:
         """A frame that says, in the place of batch k, that its shard has no more."""
@@ -56,40 +58,60 @@ class Request:
 
     def right(self) -> bytes:
         """The right answer."""
-        return b"".join(self.frame(k) for k in range(self.start, self.stop))
+        over = BATCHES if self.listed is None else self.stop
+        return b"".join(self.frame(k) if k < over else self.end(k) for k in range(self.start, self.stop))
 
 
 def _indices(frame: Any) -> Any:
     return codec.read(frame, lambda bits, *_: bits).content
 
 
-@contextmanager
-def fake_server(answer: Answer, info: dict[str, Any] = INFO) -> Iterator[str]:
-    """A server with one dataset, of 8 samples unless told otherwise, whose batches `answer` makes; yields its URL."""
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
 
+    def handle_error(self, *args: Any) -> None:
+        """Silent: clients that were told nonsense leave in the middle of it."""
+
+
+@contextmanager
+def fake_server(
+    answer: Answer, info: dict[str, Any] = INFO, session_ended: Callable[[str], object] = lambda key: None
+) -> Iterator[str]:
+    """A server with one dataset, of 8 samples unless told otherwise, whose batches `answer` makes; yields its URL."""
+    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended))
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _handler(
+    answer: Answer, info: dict[str, Any], session_ended: Callable[[str], object]
+) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
         requests = 0
 
         def do_GET(self) -> None:
-            if self.path == "/v1/datasets":
+            if self.path == DATASETS_PATH:
                 self.reply(200, json.dumps([info]).encode())
-                return
-            self.answer(b"")
+            else:
+                self.answer(b"")
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            if self.path != LOADERS_PATH:
+            if self.path == LOADERS_PATH:
+                self.reply(200, json.dumps(_registered(LoaderSpec.from_json(json.loads(body)), info)).encode())
+            else:
                 self.answer(body)
-                return
-            spec = LoaderSpec.from_json(json.loads(body))
-            registered: dict[str, Any] = {
-                "key": spec.key, "batches": info["length"] if spec.order == "plan" else None,
-                "length": info["length"], "fingerprint": "f", "num_workers": 1, "max_batch_bytes": 2**20, "protocol": 1,
-            }  # fmt: skip
-            self.reply(200, json.dumps(registered).encode())
 
         def do_DELETE(self) -> None:
+            session_ended(self.path.removeprefix(f"{LOADERS_PATH}/"))
             self.send_response(204)
             self.end_headers()
 
@@ -110,18 +132,11 @@ def fake_server(answer: Answer, info: dict[str, Any] = INFO) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             """Silent."""
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
+    return Handler
 
-        def handle_error(self, *args: Any) -> None:
-            """Silent: clients that were told nonsense leave in the middle of it."""
 
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def _registered(spec: LoaderSpec, info: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "key": spec.key, "batches": info["length"] if spec.order == "plan" else None, "length": info["length"],
+        "fingerprint": info["fingerprint"], "num_workers": 1, "max_batch_bytes": 2**20, "protocol": 1,
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,12 @@ def url() -> Iterator[str]:
 
 AS_TORCH: list[dict[str, Any]] = [
     {"timeout": -1},
-    {"prefetch_factor": -1},
+    {"prefetch_factor": 2},
+    {"prefetch_factor": -1, "num_workers": 1},
+    {"persistent_workers": True},
+    {"multiprocessing_context": "fork"},
+    {"sampler": [1], "shuffle": True},
+    {"batch_sampler": [[1]], "batch_size": 2},
     {"batch_size": 0},
     {"batch_size": -1},
     {"batch_size": 2.0},
@@ -39,9 +45,8 @@ def test_bad_arguments_fail_as_in_torch(url: str, arguments: dict[str, Any]) -> 
     need("torch")
     from torch.utils.data import DataLoader as TorchLoader
 
-    workers = 1 if "prefetch_factor" in arguments else 0
     with pytest.raises(ValueError) as torchs:
-        TorchLoader(list(range(10)), num_workers=workers, **arguments)
+        TorchLoader(list(range(10)), **arguments)
     with pytest.raises(ValueError) as ours:
         DataLoader(RemoteDataset(url, "ten"), **arguments)
     assert str(ours.value) == str(torchs.value)
@@ -86,20 +91,32 @@ def test_an_interrupted_epoch_survives_set_epoch(url: str) -> None:
 def test_numpy_on_request(url: str) -> None:
     """output="numpy" does not load torch; another word is refused."""
     assert type(next(iter(DataLoader(RemoteDataset(url, "ten"), output="numpy")))).__module__ == "numpy"
-    with pytest.raises(ValueError, match="output must be 'torch', 'numpy' or None, was 'jax'"):
-        DataLoader(RemoteDataset(url, "ten"), output="jax")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="output must be 'torch', 'numpy', 'jax' or None, was 'tensorflow'"):
+        DataLoader(RemoteDataset(url, "ten"), output="tensorflow")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("output", "package"), [("torch", r"teleloader\[torch\]"), ("jax", "jax")])
+def test_what_is_not_installed_is_named(url: str, output: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With how to install it; without being asked, the loader gives NumPy's arrays."""
+    dataset = RemoteDataset(url, "ten")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TeleloaderError, match=f"output='{output}' needs .*, which is not installed: .*{package}"):
+        DataLoader(dataset, output=output)
+    assert type(next(iter(DataLoader(dataset)))).__module__ == "numpy"
 
 
 def test_pinning_without_an_accelerator_warns_as_torch_does(url: str) -> None:
-    """And the batches are ordinary tensors."""
+    """At each iter(), not before; and the batches are ordinary tensors."""
     need("torch")
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("an accelerator is there")
-    with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
-        loader = DataLoader(RemoteDataset(url, "ten"), 5, pin_memory=True)
-    assert not next(iter(loader)).is_pinned()
+    loader = DataLoader(RemoteDataset(url, "ten"), 5, pin_memory=True)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator is found"):
+            batches = iter(loader)
+        assert not next(batches).is_pinned()
 
 
 def test_pinning_needs_torch(url: str) -> None:
@@ -108,10 +125,17 @@ def test_pinning_needs_torch(url: str) -> None:
         DataLoader(RemoteDataset(url, "ten"), pin_memory=True, output="numpy")
 
 
-def test_a_local_dataset_is_refused_with_the_way_to_host_it() -> None:
-    """DataLoader loads remotely."""
-    with pytest.raises(TypeError, match=r"was list\. To host a local object: with teleloader_server\.serve"):
-        DataLoader([1, 2, 3])  # type: ignore[arg-type]
+def test_what_is_no_dataset_is_refused() -> None:
+    """A TypeError that says what one needs."""
+    with pytest.raises(TypeError, match=r"an object that can be hosted here: .*\(int\) is no dataset: it needs"):
+        DataLoader(5)
+
+
+def test_a_local_dataset_needs_a_server_that_hosts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the client is installed, a list is refused with what to install."""
+    monkeypatch.setattr("teleloader.hosting.entry_points", lambda group: ())
+    with pytest.raises(TypeError, match=r"was list, and no server is installed .*: pip install 'teleloader\[server\]'"):
+        DataLoader([1, 2, 3])
 
 
 def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:

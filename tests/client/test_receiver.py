@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
-from tests.client.fake_server import Answer, Request, fake_server
+from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
 RIGHT = [[k, k, k] for k in range(8)]
+LISTS = [[k, k + 1] for k in range(10, 2, -1)]
+ORDERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[int]]]] = {
+    "plan": (INFO, {}, RIGHT),
+    "sampler": (INFO, {"batch_sampler": LISTS}, LISTS),
+    "shards": (ITERABLE, {"num_workers": 2}, RIGHT),
+}
+"""Who decides what a batch holds: what is hosted, the loader's arguments, and its batches."""
 
 
-def load(answer: Answer, *, reconnect_timeout: float = 30, max_batch_bytes: int = 2**20) -> list[list[int]]:
+def load(
+    answer: Answer, order: str = "plan", *, reconnect_timeout: float = 30, max_batch_bytes: int = 2**20
+) -> list[list[int]]:
     """An epoch from a fake server."""
-    with fake_server(answer) as url:
+    info, arguments, _ = ORDERS[order]
+    with fake_server(answer, info) as url:
         dataset = RemoteDataset(url, reconnect_timeout=reconnect_timeout)
-        loader = DataLoader(dataset, output="numpy", max_batch_bytes=max_batch_bytes)
+        loader = DataLoader(dataset, output="numpy", max_batch_bytes=max_batch_bytes, **arguments)
         return [batch[0].tolist() for batch in loader]
 
 
@@ -25,18 +37,20 @@ def once(wrong: Callable[[Request], bytes | int]) -> Answer:
     return lambda request: wrong(request) if request.number == 2 else request.right()
 
 
-def test_answers_are_handed_over_in_order() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_answers_are_handed_over_in_order(order: str) -> None:
     """The fake server itself is right when nothing is done to it."""
-    assert load(Request.right) == RIGHT
+    assert load(Request.right, order) == ORDERS[order][2]
 
 
 def flipped(request: Request) -> bytes:
-    """One bit of an array's bytes."""
+    """One bit of what a frame holds."""
     body = bytearray(request.right())
     body[-70] ^= 4
     return bytes(body)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -56,9 +70,9 @@ def flipped(request: Request) -> bytes:
         "twice", "more than asked", "not now",
     ],
 )  # fmt: skip
-def test_a_wrong_answer_is_asked_for_again(wrong: Callable[[Request], bytes | int]) -> None:
-    """What is damaged, or is not what was asked for, is refused; the epoch is exact."""
-    assert load(once(wrong)) == RIGHT
+def test_a_wrong_answer_is_asked_for_again(wrong: Callable[[Request], bytes | int], order: str) -> None:
+    """What is damaged, or is not what was asked for, is refused; the epoch is exact, whoever decides its order."""
+    assert load(once(wrong), order) == ORDERS[order][2]
 
 
 def test_a_server_that_is_always_wrong_is_an_error() -> None:
@@ -88,9 +102,117 @@ def test_an_error_stays() -> None:
                 next(batches)
 
 
-def test_an_exhausted_iterator_stays_exhausted() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_exhausted_iterator_stays_exhausted(order: str) -> None:
     """As Python's iterators do."""
-    with fake_server(Request.right) as url:
-        batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
-        assert len(list(batches)) == 8
+    info, arguments, right = ORDERS[order]
+    with fake_server(Request.right, info) as url:
+        batches = iter(DataLoader(RemoteDataset(url), output="numpy", **arguments))
+        assert len(list(batches)) == len(right)
         assert list(batches) == []
+
+
+# --- What the client says of each batch ---------------------------------------------------------------------------
+
+
+def test_each_index_list_is_sent_with_its_batch() -> None:
+    """And in no other request; a plan's batches need none."""
+    seen: dict[int, Any] = {}
+
+    def answer(request: Request) -> bytes:
+        seen.update(request.listed or {})
+        return request.right()
+
+    load(answer)
+    assert seen == {}
+    load(answer, "sampler")
+    assert seen == dict(enumerate(LISTS))
+
+
+def test_an_answer_may_be_shorter_than_what_was_listed() -> None:
+    """What was not ready is asked for again, with its indices."""
+    asked: list[int] = []
+
+    def answer(request: Request) -> bytes:
+        asked.append(len(request.listed or {}))
+        return request.frame(request.start)
+
+    with fake_server(answer, INFO) as url:
+        sampler = [[k] for k in range(300)]
+        loader = DataLoader(
+            RemoteDataset(url), batch_sampler=sampler, num_workers=1, prefetch_factor=50, output="numpy"
+        )
+        assert [batch[0].tolist() for batch in loader] == sampler
+    assert max(asked) > 1, "small batches are asked for together"
+
+
+# --- Shards that end ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[0], [3], [2, 2], [0, 3], [3, 0], [1, 4, 2], [0, 0, 0]], ids=str)
+def test_shards_end_one_after_another(sizes: list[int]) -> None:
+    """The loop is given every batch of each in turns, and never an end."""
+
+    def answer(request: Request) -> bytes:
+        frames = []
+        for k in range(request.start, request.stop):
+            position, shard = divmod(k, len(sizes))
+            frames.append(request.frame(k) if position < sizes[shard] else request.end(k))
+        return b"".join(frames)
+
+    with fake_server(answer, ITERABLE) as url:
+        loader = DataLoader(RemoteDataset(url), num_workers=len(sizes), output="numpy")
+        got = [int(batch[0][0]) for batch in loader]
+    assert got == sorted(position * len(sizes) + shard for shard, size in enumerate(sizes) for position in range(size))
+
+
+# --- Sessions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("leave", ["exhaust", "drop"])
+def test_a_session_is_ended_with_its_iteration(leave: str, order: str) -> None:
+    """The server is told that its workers are not needed; where they are shared there is nothing to tell."""
+    info, arguments, right = ORDERS[order]
+    ended: list[str] = []
+    keys: set[str] = set()
+
+    def answer(request: Request) -> bytes:
+        keys.add(request.key)
+        return request.right()
+
+    with fake_server(answer, info, ended.append) as url:
+        loader = DataLoader(RemoteDataset(url), output="numpy", **arguments)
+        batches = iter(loader)
+        next(batches)
+        assert ended == []
+        if leave == "exhaust":
+            assert len(list(batches)) == len(right) - 1
+        else:
+            del batches
+            gc.collect()
+        assert ended == ([] if order == "plan" else list(keys))
+
+
+@pytest.mark.parametrize("order", ["sampler", "shards"])
+def test_persistent_workers_stay_from_one_epoch_to_the_next(order: str) -> None:
+    """The session is one; it ends with the loader."""
+    info, arguments, right = ORDERS[order]
+    ended: list[str] = []
+    keys: set[str] = set()
+
+    def answer(request: Request) -> bytes:
+        keys.add(request.key)
+        return request.right()
+
+    with fake_server(answer, info, ended.append) as url:
+        loader = DataLoader(
+            RemoteDataset(url), output="numpy", persistent_workers=True, **{"num_workers": 2, **arguments}
+        )
+        for _ in range(3):
+            assert [batch[0].tolist() for batch in loader] == right
+        assert ended == []
+        assert len(keys) == 1
+        del loader
+        gc.collect()
+        assert ended == list(keys)

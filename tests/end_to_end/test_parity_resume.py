@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from teleloader_server import serve
 from tests.conftest import ROOT, StartServer
 from tests.end_to_end.compare import assert_same
 from tests.end_to_end.contract import (
+    Made,
     Noisy,
     Numbers,
     ShardedRange,
@@ -77,9 +79,9 @@ def _interrupt(url: str, arguments: dict[str, Any], epoch: int, batch: int) -> t
     return before, _through_json(loader.state_dict())
 
 
-def _go_on(loader: DataLoader, before: list[Any], whole: list[Any]) -> list[Any]:
-    """The epoch that was interrupted; nothing is left of one whose last batch came."""
-    return before if len(before) == len(whole) else before + list(loader)
+def _go_on(loader: DataLoader, state: dict[str, Any], epoch: int, before: list[Any]) -> list[Any]:
+    """The whole of the epoch that was interrupted; the state stands in the next one if it was known to be over."""
+    return before + list(loader) if state["epoch"] == epoch else before
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -96,7 +98,7 @@ def test_interrupted_at_every_batch(name: str, epoch: int) -> None:
                 before, state = _interrupt(url, fresh(), epoch, batch)
                 loader = DataLoader(RemoteDataset(url), **fresh())
                 loader.load_state_dict(state)
-                got = [_go_on(loader, before, expected[epoch]), list(loader)]
+                got = [_go_on(loader, state, epoch, before), list(loader)]
                 assert_same(got, expected[epoch:], f"interrupted before batch {batch}: epochs")
                 now = random_states()
                 assert now[:2] == states[:2], f"interrupted before batch {batch}"
@@ -121,7 +123,7 @@ def test_interrupted_with_persistent_workers(dataset: Any, fresh: Fresh) -> None
             before, state = _interrupt(url, fresh(), 0, batch)
             loader = DataLoader(RemoteDataset(url), **fresh())
             loader.load_state_dict(state)
-            got = [_go_on(loader, before, expected[0]), list(loader), list(loader)]
+            got = [_go_on(loader, state, 0, before), list(loader), list(loader)]
             assert_same(got, expected, f"interrupted before batch {batch}: epochs")
 
 
@@ -158,6 +160,24 @@ def test_interrupted_twice(name: str) -> None:
         last = DataLoader(RemoteDataset(url), **fresh())
         last.load_state_dict(_through_json(again.state_dict()))
         assert_same([first + second + list(last), list(last)], expected)
+
+
+def test_augmentation_goes_on_as_well() -> None:
+    """What the dataset draws for the rest of an epoch is what it would have drawn, shuffled or not."""
+
+    def arguments(shuffle: bool) -> dict[str, Any]:
+        return {"batch_size": 2, "shuffle": shuffle, "num_workers": 2}
+
+    with serve(Made(lambda i: (i, random.random(), torch.rand(2)))) as url:
+        for shuffle in (False, True):
+            seed_everything()
+            loader = DataLoader(RemoteDataset(url), **arguments(shuffle))
+            whole = [list(loader), list(loader)]
+            seed_everything()
+            before, state = _interrupt(url, arguments(shuffle), 0, 2)
+            other = DataLoader(RemoteDataset(url), **arguments(shuffle))
+            other.load_state_dict(state)
+            assert_same([before + list(other), list(other)], whole, f"shuffle={shuffle}: epochs")
 
 
 def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
