@@ -8,6 +8,7 @@ must be told the epoch. Each sample carries its number, so that the ranks can sh
 """
 
 import argparse
+import gc
 import os
 from typing import Any
 
@@ -36,9 +37,17 @@ class Plane:
         return index, point, point @ SLOPES
 
 
-def train(rank: int, url: str, with_sampler: bool) -> None:
-    """What one rank does."""
+def rank_main(rank: int, url: str, with_sampler: bool) -> None:
+    """What the process of one rank does."""
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    train(url, with_sampler)
+    # With any loader: DDP's reference cycles would keep gloo's threads alive, which can abort the process as it exits.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def train(url: str, with_sampler: bool) -> None:
+    """The usual loop."""
     dataset = RemoteDataset(url)
     if with_sampler:
         sampler: Any = DistributedSampler(dataset)  # knows the ranks, and divides the epoch among them
@@ -61,13 +70,12 @@ def train(rank: int, url: str, with_sampler: bool) -> None:
             mine += numbers.tolist()
         parts: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(parts, mine)
-        if rank == 0:
+        if dist.get_rank() == 0:
             whole = sum(parts, [])
             once = sorted(whole) == list(range(SAMPLES))
-            print(f"epoch {epoch}: {list(map(len, parts))} samples, each once: {once}, begins {whole[:4]}")
-    if rank == 0:
+            print(f"epoch {epoch}: {list(map(len, parts))} samples, each once: {once}, first {whole[:6]}")
+    if dist.get_rank() == 0:
         print(f"error {(model.module.weight[0] - SLOPES).abs().max().item():.6f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -76,4 +84,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
     with serve(Plane(), num_workers=2) as address:
-        mp.spawn(train, args=(address, options.sampler), nprocs=WORLD_SIZE)
+        mp.spawn(rank_main, args=(address, options.sampler), nprocs=WORLD_SIZE)

@@ -59,6 +59,8 @@ class Pass:
 
     dataset: RemoteDataset
     spec: LoaderSpec
+    key: str
+    """The spec's."""
     progress: Progress
     session: Session
     receiver: Receiver
@@ -75,7 +77,7 @@ class Pass:
         lists, window = self.lists, self.session.window
         if lists is None or self.progress.batch + window - lists.drawn < max(1, window // 4):
             return
-        key, epoch = self.spec.key, self.progress.next.epoch
+        key, epoch = self.key, self.progress.next.epoch
         frames = {}
         for k, indices in lists.draw(self.progress.batch + window):
             try:
@@ -165,4 +167,4 @@ def _end(pass_: Pass, pid: int) -> None:
         return  # a forked copy: it is the parent's
     pass_.receiver.close()
     if pass_.spec.session is not None:
-        pass_.dataset.end_session(pass_.spec.key)
+        pass_.dataset.end_session(pass_.key)

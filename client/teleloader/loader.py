@@ -333,6 +333,7 @@ class DataLoader:
         return Pass(
             dataset=self._remote,
             spec=spec,
+            key=registered.key,
             progress=progress,
             session=asking,
             receiver=receiver,

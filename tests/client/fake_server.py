@@ -52,9 +52,9 @@ class Request:
         address = Address(key or self.key, self.epoch if epoch is None else epoch, k)
         return to_bytes(address, [np.array([k] * 3 if self.listed is None else self.listed.get(k, []))])
 
-    def end(self, k: int) -> bytes:
+    def end(self, k: int, samples: int = 0) -> bytes:
         """A frame that says, in the place of batch k, that its shard has no more."""
-        return to_bytes(Address(self.key, self.epoch, k), End(samples=k, replica=False))
+        return to_bytes(Address(self.key, self.epoch, k), End(samples, replica=False))
 
     def right(self) -> bytes:
         """The right answer."""

@@ -50,7 +50,7 @@ def seed_everything(seed: int = SEED) -> None:
 
 
 def torchs(dataset: Any, **arguments: Any) -> Any:
-    """torch's loader. Its workers are forked, as ours are, also where Python's default is another."""
+    """Torch's loader. Its workers are forked, as ours are, also where Python's default is another."""
     if arguments.get("num_workers"):
         arguments.setdefault("multiprocessing_context", "fork")
     return TorchLoader(dataset, **arguments)
@@ -74,7 +74,7 @@ def few_cpus_are_fine() -> Iterator[None]:
 
 def random_states() -> tuple[Any, ...]:
     """Where the generators of this process stand."""
-    return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()  # type: ignore[union-attr, index, call-overload]
+    return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
 
 
 def both(

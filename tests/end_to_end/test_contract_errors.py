@@ -170,7 +170,10 @@ def test_errors_of_init_come_with_the_first_batch(num_workers: int) -> None:
     expected = _outcomes(torchs(Numbers(4), num_workers=num_workers, worker_init_fn=init))
     with ours(Numbers(4), num_workers=num_workers, worker_init_fn=init) as loader:
         got = _outcomes(loader)
-    assert [(kind, _head(text)) for kind, text in got] == [(kind, _head(text)) for kind, text in expected]
+    # what comes after each worker's first batch is, with torch, that its fetcher was never made
+    mine, theirs = got[:num_workers], expected[:num_workers]
+    assert [(kind, _head(text)) for kind, text in mine] == [(kind, _head(text)) for kind, text in theirs]
+    assert all(kind is ValueError for kind, _ in got)
 
 
 @pytest.mark.parametrize("what", ["dataset", "collate_fn", "stream"])
@@ -189,7 +192,7 @@ def test_the_iterator_survives_an_error(what: str) -> None:
             raise ValueError("damaged")
 
     dataset: Any = {"dataset": _raising(ValueError("damaged")), "collate_fn": Numbers(4), "stream": Stream()}[what]
-    arguments = {"collate_fn": collate} if what == "collate_fn" else {}
+    arguments: dict[str, Any] = {"collate_fn": collate} if what == "collate_fn" else {}
     for num_workers in (0, 1):
         expected = _outcomes(torchs(dataset, num_workers=num_workers, **arguments))
         with ours(dataset, num_workers=num_workers, **arguments) as loader:
@@ -316,12 +319,16 @@ def test_functions_of_a_script_are_refused_with_a_reason(start_server: StartServ
 # -- what cannot travel
 
 
+def _uncollated(dataset: Any) -> Any:
+    return ours(dataset, num_workers=1, collate_fn=lambda samples: samples)
+
+
 def test_accelerator_tensors_are_refused_with_their_place() -> None:
     """A32: workers give CPU tensors; one of another device is refused by its path, and ``pin_memory`` named."""
     meta = Made(lambda i: {"image": [torch.zeros(2, device="meta")]}, 1)
-    with ours(meta, num_workers=1, collate_fn=lambda samples: samples) as loader:
-        with pytest.raises(TypeError, match=re.escape("batch[0]['image'][0]")) as raised:
-            list(loader)
+    place = re.escape("batch[0]['image'][0]")
+    with _uncollated(meta) as loader, pytest.raises(TypeError, match=place) as raised:
+        list(loader)
     assert "meta" in str(raised.value)
 
 
@@ -335,17 +342,15 @@ def test_accelerator_tensors_are_refused_with_their_place() -> None:
 )
 def test_what_cannot_travel_is_named(make: Any, path: str) -> None:
     """A29: open files, functions and arbitrary objects are refused with their path inside the batch."""
-    with ours(Made(make, 2), num_workers=1, collate_fn=lambda samples: samples) as loader:
-        with pytest.raises(TypeError, match=re.escape(path)):
-            list(loader)
+    with _uncollated(Made(make, 2)) as loader, pytest.raises(TypeError, match=re.escape(path)):
+        list(loader)
 
 
 # -- time, and death
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_timeout_is_told_and_the_iterator_goes_on(num_workers: int) -> None:
-    """A42: ``DataLoader timed out after 1 seconds`` for a batch that does not come; afterwards it can be taken."""
+def test_a_timeout_is_told_and_the_iterator_goes_on() -> None:
+    """A42: ``DataLoader timed out after 4 seconds`` for a batch that does not come; afterwards it can be taken."""
     gate = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> int:
@@ -353,10 +358,10 @@ def test_a_timeout_is_told_and_the_iterator_goes_on(num_workers: int) -> None:
             gate.wait()
         return index
 
-    with ours(Made(sample, 4), num_workers=num_workers, timeout=1) as loader:
+    with ours(Made(sample, 4), num_workers=2, timeout=4) as loader:
         iterator = iter(loader)
         assert next(iterator).item() == 0
-        with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds$") as raised:
+        with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 4 seconds$") as raised:
             next(iterator)
         assert isinstance(raised.value, LoaderTimeout)
         gate.set()
@@ -451,10 +456,10 @@ def test_datasets_without_a_length() -> None:
         def __getitem__(self, index: int) -> int:
             return index
 
-    with pytest.raises(TypeError, match="object of type 'Mapping' has no len()"):
+    with pytest.raises(TypeError, match=r"object of type 'Mapping' has no len\(\)"):
         list(torchs(Mapping()))
     with serve(Mapping()) as url:
-        with pytest.raises(TypeError, match="object of type 'Mapping' has no len()"):
+        with pytest.raises(TypeError, match=r"object of type 'Mapping' has no len\(\)"):
             DataLoader(RemoteDataset(url))
         assert [batch.tolist() for batch in DataLoader(RemoteDataset(url), 2, sampler=[3, 4, 5])] == [[3, 4], [5]]
     both_raise(TypeError, lambda make, data: make(data, shuffle=True), Mapping())

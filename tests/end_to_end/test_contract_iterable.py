@@ -155,12 +155,9 @@ def test_the_documented_formula_covers_all() -> None:
 
 def test_the_plan_of_a_map_style_dataset_is_exactly_once() -> None:
     """A16: for map-style datasets the plan can be asked beforehand whether it covers everything."""
-    from teleloader_shared.plan import audit
-
     with ours(Numbers(97), batch_size=4, shuffle=True, seed=3) as loader:
         assert all(count == 1 for count in _counts(loader.plan(0)))
         assert sorted(_flat(loader)) == [*range(97)]
-    assert audit is not None
 
 
 def _counts(plan: Any) -> list[int]:
@@ -227,8 +224,9 @@ def test_batch_sizes_are_the_clients() -> None:
 
 def test_a_stream_takes_no_order() -> None:
     """A34: shuffle, sampler and batch_sampler are refused for a stream, in torch's words."""
-    for arguments in ({"shuffle": True}, {"sampler": [1]}, {"batch_sampler": [[1]]}):
-        both_raise(ValueError, lambda make, data, given=arguments: make(data, **given), Range(0, 3))
+    both_raise(ValueError, lambda make, data: make(data, shuffle=True), Range(0, 3))
+    both_raise(ValueError, lambda make, data: make(data, sampler=[1]), Range(0, 3))
+    both_raise(ValueError, lambda make, data: make(data, batch_sampler=[[1]]), Range(0, 3))
     both(Range(0, 3), shuffle=False)
 
 
@@ -241,7 +239,7 @@ def test_lengths_are_torchs(batch_size: int | None, drop_last: bool) -> None:
     """A41: ``len(loader)`` is reckoned from the stream's own length, for any number of workers."""
     if batch_size is None and drop_last:
         return
-    arguments = {"batch_size": batch_size, "drop_last": drop_last}
+    arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
     for num_workers in (0, 2):
         with ours(SizedRange(0, 10), num_workers=num_workers, **arguments) as loader:
             assert len(loader) == len(torchs(SizedRange(0, 10), num_workers=num_workers, **arguments))
@@ -338,7 +336,7 @@ def test_both_recipes_on_a_server_elsewhere(
         'functions = ["tests.end_to_end.contract:narrow"]\n'
     )
     server = start_server("--config", str(config))
-    init = {} if recipe == "__iter__" else {"worker_init_fn": narrow}
+    init: dict[str, Any] = {} if recipe == "__iter__" else {"worker_init_fn": narrow}
     loader = DataLoader(RemoteDataset(server.url), batch_size=4, num_workers=num_workers, **init)
     dataset = ShardedRange(3, 40) if recipe == "__iter__" else SizedRange(3, 40)
     for _ in range(2):

@@ -33,7 +33,7 @@ Fresh = Callable[[], dict[str, Any]]
 
 
 def _samplers() -> Any:
-    """torch's module of samplers."""
+    """Torch's module of samplers."""
     from torch.utils.data import sampler
 
     return sampler
@@ -139,7 +139,7 @@ def test_batches_are_torchs(name: str, num_workers: int) -> None:
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "RandomSampler", "a sampler of one's own"])
 def test_persistent_workers_change_the_order_from_the_second_epoch(name: str) -> None:
-    """torch does not draw the base seed again, so what comes after it is another number; and so it is here."""
+    """Torch does not draw the base seed again, so what comes after it is another number; and so it is here."""
     persistent = both(Numbers(), fresh=ORDERS[name], num_workers=2, persistent_workers=True, epochs=4)
     others = both(Numbers(), fresh=ORDERS[name], num_workers=2, epochs=4)
     assert_same(persistent[0], others[0])
