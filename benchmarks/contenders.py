@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, islice
 from typing import Any, Final, Protocol
 
 from benchmarks import floor
-from benchmarks.workloads import Workload
+from benchmarks.workloads import SMALL, Workload
 
 WORKERS: Final = (1, 2)
+
+Indices = list[list[int]]
 
 
 class Contender(Protocol):
@@ -24,8 +27,15 @@ class Contender(Protocol):
     def num_workers(self) -> int:
         """Processes that run the dataset."""
 
+    @property
+    def beside(self) -> str | None:
+        """The contender that does the same in another order, if a ratio to it is wanted."""
+
     def open(self) -> AbstractContextManager[Iterator[Any]]:
         """Batches from batch 0; each is what the consumer would train on, and nobody looks into it."""
+
+    def indices(self, count: int) -> Indices:
+        """What the first `count` batches hold of that which `open` gave last."""
 
 
 class Floor:
@@ -33,6 +43,7 @@ class Floor:
 
     name = "floor"
     num_workers = 1
+    beside = None
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -41,32 +52,93 @@ class Floor:
         """A producer process of its own."""
         return floor.floor(self._workload)
 
+    def indices(self, count: int) -> Indices:
+        """One after another."""
+        return in_turn(self._workload, count)
+
 
 class Teleloader:
-    """Our client, to torch tensors where torch is installed; the server runs all the time."""
+    """Our client, to torch tensors where torch is installed; the server runs all the time.
 
-    def __init__(self, workload: Workload, url: str, num_workers: int, *, checksum: bool) -> None:
+    The order is the plan's: its batches can be shared, so no index list is sent for them.
+    """
+
+    beside: str | None = None
+
+    def __init__(
+        self, workload: Workload, url: str, num_workers: int, *, checksum: bool = True, shuffle: bool = False
+    ) -> None:
         from teleloader import DataLoader, RemoteDataset
 
-        self.name = f"teleloader, {_workers(num_workers)}{', checksum' if checksum else ''}"
+        self.name = (
+            f"teleloader, {_workers(num_workers)}{', shuffled' if shuffle else ', checksum' if checksum else ''}"
+        )
         self.num_workers = num_workers
-        dataset = RemoteDataset(url, workload.name)
-        self._loader = DataLoader(dataset, batch_size=workload.batch_size, checksum=checksum)
+        self._loader = DataLoader(
+            RemoteDataset(url, workload.name),
+            batch_size=workload.batch_size,
+            shuffle=shuffle,
+            seed=0,
+            checksum=checksum,
+        )
+        self._epoch = -1
+
+    @contextmanager
+    def open(self) -> Iterator[Iterator[Any]]:
+        """The next epoch: what the server has kept of the one before is of no use."""
+        self._epoch += 1
+        self._loader.set_epoch(self._epoch)
+        yield iter(self._loader)
+
+    def indices(self, count: int) -> Indices:
+        """Those of the plan."""
+        plan = self._loader.plan(self._epoch)
+        return [plan[k].tolist() for k in range(count)]
+
+
+class TeleloaderShuffledHere:
+    """The same with an order that is the client's: torch's RandomSampler draws it, and index lists are sent."""
+
+    def __init__(self, workload: Workload, url: str, num_workers: int, beside: str) -> None:
+        from teleloader import DataLoader, RemoteDataset
+
+        self.name = f"teleloader, {_workers(num_workers)}, shuffled by the client"
+        self.num_workers = num_workers
+        self.beside: str | None = beside
+        self._loader = DataLoader(RemoteDataset(url, workload.name), batch_size=workload.batch_size, shuffle=True)
+        self._workload = workload
+        self._seed = -1
 
     @contextmanager
     def open(self) -> Iterator[Iterator[Any]]:
         """The next epoch."""
-        yield iter(self._loader)
+        self._seed += 1
+        with _torch_seeded(self._seed):
+            batches = iter(self._loader)
+            first = next(batches)  # now the order is drawn
+        yield chain([first], batches)
+
+    def indices(self, count: int) -> Indices:
+        """Those of torch's own loader under the same seed."""
+        import torch.utils.data
+
+        numbers: Any = range(len(self._workload.dataset()))
+        with _torch_seeded(self._seed):
+            local = torch.utils.data.DataLoader(numbers, batch_size=self._workload.batch_size, shuffle=True)
+            return [batch.tolist() for batch in islice(local, count)]
 
 
 class TorchLocal:
     """``torch.utils.data.DataLoader``: the same worker processes, without a network."""
+
+    beside = None
 
     def __init__(self, workload: Workload, num_workers: int) -> None:
         import torch.utils.data
 
         self.name = f"torch local, {_workers(num_workers)}"
         self.num_workers = num_workers
+        self._workload = workload
         self._loader = torch.utils.data.DataLoader(
             workload.dataset(), batch_size=workload.batch_size, num_workers=num_workers
         )
@@ -76,6 +148,10 @@ class TorchLocal:
         """Workers of its own."""
         yield iter(self._loader)
 
+    def indices(self, count: int) -> Indices:
+        """One after another."""
+        return in_turn(self._workload, count)
+
 
 def contenders(workload: Workload, urls: Mapping[int, str]) -> list[Contender]:
     """All of them; `urls` are of running servers, by their number of workers."""
@@ -84,12 +160,31 @@ def contenders(workload: Workload, urls: Mapping[int, str]) -> list[Contender]:
         found += [Teleloader(workload, url, num_workers, checksum=checksum) for checksum in (False, True)]
         if has_torch():
             found.append(TorchLocal(workload, num_workers))
+        if has_torch() and workload is SMALL:  # what an order costs is a matter of small batches
+            shuffled = Teleloader(workload, url, num_workers, shuffle=True)
+            found += [shuffled, TeleloaderShuffledHere(workload, url, num_workers, shuffled.name)]
     return found
+
+
+def in_turn(workload: Workload, count: int) -> Indices:
+    """What the first batches hold without shuffling."""
+    size = workload.batch_size
+    return [list(range(k * size, (k + 1) * size)) for k in range(count)]
 
 
 def has_torch() -> bool:
     """Whether torch is installed."""
     return importlib.util.find_spec("torch") is not None
+
+
+@contextmanager
+def _torch_seeded(seed: int) -> Iterator[None]:
+    """Torch's global generator begins at `seed` here, and is as it was before afterwards."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _workers(count: int) -> str:

@@ -62,8 +62,8 @@ def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
     """
     dataset = workload.dataset()
     with contender.open() as batches:
-        for k, batch in enumerate(islice(batches, VERIFIED)):
-            if not _is_right(np.asarray(batch), workload.samples(dataset, k)):
+        for k, indices in enumerate(contender.indices(VERIFIED)):
+            if not _is_right(np.asarray(next(batches)), [dataset[i] for i in indices]):
                 raise AssertionError(f"batch {k} of {contender.name} is not what the dataset holds")
         _count(batches, seconds / 2)
         taken, took = _count(batches, seconds / 2)

@@ -19,17 +19,23 @@ class Figures:
     contender: str
     num_workers: int
     batches_per_second: Spread
+    microseconds_per_batch: Spread
     bytes_per_second: Spread
     cpu_per_gb: Spread
     """Seconds of the consumer's process for 10**9 bytes."""
     to_floor: Spread
     to_torch: Spread | None
     """To torch's local DataLoader with as many workers; None where it did not take part."""
+    beside: str | None
+    """The contender that does the same in the plan's order; None for all that are not compared with it."""
+    cost_beside: Spread | None
+    """Time of a batch, as a multiple of the other's."""
 
 
 def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:
     """The figures of each contender; `turns` has a row for each, of one turn a round."""
-    floor = next(row for contender, row in zip(contenders, turns, strict=True) if contender.name == "floor")
+    by_name = {contender.name: row for contender, row in zip(contenders, turns, strict=True)}
+    floor = by_name["floor"]
     torch = {
         contender.num_workers: row
         for contender, row in zip(contenders, turns, strict=True)
@@ -40,10 +46,13 @@ def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequenc
             contender=contender.name,
             num_workers=contender.num_workers,
             batches_per_second=Spread.of([turn.rate for turn in row]),
+            microseconds_per_batch=Spread.of([1e6 / turn.rate for turn in row]),
             bytes_per_second=Spread.of([turn.rate * workload.batch_bytes for turn in row]),
             cpu_per_gb=Spread.of([turn.cpu / (turn.batches * workload.batch_bytes) * 1e9 for turn in row]),
             to_floor=_ratio(row, floor),
             to_torch=_ratio(row, torch[contender.num_workers]) if contender.num_workers in torch else None,
+            beside=contender.beside,
+            cost_beside=None if contender.beside is None else _ratio(by_name[contender.beside], row),
         )
         for contender, row in zip(contenders, turns, strict=True)
     ]
@@ -65,6 +74,24 @@ def table(workload: Workload, figures: Sequence[Figures]) -> Table:
             _text(found.cpu_per_gb, ".2f"),
         )
     return made
+
+
+def orders(figures: Sequence[Figures]) -> Table | None:
+    """What an order of the client's own costs for each batch, beside the plan's; None where none took part."""
+    made = Table(title="the order: the plan's, and the client's own", title_justify="left", title_style="bold")
+    made.add_column("contender", no_wrap=True)
+    for heading in ("plan, us/batch", "client, us/batch", "client to plan"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    by_name = {found.contender: found for found in figures}
+    for found in figures:
+        if found.beside is not None and found.cost_beside is not None:
+            made.add_row(
+                found.beside,
+                _text(by_name[found.beside].microseconds_per_batch, ",.0f"),
+                _text(found.microseconds_per_batch, ",.0f"),
+                _text(found.cost_beside, ".2f"),
+            )
+    return made if made.row_count else None
 
 
 def _ratio(row: Sequence[Turn], base: Sequence[Turn]) -> Spread:

@@ -25,7 +25,7 @@ from benchmarks import machine
 from benchmarks.contenders import WORKERS, Contender, contenders, has_torch
 from benchmarks.measuring import Turn, calibrate, measure
 from benchmarks.processes import end_forked, server
-from benchmarks.report import evaluate, table
+from benchmarks.report import evaluate, orders, table
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROUNDS: Final = 7
@@ -96,6 +96,8 @@ def _run(options: argparse.Namespace) -> int:
             turns = _turns(workload, found, options.rounds, options.seconds, step)
             figures = evaluate(workload, found, turns)
             console.print(table(workload, figures))
+            if (beside := orders(figures)) is not None:
+                console.print(beside)
             results[workload.name] = [
                 {**dataclasses.asdict(row), "turns": [dataclasses.asdict(turn) for turn in taken]}
                 for row, taken in zip(figures, turns, strict=True)

@@ -58,7 +58,7 @@ class Workload:
         return InMemory(_rows(self), EPOCH_BATCHES * self.batch_size)
 
     def samples(self, dataset: InMemory, k: int) -> list[NDArray[Any]]:
-        """The samples of batch k."""
+        """The samples of batch k in their own order."""
         return [dataset[i] for i in range(k * self.batch_size, (k + 1) * self.batch_size)]
 
 

@@ -71,7 +71,7 @@ def train(url: str, with_sampler: bool) -> None:
         parts: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(parts, mine)
         if dist.get_rank() == 0:
-            whole = sum(parts, [])
+            whole = [number for part in parts for number in part]
             once = sorted(whole) == list(range(SAMPLES))
             print(f"epoch {epoch}: {list(map(len, parts))} samples, each once: {once}, first {whole[:6]}")
     if dist.get_rank() == 0:

@@ -77,4 +77,7 @@ def _text(failure: Failure, address: Address, server: str) -> str:
         shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
         more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""
         which += f", with the indices [{shown}{more}]"
-    return f"{cause}\n\nThis was {which}, on {server}."
+    hint = ""
+    if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
+        hint = " If that is get_worker_info(): it is None with num_workers=0, and with num_workers=1 it is not."
+    return f"{cause}\n\nThis was {which}, on {server}.{hint}"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from teleloader.remote import RemoteDataset
 from teleloader_shared import local
 
-_TORCHS_RULE = ("default_collate", "default_convert")
-
 
 def name_on_server(
-    owner: object, argument: str, function: Callable[..., Any] | None, dataset: RemoteDataset
+    owner: object, argument: str, function: Callable[..., Any] | None, dataset: RemoteDataset, *, batched: bool = True
 ) -> str | None:
     """What a loader's spec says of `function`; None is the server's usual one.
+
+    Args:
+        owner: The loader.
+        argument: ``collate_fn`` or ``worker_init_fn``.
+        function: What it was given.
+        dataset: The dataset.
+        batched: Whether `function` gets lists of samples, not single ones (``batch_size=None``).
 
     A server in this process is given the function itself, for as long as `owner` lives.
 
@@ -27,21 +33,35 @@ def name_on_server(
         return None
     if not callable(function):
         raise TypeError(f"{argument} must be a function, was {function!r:.80}")
+    info = dataset.info
+    # what torch does by itself is also said by name
+    usual = None if info.collate != "default" else "default_collate" if batched else "default_convert"
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if argument == "collate_fn" and name in _TORCHS_RULE and str(module).startswith(("torch.", "teleloader_server")):
+    if argument == "collate_fn" and name == usual and str(module).startswith(("torch.", "teleloader_server")):
         return None
     if local.is_served_here(dataset.url):
         lent = local.lend(function)
         weakref.finalize(owner, local.take_back, lent).atexit = False
         return lent
     found = f"{module}:{name}"
-    info = dataset.info
+    if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
+        raise ValueError(
+            f"{argument}={function!r:.80} runs on the server, and has no name under which {dataset.url} could find it: "
+            "make it a function of a module that is installed there too, and allow it in the server's configuration as "
+            'functions = ["module:name"]'
+        )
     if found == (info.collate if argument == "collate_fn" else info.worker_init):
         return None
     if argument == "worker_init_fn" and info.kind == "map":
         raise ValueError(
             f"worker_init_fn={found}: the workers of map-style dataset {dataset.name!r} run already and are shared, so "
             f"a loader cannot choose it: name it as worker_init on {dataset.url} (now: {info.worker_init or 'none'})"
+        )
+    if module == "__main__":
+        raise ValueError(
+            f"{argument}={found} is defined in the script that runs here, which {dataset.url} cannot import: move it "
+            "to a module that is installed there too, and allow it in the server's configuration as functions = "
+            f'["module:{name}"]'
         )
     if found not in info.functions:
         raise ValueError(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from teleloader.failures import exception_of
 from teleloader.lengths import Lengths
-from teleloader.receiver import Receiver
+from teleloader.receiver import Receiver, timed_out
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
@@ -29,8 +30,12 @@ class Progress:
     """The next batch."""
     longest: int | None = None
     """Batches of the rank that has the most, where that is known."""
+    keeps_base_seed: bool = False
+    """Whether the next epoch has the same base seed, as torch's persistent workers have."""
     finished: bool = False
     """Whether the loop was told that there are no more."""
+    is_unused: bool = True
+    """Whether the loop has asked for nothing yet."""
 
     @property
     def batch(self) -> int:
@@ -50,7 +55,9 @@ class Progress:
     def position(self) -> Position:
         """What comes next; after the last batch, the beginning of the next epoch."""
         over = self.finished or (self.longest is not None and self.next.batch >= self.longest)
-        return Position(self.next.epoch + 1) if over else self.next
+        if not over:
+            return self.next
+        return Position(self.next.epoch + 1, base_seed=self.next.base_seed if self.keeps_base_seed else None)
 
 
 @dataclass(slots=True)
@@ -71,11 +78,16 @@ class Pass:
     """Whether the loader's own workers are not needed after this pass."""
     lengths: Lengths | None
     """For an iterable-style dataset."""
+    convert: Callable[[Any], Any] | None
+    """What is made of a batch in the training loop's own thread."""
 
     def feed(self) -> None:
         """Draw further index lists: not for each batch that the loop takes, but for some of them at once."""
         lists, window = self.lists, self.session.window
-        if lists is None or self.progress.batch + window - lists.drawn < max(1, window // 4):
+        # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
+        # as torch does; ours is drawn from for some batches at once
+        step = max(1, window // 4) if self.session.adaptive else 1
+        if lists is None or self.progress.batch + window - lists.drawn < step:
             return
         key, epoch = self.key, self.progress.next.epoch
         frames = {}
@@ -129,21 +141,45 @@ class LoaderIterator:
         current = self._pass
         if current is None or current.progress.finished:
             raise StopIteration
-        while True:
+        current.progress.is_unused = False
+        while not self._is_there(current):
+            current.receiver.wait(current.timeout)
+        if current.over():
+            self._finish(current)
+        frame = current.receiver.take()
+        current.progress.advance(frame, max(1, current.spec.num_workers))
+        if not current.session.on_demand:
             current.feed()
-            if current.over():
-                self._finish(current)
-            frame = current.receiver.take(current.timeout)
-            current.progress.advance(frame, max(1, current.spec.num_workers))
-            if not isinstance(frame.content, End):
-                break
-            if current.lengths is not None:
-                current.lengths.ended(frame.content)
         if isinstance(frame.content, Failure):
             raise exception_of(frame.content, frame.address, current.dataset.url)
         if current.lengths is not None:
             current.lengths.yielded(frame.address.batch, frame.content)
-        return frame.content
+        return frame.content if current.convert is None else current.convert(frame.content)
+
+    async def __anext__(self) -> Any:
+        current = self._pass
+        if current is not None and not current.progress.finished:
+            current.progress.is_unused = False
+            try:
+                async with asyncio.timeout(current.timeout or None):
+                    while not self._is_there(current):
+                        await _arrival(current.receiver)
+            except TimeoutError:
+                raise timed_out(current.timeout) from None
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def _is_there(self, current: Pass) -> bool:
+        """Whether the next batch, an error in its place, or the epoch's end has come."""
+        if current.lists is not None and current.lists.drawn <= current.progress.batch:
+            current.feed()
+        while (frame := current.receiver.head) is not None and isinstance(frame.content, End):
+            current.progress.advance(current.receiver.take(), max(1, current.spec.num_workers))
+            if current.lengths is not None:
+                current.lengths.ended(frame.address.batch, frame.content)
+        return frame is not None or current.over()
 
     def _finish(self, current: Pass) -> NoReturn:
         if current.lists is not None and current.lists.error is not None:
@@ -159,6 +195,31 @@ class LoaderIterator:
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
+
+class AsyncLoaderIterator:
+    """The same for asyncio; even the beginning, where the server is asked, does not hold up the event loop."""
+
+    def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
+        self._begin = begin
+        self._iterator: LoaderIterator | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = await asyncio.to_thread(self._begin)
+        return await self._iterator.__anext__()
+
+
+async def _arrival(receiver: Receiver) -> None:
+    """Wait without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    receiver.call_when_arrived(lambda: loop.call_soon_threadsafe(arrived.set))
+    await arrived.wait()
+    receiver.wait(0)  # raises what has come in place of a batch
 
 
 def _end(pass_: Pass, pid: int) -> None:

@@ -11,7 +11,7 @@ from teleloader_shared.codec import End
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import ArrayLeaf, flatten
 
-_STACKLEVEL = 4
+_IN_NEXT, _IN_FINISH = 3, 4
 """The line of the training loop, seen from here through `LoaderIterator`."""
 
 
@@ -25,7 +25,6 @@ class Lengths:
         samples: What ``len(dataset)`` is, None when it has none or other ranks have a part of it.
         may_repeat: Whether shards that each give the whole dataset are worth a warning: once for each loader, and not
             where a ``worker_init_fn`` may have told them apart.
-        first: The number of the pass's first batch.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Lengths:
         self._samples = samples
         self._may_repeat = may_repeat
         self._yielded = 0
-        self._ends: list[End] = []
+        self._ends: dict[int, End] = {}
         self._first: Any = None
         self._alike = False
         self.repeated = False
@@ -61,22 +60,22 @@ class Lengths:
                     "IterableDataset replica at each worker. Please see "
                     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
                 )
-            warnings.warn(text, stacklevel=_STACKLEVEL)
+            warnings.warn(text, stacklevel=_IN_NEXT)
 
-    def ended(self, end: End) -> None:
-        """A shard has no more."""
-        self._ends.append(end)
+    def ended(self, number: int, end: End) -> None:
+        """The shard of batch `number` has no more; it says so in the place of each further batch."""
+        self._ends[number % max(1, self._num_workers)] = end
 
     def finished(self) -> None:
         """The epoch is over."""
-        ends = self._ends[: max(1, self._num_workers)]
+        ends = self._ends.values()
         total = sum(end.samples for end in ends)
         if self._samples is not None and total < self._samples:
             warnings.warn(
                 f"Length of IterableDataset {self._dataset} was reported to be {self._samples}, but only {total} "
                 f"samples have been fetched from its {len(ends)} shard{'s' if len(ends) > 1 else ''}. If that is not "
                 "meant, look at how the shards divide the dataset: samples are lost where they do not meet.",
-                stacklevel=_STACKLEVEL,
+                stacklevel=_IN_FINISH,
             )
         if self._may_repeat and self._alike and len(ends) > 1 and all(end.replica for end in ends):
             self.repeated = True
@@ -84,7 +83,7 @@ class Lengths:
                 f"Each of the {len(ends)} workers of {self._dataset} gave the whole dataset, so every sample came "
                 f"{len(ends)} times. Either have its __iter__ take a part of the data, by get_worker_info().id and "
                 ".num_workers; or have a worker_init_fn change get_worker_info().dataset so that each has a part.",
-                stacklevel=_STACKLEVEL,
+                stacklevel=_IN_FINISH,
             )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import secrets
 import sys
 import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
+from types import GenericAlias
 from typing import Any, Final, Literal, SupportsIndex
 
 from teleloader import state
@@ -18,12 +19,20 @@ from teleloader.arguments import Arguments, check, warn_of_too_many_workers
 from teleloader.buffers import BufferPool, allocate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
-from teleloader.iterator import LoaderIterator, Pass, Progress
+from teleloader.iterator import AsyncLoaderIterator, LoaderIterator, Pass, Progress
 from teleloader.lengths import Lengths
-from teleloader.output import Output, accelerator_found, allocate_pinned, array_maker, choose_output
+from teleloader.output import Output, accelerator_found, allocate_pinned, array_maker, choose_output, to_jax
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
-from teleloader.sampling import IndexLists, RandomState, draw_base_seed, is_torchs_own, make_samplers
+from teleloader.sampling import (
+    Batches,
+    IndexLists,
+    RandomState,
+    draw_base_seed,
+    is_torchs_own,
+    make_samplers,
+    torchs_collate,
+)
 from teleloader.session import Session
 from teleloader.state import Position
 from teleloader_shared import local
@@ -167,10 +176,11 @@ class DataLoader:
         self._own_sampler = sampler if batch_sampler is None else batch_sampler
         self._shuffle = bool(shuffle)
         self.sampler, self.batch_sampler = sampler, batch_sampler
-        if not remote.iterable and batch_sampler is None and self._output == "torch":
-            self.sampler, self.batch_sampler = make_samplers(
-                dataset, batch_size, self._shuffle, drop_last, sampler, generator
-            )
+        if not remote.iterable and (self._output == "torch" or generator is not None):
+            self.sampler, made = make_samplers(dataset, self.batch_size, self._shuffle, drop_last, sampler, generator)
+            self.batch_sampler = made if batch_sampler is None else batch_sampler
+        elif sampler is not None and batch_size is not None:
+            self.batch_sampler = Batches(sampler, batch_size, drop_last)
         self._seed = seed
         self._spec = LoaderSpec(
             dataset=remote.name,
@@ -183,7 +193,7 @@ class DataLoader:
             tail=tail,
             checksum=checksum,
             compression=compression,
-            collate=name_on_server(self, "collate_fn", collate_fn, remote),
+            collate=name_on_server(self, "collate_fn", collate_fn, remote, batched=self._batched),
             worker_init=name_on_server(self, "worker_init_fn", worker_init_fn, remote),
         )
         # looked up when it is needed: the loader may be made before the process group
@@ -195,18 +205,28 @@ class DataLoader:
         """Where the next iter() begins."""
         self._progress: Progress | None = None
         """Of the last iterator."""
+        self._last: Callable[[], LoaderIterator | None] = lambda: None
+        """That iterator, as long as somebody has it."""
         self._iterator: LoaderIterator | None = None
         """With persistent workers, the one and only."""
         self._length_asked: int | None = None
         self._may_repeat = worker_init_fn is None
         if self._order == "plan":
             len(dataset)
+        if collate_fn is None and self._output == "torch":
+            self.collate_fn = torchs_collate(batched=self._batched)
         self._initialised = True
+
+    __class_getitem__ = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
         super().__setattr__(name, value)
+        if name in ("collate_fn", "worker_init_fn") and getattr(self, "_initialised", False):
+            found = name_on_server(self, name, value, self._remote, batched=self._batched)
+            functions: dict[str, Any] = {name.removesuffix("_fn"): found}
+            self._spec = replace(self._spec, **functions)
 
     # -- what there is to load
 
@@ -242,6 +262,11 @@ class DataLoader:
                 return length if size is None else length // size if self.drop_last else -(-length // size)
 
     @property
+    def _batched(self) -> bool:
+        """Whether samples are collated."""
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    @property
     def _index_sampler(self) -> Any:
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
@@ -259,6 +284,9 @@ class DataLoader:
     # -- iterating
 
     def __iter__(self) -> Iterator[Any]:
+        return self._begun()
+
+    def _begun(self) -> LoaderIterator:
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus)
         if self.pin_memory:
@@ -271,24 +299,28 @@ class DataLoader:
         self._begin(self._iterator)
         return self._iterator
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[Any]:
         """The same batches for asyncio: waiting for one does not hold up the event loop."""
-        iterator = await asyncio.to_thread(iter, self)
-        nothing = object()
-        while (batch := await asyncio.to_thread(next, iterator, nothing)) is not nothing:
-            yield batch
+        return AsyncLoaderIterator(self._begun)
 
     def _begin(self, iterator: LoaderIterator) -> None:
         """Make `iterator` go through the next epoch."""
-        order, begun = self._order, self._next
-        random_state = RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
+        order = self._order
+        if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
+            # frameworks try whether there is an iterator, and drop it: that was no epoch
+            self._next = self._progress.next
+        begun = self._next
+        random_state = self._random_state
+        draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
-            self._next = replace(begun, random=random_state.save())  # before anything is drawn
+            # before anything is drawn
+            self._next = replace(begun, random={**random_state.save(), "draws_base_seed": draws})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
             lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
-            if begun.base_seed is None and self._seed is None:
-                drawn = self._draw_base_seed() if iterator.base_seed is None else iterator.base_seed
-                self._next = replace(self._next, base_seed=drawn)
+            if begun.random and begun.random["draws_base_seed"]:
+                self._draw_base_seed()  # it is known; what is drawn next is the order
+            elif begun.base_seed is None and self._seed is None:
+                self._next = replace(self._next, base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             self._check_as_torchs_iterator()
             passing = self._pass(order, lists, iterator.session)
             iterator.begin(passing)
@@ -297,7 +329,7 @@ class DataLoader:
                 passing.feed()
         if self._keeps_workers:
             iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
-        self._progress = passing.progress
+        self._progress, self._last = passing.progress, weakref.ref(iterator)
         self._next = Position(begun.epoch + 1)
 
     def _pass(self, order: _Order, lists: IndexLists | None, session: str | None) -> Pass:
@@ -308,9 +340,8 @@ class DataLoader:
         if registered.key != spec.key:
             raise ProtocolError(f"{self._remote.url} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
-        progress = Progress(
-            self._next if stop is None else replace(self._next, batch=min(self._next.batch, stop)), longest
-        )
+        begins = self._next if stop is None else replace(self._next, batch=min(self._next.batch, stop))
+        progress = Progress(begins, longest, keeps_base_seed=self._keeps_workers)
         asking = Session(
             progress.batch,
             progress.batch if stop is None else stop,
@@ -341,7 +372,12 @@ class DataLoader:
             timeout=self.timeout,
             ends_session=not self._keeps_workers,
             lengths=self._lengths() if order == "iterable" else None,
+            convert=to_jax if self._output == "jax" else None,
         )
+
+    @property
+    def _random_state(self) -> RandomState:
+        return RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
 
     @property
     def _keeps_workers(self) -> bool:
@@ -432,7 +468,9 @@ class DataLoader:
         dataset the batches that its shards gave.
         """
         position = self._next if self._progress is None else self._progress.position
-        return state.save(position, self._identity, self._global_batch_size)
+        saved = state.save(position, self._identity, self._global_batch_size)
+        own = self._random_state.save_own()
+        return {**saved, "generators": own} if own else saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
@@ -442,6 +480,7 @@ class DataLoader:
                 global batch of this loader.
         """
         self._next = state.load(state_dict, self._identity, self._global_batch_size)
+        self._random_state.restore_own(state_dict.get("generators", []))
         self._progress = None
 
     @property
@@ -484,10 +523,10 @@ def _check_ours(
         raise ValueError(
             "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
         )
-    if brings_order and (rank is not None or world_size is not None):
+    if (brings_order or generator is not None) and (rank is not None or world_size is not None):
         raise ValueError(
-            "rank and world_size options are mutually exclusive with sampler and batch_sampler, which divide the epoch "
-            "among ranks themselves, as DistributedSampler does"
+            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: a sampler "
+            "divides the epoch among ranks itself, as DistributedSampler does"
         )
 
 

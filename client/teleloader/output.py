@@ -12,6 +12,7 @@ from teleloader.buffers import Buffer
 from teleloader_shared import dtypes
 from teleloader_shared.codec import MakeArray
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.tree import ArrayLeaf, Tensor, flatten, unflatten
 
 Output = Literal["torch", "numpy", "jax"]
 
@@ -39,7 +40,7 @@ def array_maker(output: Output, *, pin_memory: bool) -> MakeArray:
     """The function that makes the leaves of a batch."""
     if output == "torch":
         return _torch_maker(pin_memory=pin_memory)
-    return _make_jax if output == "jax" else _make_numpy
+    return _make_marked if output == "jax" else _make_numpy
 
 
 def accelerator_found() -> bool:
@@ -63,12 +64,27 @@ def _make_numpy(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
     return array[()] if kind == "scalar" else array
 
 
-def _make_jax(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
+def _make_marked(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
+    array = _make_numpy(bits, dtype_name, kind)
+    return array.view(Tensor) if kind == "tensor" else array
+
+
+def to_jax(batch: Any) -> Any:
+    """The batch with JAX arrays in the place of those that stand for tensors.
+
+    JAX's settings (``enable_x64``, ``default_device``) belong to a thread, so this is done in the training loop's.
+    """
     import jax.numpy
 
-    array = _make_numpy(bits, dtype_name, kind)
-    # copied: JAX arrays never change, and the memory of this one is used again
-    return jax.numpy.array(array) if kind == "tensor" else array
+    tree, leaves = flatten(batch)
+    arrays = iter([leaf.array for leaf in leaves if isinstance(leaf, ArrayLeaf)])
+
+    def make(dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        array = _make_numpy(next(arrays), dtype_name, kind)
+        # copied: JAX arrays never change, and the memory of this one is used again
+        return jax.numpy.array(array) if kind == "tensor" else array
+
+    return unflatten(tree, make)
 
 
 def _torch_maker(*, pin_memory: bool) -> MakeArray:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from teleloader.backoff import Backoff
@@ -84,24 +85,43 @@ class Receiver:
         self._batches: deque[Frame] = deque()
         self._changed = threading.Condition()
         self._starved = False
+        self._callback: Callable[[], object] | None = None
         self._sated = False
         self._closed = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self._thread.start()
 
-    def take(self, timeout: float) -> Frame:
-        """The next batch, or the failure in its place, in order.
+    @property
+    def head(self) -> Frame | None:
+        """What `take` would give, if it has arrived."""
+        return self._batches[0] if self._batches else None
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the next batch, or the failure in its place, has arrived.
 
         Args:
             timeout: Seconds to wait for it; 0 waits as long as the server is there.
 
         Raises:
-            LoaderTimeout: When it did not come in time; it may be taken later.
+            LoaderTimeout: When it did not come in time; it may come later.
             Exception: Why no more batches can come.
         """
         if not self._batches:
             self._await_batch(timeout)
+
+    def call_when_arrived(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called, in whichever thread, once `wait` would not have to wait any more."""
+        with self._changed:
+            # said before it is looked: the other thread looks after it has delivered
+            self._callback = callback
+            self._starved = self._session.waiting = True
+            self._changed.notify_all()
+            if self._batches or self._error or self._closed:
+                self._wake()
+
+    def take(self) -> Frame:
+        """The batch that has arrived."""
         frame = self._batches.popleft()
         self._session.taken += 1
         if self._sated and self._session.has_room:
@@ -127,7 +147,7 @@ class Receiver:
         """End the thread and its connections."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._wake()
             for connection in self._connections:
                 connection.shut_down()
         self._batches.clear()
@@ -151,7 +171,7 @@ class Receiver:
         if self._error is not None:
             raise self._error
         if not arrived:
-            raise LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds")
+            raise timed_out(timeout)
         raise TeleloaderError("this iterator was closed; iter(loader) makes another one")
 
     # -- in the receiver's own thread
@@ -162,7 +182,7 @@ class Receiver:
         except Exception as error:  # noqa: BLE001 - raised in the training loop, which is where the user looks
             with self._changed:
                 self._error = error
-                self._changed.notify_all()
+                self._wake()
         finally:
             self._drop_connections()
 
@@ -268,7 +288,15 @@ class Receiver:
         self._batches.extend(frames)
         if self._starved:
             with self._changed:
-                self._changed.notify_all()
+                self._wake()
+
+    def _wake(self) -> None:
+        """Tell whoever waits, in this thread or another."""
+        self._changed.notify_all()
+        if self._callback is not None:
+            callback, self._callback = self._callback, None
+            self._starved = self._session.waiting = False
+            callback()
 
     def _await_room(self) -> None:
         with self._changed:
@@ -294,3 +322,8 @@ class Receiver:
             f"{error or type(error).__name__} (tried for {self._dataset.reconnect_timeout:g} s). "
             "loader.state_dict() says where to go on, here or on another server"
         )
+
+
+def timed_out(timeout: float) -> LoaderTimeout:
+    """The error of a batch that did not come in so many seconds, in torch's words."""
+    return LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds")

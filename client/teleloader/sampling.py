@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,38 @@ def make_samplers(
     if sampler is None:
         sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
     return sampler, None if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
+
+
+def torchs_collate(*, batched: bool) -> Any:
+    """What torch's DataLoader shows as its collate function when it was given none."""
+    from torch.utils.data import default_collate, default_convert
+
+    return default_collate if batched else default_convert
+
+
+class Batches:
+    """What torch's BatchSampler makes of a sampler, for clients that do not use torch.
+
+    Args:
+        sampler: Gives the indices.
+        batch_size: How many make a batch.
+        drop_last: Whether an incomplete last batch is left out.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        iterator = iter(self.sampler)
+        while batch := list(islice(iterator, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.sampler), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
 
 
 def draw_base_seed(generator: Any) -> int:
@@ -142,8 +175,26 @@ class RandomState:
             "python": [version, _pack(np.array(words, np.uint32)), gauss],
             "numpy": [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached],
             "torch": None if torch is None else _pack(torch.get_rng_state().numpy()),
-            "own": [_pack(own.get_state().numpy()) for own in self._own],
+            "own": self.save_own(),
         }
+
+    def save_own(self) -> list[str]:
+        """The loader's and the samplers' own generators."""
+        return [_pack(own.get_state().numpy()) for own in self._own]
+
+    def restore_own(self, states: list[str]) -> None:
+        """Set them.
+
+        Raises:
+            StateMismatch: When there are not as many.
+        """
+        if len(states) != len(self._own):
+            raise StateMismatch(
+                f"the state was saved with {len(states)} generators of its own, and this loader has {len(self._own)}: "
+                "resume with the loader's old arguments"
+            )
+        for own, saved in zip(self._own, states, strict=True):
+            own.set_state(sys.modules["torch"].from_numpy(_unpack(saved, np.uint8)))
 
     @contextmanager
     def as_saved(self, state: dict[str, Any]) -> Iterator[None]:
@@ -154,12 +205,8 @@ class RandomState:
         Raises:
             StateMismatch: When it is the state of other generators.
         """
-        if len(state["own"]) != len(self._own):
-            raise StateMismatch(
-                f"the state was saved with {len(state['own'])} generators of its own, and this loader has "
-                f"{len(self._own)}: resume with the loader's old arguments"
-            )
         before = RandomState(None).save()
+        self.restore_own(state["own"])
         self._restore(state)
         try:
             yield
@@ -174,8 +221,6 @@ class RandomState:
         torch = sys.modules.get("torch")
         if torch is not None and state["torch"] is not None:
             torch.set_rng_state(torch.from_numpy(_unpack(state["torch"], np.uint8)))
-            for own, saved in zip(self._own, state["own"], strict=False):
-                own.set_state(torch.from_numpy(_unpack(saved, np.uint8)))
 
 
 def _pack(array: Any) -> str:

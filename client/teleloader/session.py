@@ -58,11 +58,11 @@ class Session:
         self.stop = stop
         self.waiting = False
         """Whether the loop waits for a batch."""
-        self._on_demand = on_demand
+        self.on_demand = on_demand
         self._asked = start
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
-        self._adaptive = adaptive
+        self.adaptive = adaptive
         self._shards_left = set(range(shards))
         self._shards = shards
         self._frame_bytes = 0.0
@@ -86,10 +86,10 @@ class Session:
     @property
     def window(self) -> int:
         """How many batches may be asked for beyond those that the loop took."""
-        if self._on_demand:
+        if self.on_demand:
             return 1
         least = self._prefetch_factor * max(1, self._num_workers)
-        if not self._adaptive:
+        if not self.adaptive:
             return least
         covered = self._pace * COVERED_SECONDS
         if self._frame_bytes:
@@ -99,7 +99,7 @@ class Session:
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
-        if self._on_demand and not self.waiting:
+        if self.on_demand and not self.waiting:
             return False
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
@@ -116,11 +116,11 @@ class Session:
     @property
     def _ahead(self) -> int:
         """How many batches the server shall make beyond those that are asked for."""
-        if self._on_demand:
+        if self.on_demand:
             return 0
         if self._shards:  # shards make them in turn, so they are asked for one range after another
             return max(0, self.taken + self.window - self._asked)
-        return max(1, self._num_workers) if self._adaptive else 0
+        return max(1, self._num_workers) if self.adaptive else 0
 
     def extend(self, stop: int) -> None:
         """More batches are known to be wanted."""

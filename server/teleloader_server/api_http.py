@@ -125,8 +125,8 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         return working.result()
     finally:
         working.cancel()
-        if working.done() and not working.cancelled():
-            working.exception()  # nobody else will look at it
+        # nobody else will look at how it ended
+        working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
@@ -343,8 +343,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def read_json(request: Request) -> object:
     """The body, when it is JSON of a sane size."""
+    body = await read_body(request, MAX_SPEC_BYTES)
     try:
-        parsed: object = json.loads(await read_body(request, MAX_SPEC_BYTES))
+        parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidSpec(f"the body is not JSON: {error}") from None
     return parsed

@@ -118,7 +118,7 @@ def host(
     info = DatasetInfo(
         name=name,
         kind=kind,
-        type=type(dataset).__qualname__,
+        type=type(dataset).__name__,
         length=length,
         version=version,
         fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest(),
@@ -154,7 +154,9 @@ def _length_of(dataset: Any) -> int | None:
 
 def is_factory(found: Any) -> bool:
     """Whether `found` makes a dataset, rather than being one."""
-    return isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__"))
+    return isinstance(found, type) or (
+        callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
+    )
 
 
 def resolve(target: str, what: str) -> Any:

@@ -136,14 +136,15 @@ class Dispatcher:
 
     Args:
         memory_budget: Bytes that frames may take together.
-        shards: How many workers each have a share of an iterable-style dataset: batch k can come from worker
-            k mod `shards` only, one after another, and is not let go while it is wanted, because to make it again
-            means to go through the share from its beginning. 0 when any worker can make any batch.
+        in_turn: How many workers make the batches in turn, as torch's do: batch k comes from worker k mod `in_turn`
+            only, one after another. It is not let go while it is wanted, because the share of an iterable-style
+            dataset that a worker has would have to be gone through from its beginning to make it again. 0 when any
+            worker may make any batch.
     """
 
-    def __init__(self, memory_budget: int, shards: int = 0) -> None:
+    def __init__(self, memory_budget: int, in_turn: int = 0) -> None:
         self._budget = memory_budget
-        self._shards = shards
+        self._in_turn = in_turn
         self._used = 0
         self._count = 0
         self._runs: dict[Run, _RunState] = {}
@@ -219,6 +220,8 @@ class Dispatcher:
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Forget the consumers that have not asked for so long that they have probably gone."""
+        if self._in_turn:
+            return []  # the session ends with its client; what is let go could not be made again at once
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
         for consumer in gone:
             del self._consumers[consumer.name, consumer.run]
@@ -247,7 +250,7 @@ class Dispatcher:
             # Of several batches it cannot be told which one did it: from now on each is given to a worker that has
             # nothing else, and then it can.
             # The worker of a shard has all of it, and works in order: it was the first.
-            surely = address == queue[0] if self._shards else len(queue) == 1
+            surely = address == queue[0] if self._in_turn else len(queue) == 1
             self._deaths[address] = self._deaths.get(address, 0) + surely
             if self._deaths[address] >= MAX_ATTEMPTS:
                 given_up.append(address)
@@ -348,6 +351,8 @@ class Dispatcher:
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
         """The consumer's first batch of that class that is not begun."""
         batches = self._runs[consumer.run].batches
+        if self._in_turn and urgency is not Urgency.AHEAD:
+            return self._next_in_turn(consumer, urgency)
         if urgency is Urgency.WAITING:
             return next((ask.next for ask in consumer.asks if ask.next < ask.stop and ask.next not in batches), None)
         if urgency is Urgency.ASKED:
@@ -363,10 +368,20 @@ class Dispatcher:
             consumer.ahead_cursor += 1
         return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
 
+    def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
+        """The first batch that is not begun, whichever request it belongs to, so that none overtakes another."""
+        batches = self._runs[consumer.run].batches
+        for ask in sorted(consumer.asks, key=lambda ask: ask.next):
+            ask.cursor = _first_missing(batches, ask.cursor, ask.stop)
+            if ask.cursor < ask.stop:
+                waited_for = ask.cursor == ask.next
+                return ask.cursor if waited_for == (urgency is Urgency.WAITING) else None
+        return None
+
     def _free_worker(self, address: Address) -> int | None:
         """The worker with the least to do, if it can take this batch besides."""
-        if self._shards:
-            owner = address.batch % self._shards
+        if self._in_turn:
+            owner = address.batch % self._in_turn
             return owner if owner in self._queues and len(self._queues[owner]) < MAX_QUEUE else None
         suspect = address in self._deaths
         # beside a suspect nothing else is queued, nor a suspect beside anything
@@ -433,7 +448,7 @@ class Dispatcher:
 
         Those are wanted by consumers that are not there at the moment, and may never be again.
         """
-        if self._shards:
+        if self._in_turn:
             return
         for state in self._runs.values():
             asks = [ask for consumer in state.consumers for ask in consumer.asks]

@@ -75,14 +75,14 @@ class Engine:
         pool: Where batches are made.
         memory_budget: Bytes that frames may take together.
         metrics: Where to count.
-        shards: How many workers each have a share of an iterable-style dataset; 0 for a map-style one.
+        in_turn: How many workers make the batches in turn; 0 when any of them may make any batch.
     """
 
-    def __init__(self, pool: Pool, memory_budget: int, metrics: Metrics, shards: int = 0) -> None:
-        self.last_used = time.monotonic()
+    def __init__(self, pool: Pool, memory_budget: int, metrics: Metrics, in_turn: int = 0) -> None:
+        self._last_used = time.monotonic()
         self._pool = pool
         self._metrics = metrics
-        self._dispatcher = Dispatcher(memory_budget, shards)
+        self._dispatcher = Dispatcher(memory_budget, in_turn)
         self._loaders: dict[str, Loader] = {}
         self._indices: dict[Address, bytes] = {}
         """What clients with an order of their own said of batches that may have to be made (again)."""
@@ -137,13 +137,12 @@ class Engine:
         key = loader.spec.key
         self._loaders[key] = loader
         self._indices.update((Address(key, epoch, k), frame) for k, frame in indices.items())
-        self.last_used = time.monotonic()
-        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, self.last_used)
+        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, time.monotonic())
         self._decide_soon()
         try:
             yield BatchStream(self, ask)
         finally:
-            self.last_used = time.monotonic()
+            self._last_used = time.monotonic()
             self._dispatcher.close(ask)
             for k in indices:
                 self._forget_indices(Address(key, epoch, k))
@@ -277,6 +276,12 @@ class Engine:
     def pids(self) -> list[int]:
         """All processes of the pool."""
         return self._pool.pids()
+
+    @property
+    def idle(self) -> float:
+        """Seconds for which nobody has waited for a batch."""
+        waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
+        return 0.0 if waited_for else time.monotonic() - self._last_used
 
     @property
     def memory_used(self) -> int:

@@ -61,10 +61,10 @@ class ConfiguredHost:
                     f"dataset {info.name!r} allows no function {name!r}: add it to its functions in the server's "
                     f"configuration, which allows {', '.join(info.functions) or 'none'}"
                 )
+        mine = [config for config in self._configs if config.name == info.name]
         if spec.in_process:
             if not self._limits.debug:
                 raise InvalidSpec("this server makes no batches in its own process: start it with --debug to allow it")
-            mine = [config for config in self._configs if config.name == info.name]
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:
@@ -73,9 +73,11 @@ class ConfiguredHost:
                     f"worker_init_fn {spec.worker_init!r}: name it as worker_init in the server's configuration"
                 )
             return None
-        if self._processes is None:
-            return InProcessPool(lambda: open_datasets(self._configs), self._limits)
+        if self._processes is None and spec.num_workers == 0:
+            return InProcessPool(lambda: open_datasets(mine), self._limits)
         limits = dataclasses.replace(self._limits, num_workers=max(1, spec.num_workers))
+        if self._processes is None:
+            return ProcessPool(lambda: Template.spawn(mine), limits, spec)
         return ProcessPool(self._processes.split_template, limits, spec)
 
 

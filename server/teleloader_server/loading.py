@@ -151,15 +151,15 @@ class Loading:
         return self._shards[run]
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             return self._fetch_seeded(hosted, task, indices)
         try:
             samples = self._fetch_seeded(hosted, task, indices)
         except Exception:
-            if "torch" not in sys.modules:
+            if sys.modules.get("torch") is None:
                 raise
         else:
-            if "torch" not in sys.modules:
+            if sys.modules.get("torch") is None:
                 return samples
         # the dataset loaded torch just now, and drew from it before it could be seeded: once more, as every other time
         self._torch_loaded()

@@ -16,6 +16,7 @@ from teleloader_server.config import Limits
 from teleloader_server.datasets import HostedDataset
 from teleloader_server.loading import Loading, OwnRandomState, Task
 from teleloader_server.pool import Lease, PoolListener, WorkerState
+from teleloader_server.processes import aside
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
@@ -77,7 +78,7 @@ class InProcessPool:
     async def close(self) -> None:
         """Wait for the task at hand, but not for ever."""
         self._tasks.put(None)
-        await self._loop.run_in_executor(None, self._thread.join, LAST_WORDS)
+        await aside(lambda: self._thread.join(LAST_WORDS))
 
     # -- in the thread
 

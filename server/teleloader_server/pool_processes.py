@@ -21,6 +21,7 @@ from teleloader_server.channel import Channel
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.loading import Report, Task
 from teleloader_server.pool import PoolListener, WorkerState
+from teleloader_server.processes import aside
 from teleloader_server.template import Template
 from teleloader_server.worker import WorkerSettings, exit_reason
 from teleloader_shared.messages import DatasetInfo
@@ -142,7 +143,7 @@ class ProcessPool:
             self._forget(place.process)
         if self._template.channel.fileno() != -1:
             self._loop.remove_reader(self._template.channel)
-        await self._loop.run_in_executor(None, self._template.reap)
+        await aside(self._template.reap)
 
     # -- the template
 
@@ -168,7 +169,7 @@ class ProcessPool:
             raise
         self._loop.remove_reader(template.channel)
         if word == "failed":
-            await self._loop.run_in_executor(None, template.reap)
+            await aside(template.reap)
             raise ConfigError(content)
         template.pid = pid
         self._loop.add_reader(template.channel, self._receive_from_template)
@@ -192,7 +193,7 @@ class ProcessPool:
     async def _restart_template(self) -> None:
         # the kernel ends the workers with their parent, so all places are lost together
         lost = [place.process for place in self._places.values()]
-        await self._loop.run_in_executor(None, self._template.reap)
+        await aside(self._template.reap)
         for process in lost:
             # they are ours only where we adopt orphans: as a container's first process
             if process.pid is not None:
@@ -204,7 +205,7 @@ class ProcessPool:
                 infos = await self._start_template()
                 if infos == self._infos:
                     break
-                await self._loop.run_in_executor(None, self._template.reap)
+                await aside(self._template.reap)
                 logger.error("the datasets changed since the start: start the server anew to host %s", infos)
             except ConfigError as error:
                 logger.error("the datasets cannot be built again: %s", error)

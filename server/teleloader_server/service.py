@@ -147,7 +147,8 @@ class LoaderService:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
         engine = await self._engine_of(spec, info)
-        loader = self._loaders[spec.key] = Loader(spec, info.length or 0, batches, engine)
+        length = 0 if info.kind == "iterable" else info.length or 0
+        loader = self._loaders[spec.key] = Loader(spec, length, batches, engine)
         if len(self._loaders) > MAX_LOADERS:
             self._forget_a_loader()
         return loader
@@ -157,12 +158,18 @@ class LoaderService:
         if own is None:
             if spec.collate is not None and spec.collate not in info.functions:
                 raise InvalidSpec(f"dataset {info.name!r} allows no function {spec.collate!r}")
+            if spec.worker_init is not None:
+                raise InvalidSpec(
+                    f"worker_init {spec.worker_init!r} needs workers of the loader's own: name a session, or let the "
+                    "server's configuration say which function its shared workers call"
+                )
             return await self._shared_engine()
         if spec.key not in self._sessions:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
-            shards = max(1, spec.num_workers) if info.kind == "iterable" else 0
-            engine = Engine(own, self.limits.memory_budget, self._metrics, shards)
+            # a client that asks for workers has them used as torch uses them; user code may count on it
+            in_turn = max(1, spec.num_workers) if info.kind == "iterable" else spec.num_workers
+            engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
             self._sessions[spec.key] = asyncio.create_task(_started(engine))
         try:
             return await asyncio.shield(self._sessions[spec.key])
@@ -262,7 +269,7 @@ class LoaderService:
             for engine in self._engines():
                 engine.forget_idle()
             for key, starting in list(self._sessions.items()):
-                if starting.done() and time.monotonic() - starting.result().last_used > SESSION_IDLE:
+                if starting.done() and starting.result().idle > SESSION_IDLE:
                     await self.end_session(key)
 
     # -- what can be seen

@@ -47,7 +47,7 @@ class Shard:
     def _rewind(self) -> None:
         """To where the dataset can begin: the saved place, or the beginning."""
         self._iterator: Iterator[Any] | None = None
-        self._ended = False
+        self._ended = self._saved is not None and self._saved["ended"]
         self._next: int = 0 if self._saved is None else self._saved["next"]
         self.samples = 0 if self._saved is None else self._saved["samples"]
 
@@ -91,10 +91,10 @@ class Shard:
         return taken
 
     def _begin(self) -> Iterator[Any]:
-        if self._saved is None and _is_stateful(self._dataset):
+        if _is_stateful(self._dataset):
             if self._first_state is None:
                 self._first_state = copy.deepcopy(self._dataset.state_dict())
-            else:
+            elif self._saved is None:
                 self._dataset.load_state_dict(copy.deepcopy(self._first_state))
         if self._saved is None:
             return iter(self._dataset)
@@ -118,7 +118,9 @@ class Shard:
         state = keeper.state_dict()
         name = "dataset" if keeper is self._dataset else "iterator"
         try:
-            text = json.dumps({"next": self._next, "samples": self.samples, "keeper": name, "state": state})
+            text = json.dumps(
+                {"next": self._next, "samples": self.samples, "ended": self._ended, "keeper": name, "state": state}
+            )
         except (TypeError, ValueError):
             return None
         return text if len(text) <= MAX_STATE and json.loads(text)["state"] == state else None

@@ -7,10 +7,11 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -81,11 +82,12 @@ class Worker:
         self._loading = Loading(
             hosted, settings.number, settings.max_batch_bytes, self._adopt_torch, self._seed_for_session
         )
-        self._arena = Arena(settings.free_limit, self._announce, lambda slot: channel.send(["retract", slot]))
+        self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
         self._tasks: deque[tuple[int, Task]] = deque()
-        self._finished: list[list[Any]] = []
-        self._reported = 0.0
+        self._finished: deque[list[Any]] = deque()
+        self._sending = threading.Lock()
+        self._unreported = threading.Event()
         self._current: HostedDataset | None = None
         self._init_failures: dict[str, BaseException] = {}
 
@@ -96,15 +98,15 @@ class Worker:
             EOFError: When it does.
         """
         self._initialise()
-        self._channel.send(["ready", os.getpid()])
+        self._send(["ready", os.getpid()])
+        # a batch that is finished must not wait for the next one, which may take for ever
+        threading.Thread(target=self._report_soon, daemon=True).start()
         while True:
             while not self._tasks:
                 self._report()
                 self._receive()
-                self._reported = time.monotonic()
             self._work(*self._tasks.popleft())
-            if time.monotonic() - self._reported > REPORT_EVERY:
-                self._report()
+            self._unreported.set()
 
     def _initialise(self) -> None:
         self._adopt_torch()
@@ -148,7 +150,7 @@ class Worker:
     def _seed_for_session(self) -> None:
         """Seed as torch seeds its workers: base seed plus number, and for NumPy what torch derives from both."""
         seed_all(self._worker_seed & (2**64 - 1))
-        if self._session is not None and "torch" in sys.modules:
+        if self._session is not None and sys.modules.get("torch") is not None:
             from torch.utils.data._utils.worker import _generate_state
 
             np.random.seed(_generate_state(self._session.seed, self._id))
@@ -205,14 +207,28 @@ class Worker:
             [task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode]
         )
 
+    def _report_soon(self) -> None:
+        """Be the thread that tells the server of finished batches while the next one is made."""
+        while True:
+            self._unreported.wait()
+            self._unreported.clear()
+            time.sleep(REPORT_EVERY)
+            self._report()
+
     def _report(self) -> None:
-        if self._finished:
-            self._channel.send(["done", self._finished])
-            self._finished = []
-        self._reported = time.monotonic()
+        with self._sending:
+            finished = []
+            while self._finished:
+                finished.append(self._finished.popleft())
+            if finished:
+                self._channel.send(["done", finished])
 
     def _announce(self, slot: int, fd: int, size: int) -> None:
-        self._channel.send(["slot", slot, size], [fd])
+        self._send(["slot", slot, size], [fd])
+
+    def _send(self, message: list[Any], fds: Sequence[int] = ()) -> None:
+        with self._sending:
+            self._channel.send(message, fds)
 
 
 def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> int:

@@ -40,7 +40,7 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
     """Make this process that worker, for our function and, when torch is loaded, for torch's."""
     global _current, _asked
     _current = WorkerInfo(id_, num_workers, seed, dataset)
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         from torch.utils.data._utils import worker
 
         class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]

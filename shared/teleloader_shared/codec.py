@@ -37,6 +37,9 @@ _VALUES_BEFORE_SEGMENTS: Final = 6
 _BIN8_HEAD: Final = 2
 _BIN32_HEAD: Final = 5
 
+_KEPT_SHARE: Final = 64
+"""An array that is so many times smaller than its frame is copied out of it."""
+
 MakeArray = Callable[[NDArray[Any], str, str], Any]
 """What a reader does with an array's bits: (bits, dtype name, kind) -> the leaf that the user sees."""
 
@@ -291,6 +294,9 @@ class _Segments:
             raise ProtocolError(
                 f"an array {dtype_name} of shape {shape} must have {wanted:,} bytes, has {len(segment):,}"
             )
+        if _KEPT_SHARE * wanted <= len(self._frame):
+            # labels are often kept for long, and must not keep the images of their batch
+            segment = segment.copy()
         try:
             bits = segment.view(dtype).reshape(shape)
         except ValueError as error:

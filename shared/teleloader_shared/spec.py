@@ -96,14 +96,19 @@ class LoaderSpec:
         _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
         if self.shard_states is not None:
             object.__setattr__(self, "shard_states", _states(self.shard_states, max(1, self.num_workers)))
+        self._check_session()
+        _choice("tail", self.tail, get_args(Tail))
+        _choice("compression", self.compression, (None, *get_args(Compression)))
+
+    def _check_session(self) -> None:
+        if self.in_process and self.num_workers:
+            raise InvalidSpec(f"in_process is without workers, and num_workers was {self.num_workers}")
         for name in ("collate", "worker_init", "session"):
             _name(name, getattr(self, name))
         if self.session is None and (self.order == "client" or self.num_workers or self.in_process):
             raise InvalidSpec(
                 "an order of the client's own, workers of its own and in_process need a session, which was null"
             )
-        _choice("tail", self.tail, get_args(Tail))
-        _choice("compression", self.compression, (None, *get_args(Compression)))
 
     @classmethod
     def from_json(cls, fields: object) -> LoaderSpec:

@@ -7,6 +7,7 @@ docs/protocol.md ("The tree").
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from dataclasses import is_dataclass
 from functools import cached_property
 from inspect import getattr_static
 from reprlib import repr as short
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +126,7 @@ class _Describer:
         exact = type(value)
         if value is None or exact in _AS_THEY_ARE:
             return value
-        if exact in (int, complex, range):
+        if exact in (int, complex, range, slice):
             return _describe_numbers(value, path)
         if exact is np.str_ or exact is np.bytes_:
             return value.item()
@@ -153,8 +154,8 @@ class _Describer:
             return {"dataclass": self._record(value, names, _field_values(value, names, path), path, depth)}
         raise EncodeError(
             f"{path} is a {_type_name(value)}, which cannot travel: a batch may hold arrays, tensors, numbers, str, "
-            "bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques and ranges. Convert it in the "
-            f"dataset or the collate function{_hint(value)}"
+            "bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and slices. Convert it "
+            f"in the dataset or the collate function{_hint(value)}"
         )
 
     def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Any]:
@@ -182,9 +183,17 @@ class _Describer:
 def _describe_numbers(value: Any, path: str) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, slice):
+        return {"slice": [_describe_bound(part, path) for part in (value.start, value.stop, value.step)]}
     if isinstance(value, range):
         return {"range": [_describe_numbers(number, path) for number in (value.start, value.stop, value.step)]}
     return value if -(2**63) <= value < 2**64 else {"int": _digits(value, path)}
+
+
+def _describe_bound(value: Any, path: str) -> Any:
+    if value is not None and not isinstance(value, SupportsIndex):
+        raise EncodeError(f"{path} is a slice with a {_type_name(value)} in it, and only whole numbers and None travel")
+    return None if value is None else _describe_numbers(operator.index(value), path)
 
 
 def _digits(value: int, path: str) -> str:
@@ -305,7 +314,6 @@ class _Builder:
     def __init__(self, make_leaf: MakeLeaf, *, hashed: bool = False) -> None:
         self._make_leaf = make_leaf
         self._hashed = hashed
-        self._keys = self if hashed else _Builder(make_leaf, hashed=True)
 
     def build(self, node: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -349,7 +357,9 @@ class _Builder:
         raise ProtocolError(f"an entry of a dict in a frame's tree must be [key, value], was {short(pair)}")
 
     def _key(self, node: Any, depth: int) -> Any:
-        key = self._keys.build(node, depth + 1)
+        # made when it is needed, not kept: a builder that refers to itself keeps the frame until the next collection
+        keys = self if self._hashed else _Builder(self._make_leaf, hashed=True)
+        key = keys.build(node, depth + 1)
         try:
             hash(key)
         except TypeError:
@@ -393,6 +403,8 @@ def _build_number(kind: Any, content: Any) -> Any:
             len(digits.removeprefix("-")) <= MAX_DIGITS and digits.isascii() and digits.removeprefix("-").isdecimal()
         ):
             return int(digits)
+        case "slice", [start, stop, step]:
+            return slice(*(None if part is None else _build_whole_number(part) for part in (start, stop, step)))
         case "range", [start, stop, step]:
             return _build_range([_build_whole_number(node) for node in (start, stop, step)])
     raise ProtocolError(f"a node {kind!r:.80} of a frame's tree cannot be read: {short(content)}")

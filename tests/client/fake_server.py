@@ -63,7 +63,7 @@ class Request:
 
 
 def _indices(frame: Any) -> Any:
-    return codec.read(frame, lambda bits, *_: bits).content
+    return codec.read(frame, lambda bits, *_: bits.tolist()).content
 
 
 class _Server(ThreadingHTTPServer):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import teleloader
@@ -86,6 +87,22 @@ def test_an_interrupted_epoch_survives_set_epoch(url: str) -> None:
     again.set_epoch(0)
     seen += [batch.tolist() for batch in again]
     assert sorted(i for batch in seen for i in batch) == list(range(10))
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+def test_a_sampler_is_batched_whatever_the_output(url: str, output: Any) -> None:
+    """By batch_size and drop_last, or not at all."""
+    if output == "torch":
+        need("torch")
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"batch_size": 2}, [[3, 1], [4, 1], [5]]),
+        ({"batch_size": 2, "drop_last": True}, [[3, 1], [4, 1]]),
+        ({"batch_size": None}, [3, 1, 4, 1, 5]),
+    ]
+    for arguments, expected in cases:
+        loader = DataLoader(RemoteDataset(url, "ten"), sampler=[3, 1, 4, 1, 5], output=output, **arguments)
+        assert len(loader) == len(expected)
+        assert [np.asarray(batch).tolist() for batch in loader] == expected
 
 
 def test_numpy_on_request(url: str) -> None:

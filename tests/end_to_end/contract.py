@@ -17,7 +17,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import need
-from tests.end_to_end.compare import assert_same
+from tests.end_to_end import compare
 
 try:
     import torch
@@ -40,6 +40,24 @@ def torch_is_there() -> None:
 
 
 # -- both loaders
+
+
+def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
+    """Same containers, same element types, same bits: tensors too, NaN among them."""
+    compare.assert_same(got, expected, path)
+    assert _bits(got) == _bits(expected), path
+
+
+def _bits(batch: Any) -> Any:
+    """The batch with each tensor as its bytes, by which it is compared."""
+    if isinstance(batch, torch.Tensor):
+        plain = batch.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return str(batch.dtype), tuple(batch.shape), plain.view(torch.uint8).numpy().tobytes() if len(plain) else b""
+    if isinstance(batch, dict):
+        return [(key, _bits(item)) for key, item in batch.items()]
+    if isinstance(batch, list | tuple):
+        return [_bits(item) for item in batch]
+    return repr(batch)
 
 
 def seed_everything(seed: int = SEED) -> None:
@@ -74,7 +92,8 @@ def few_cpus_are_fine() -> Iterator[None]:
 
 def random_states() -> tuple[Any, ...]:
     """Where the generators of this process stand."""
-    return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[1].tobytes(), torch.get_rng_state()
 
 
 def both(

@@ -8,10 +8,13 @@ import signal
 import sys
 import threading
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from teleloader_server import get_worker_info
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -163,9 +166,20 @@ def broken() -> Any:
     raise RuntimeError("the disk is not mounted")
 
 
-def endless() -> Any:
-    """Iterable-style, which is not hosted yet."""
-    return iter(range(10))
+class Stream:
+    """Iterable-style: the numbers below `length`, each shard every so manyth of them."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self._length)[info.id :: info.num_workers] if info else range(self._length))
+
+
+stream = Stream(25)
+nothing = 5
+"""No dataset."""
 
 
 def make_squares(length: int) -> Samples:

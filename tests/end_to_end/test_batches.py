@@ -84,10 +84,31 @@ def test_single_samples_are_converted_not_collated() -> None:
 
     dataset = hosted.Samples(hosted.SAMPLES["dict"])
     with serve(dataset, num_workers=2) as url:
-        loader = DataLoader(RemoteDataset(url), batch_size=None, shuffle=True)
+        loader = DataLoader(RemoteDataset(url), batch_size=None, shuffle=True, seed=0)
         assert len(loader) == len(dataset)
         expected = [default_convert(dataset[int(indices[0])]) for indices in loader.plan(0)]
         assert_same(list(loader), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [
+        ("default_collate", 3),
+        ("default_convert", None),
+        pytest.param("default_convert", 3, marks=pytest.mark.xfail(reason="default_collate is called in its place")),
+        pytest.param("default_collate", None, marks=pytest.mark.xfail(reason="default_convert is called in its place")),
+    ],
+)
+def test_torchs_own_functions_are_called_as_they_are_passed(name: str, batch_size: int | None) -> None:
+    """Also where torch would call the other one of itself."""
+    need("torch")
+    from torch.utils import data
+
+    dataset = hosted.Samples(lambda i: [np.arange(3) + i, np.arange(3)], 6)
+    function = getattr(data, name)
+    with serve(dataset, num_workers=1) as url:
+        got = list(DataLoader(RemoteDataset(url), batch_size, collate_fn=function))
+    assert_same(got, list(data.DataLoader(dataset, batch_size, collate_fn=function)))
 
 
 def test_a_collate_function_of_ones_own() -> None:
@@ -120,7 +141,10 @@ def test_augmentation_is_a_function_of_the_address(start_server: StartServer) ->
 
 
 def test_random_numbers_of_the_calling_process_are_its_own() -> None:
-    """A server without workers loads in this process, and leaves its random numbers as they were."""
+    """A server without workers loads in this process, and leaves its random numbers as they were.
+
+    Unless torch's loader would draw from them: without `seed`, a loader of this process draws as torch's does.
+    """
     need("torch")
     import torch
 
@@ -130,7 +154,7 @@ def test_random_numbers_of_the_calling_process_are_its_own() -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     with serve(hosted.augmented, num_workers=0) as url:
-        list(DataLoader(RemoteDataset(url), batch_size=4))
+        list(DataLoader(RemoteDataset(url), batch_size=4, seed=0))
     assert_same((torch.rand(1), np.random.rand()), expected)
 
 

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -36,7 +38,7 @@ def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
         (["numbers"], "'numbers' names no dataset: write module:name"),
         (["nosuch:thing"], "there is no module 'nosuch'"),
         (["json:nothing"], "module 'json' has no 'nothing'"),
-        ([HOSTED + "endless"], "is iterable-style, which this version does not host"),
+        ([HOSTED + "nothing"], "dataset 'nothing' (int) is no dataset: it needs __getitem__ and __len__, or __iter__"),
         ([HOSTED + "broken"], "building dataset 'broken' failed"),
         ([HOSTED + "broken", "--num-workers", "0"], "RuntimeError: the disk is not mounted"),
         ([HOSTED + "numbers", HOSTED + "numbers"], "two datasets are called 'numbers'"),
@@ -93,6 +95,26 @@ def test_a_configuration_file(start_server: StartServer, tmp_path: Path) -> None
     assert (len(dataset), dataset.info.version, dataset.info.seeding) == (7, "3", "sample")
     assert list(DataLoader(dataset, 4)) == [{"sum": 0 + 1 + 4 + 9, "worker": 0}, {"sum": 16 + 25 + 36, "worker": 0}]
     assert len(server.stats()["workers"]) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("of_the_server", ["0", "2"])
+def test_an_iterable_dataset(
+    start_server: StartServer, of_the_server: str, num_workers: int, request: pytest.FixtureRequest
+) -> None:
+    """Each loader has as many shards as it asks for, whatever other workers the server has, and each epoch is whole."""
+    if of_the_server == "0" and num_workers > 1:
+        request.applymarker(pytest.mark.xfail(reason="only one of the shards has a worker: the others are waited for"))
+    server = start_server(f"{HOSTED}stream", "--num-workers", of_the_server)
+    arguments: dict[str, Any] = {"num_workers": num_workers, "timeout": 10} if num_workers else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more workers than CPUs
+        loader = DataLoader(RemoteDataset(server.url), 4, output="numpy", **arguments)
+        for _ in range(2):
+            batches = [batch.tolist() for batch in loader]
+            assert sorted(i for batch in batches for i in batch) == list(range(25))
+            assert batches[0] == list(range(0, 4 * max(1, num_workers), max(1, num_workers)))
+    assert all(worker["loader"] is None for worker in server.stats()["workers"]), "its workers ended with it"
 
 
 def test_the_demo_trains() -> None:

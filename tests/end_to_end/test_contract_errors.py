@@ -349,6 +349,25 @@ def test_what_cannot_travel_is_named(make: Any, path: str) -> None:
 # -- time, and death
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_finished_batch_does_not_wait_for_the_next_one(num_workers: int) -> None:
+    """A42: a batch that is ready comes at once, also when its worker has begun another that takes long."""
+    gate = multiprocessing.get_context("fork").Event()
+
+    def sample(index: int) -> int:
+        if index > 0:
+            gate.wait()
+        return index
+
+    with ours(Made(sample, 4), num_workers=num_workers, timeout=20) as loader:
+        iterator = iter(loader)
+        try:
+            assert next(iterator).item() == 0
+        finally:
+            gate.set()
+        assert [batch.item() for batch in iterator] == [1, 2, 3]
+
+
 def test_a_timeout_is_told_and_the_iterator_goes_on() -> None:
     """A42: ``DataLoader timed out after 4 seconds`` for a batch that does not come; afterwards it can be taken."""
     gate = multiprocessing.get_context("fork").Event()

@@ -13,7 +13,6 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import StartServer
-from tests.end_to_end.compare import assert_same
 from tests.end_to_end.contract import (
     IterableDataset,
     Noisy,
@@ -21,6 +20,7 @@ from tests.end_to_end.contract import (
     Range,
     ShardedRange,
     SizedRange,
+    assert_same,
     both,
     both_raise,
     few_cpus_are_fine,

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,35 @@ def test_a_batch_that_ends_every_worker_becomes_an_error(start_server: StartServ
     assert [batch.tolist() for batch in batches] == [[6, 7], [8, 9], [10, 11]]
 
 
+class Fatal:
+    """Iterable-style: the third sample ends the worker that comes to it."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (0, 1)
+        os._exit(3)
+
+
+class FatalWithLength(Fatal):
+    """The same, with fewer samples than it says, as far as anybody knows."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Fatal, pytest.param(FatalWithLength, marks=pytest.mark.xfail(reason="the server fails at the error's indices"))],
+)
+def test_a_sample_of_a_stream_that_ends_every_worker_becomes_an_error(kind: type[Fatal]) -> None:
+    """Each worker comes to it anew, from the beginning; the batches before it arrive once."""
+    with serve(kind(), num_workers=1) as url:
+        batches = iter(DataLoader(RemoteDataset(url), 1, num_workers=1, timeout=10, output="numpy"))
+        assert [next(batches).tolist() for _ in range(2)] == [[0], [1]]
+        with pytest.raises(WorkerDied, match=r"exited with code 3; this batch ended every worker") as caught:
+            next(batches)
+    assert "This was batch 2 of epoch 0, on http" in str(caught.value)
+
+
 def test_a_killed_and_restarted_server_continues_the_epoch(start_server: StartServer, free_port: int) -> None:
     """SIGKILL of the server in mid-epoch, a new one on the same port: the client goes on with the very next batch."""
     first = start_server(f"{TARGET}numbers", "--num-workers", "1", port=free_port)
@@ -100,7 +130,7 @@ def test_a_batch_that_takes_too_long_is_a_timeout_and_comes_later(
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
-    batches = iter(DataLoader(RemoteDataset(server.url, "slow"), 2, timeout=0.2, output="numpy"))
+    batches = iter(DataLoader(RemoteDataset(server.url, "slow"), 2, num_workers=1, timeout=0.2, output="numpy"))
     with pytest.raises(LoaderTimeout, match=r"^DataLoader timed out after 0\.2 seconds$"):
         next(batches)
     gate.touch()

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from teleloader import DataLoader, RemoteDataset, WorkerDied
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable, WorkerDied
 from teleloader_server import serve
 from tests.client.fake_server import Request, fake_server
 from tests.conftest import StartServer, need
@@ -55,8 +55,9 @@ def test_a_failure_is_not_kept_when_its_cause_has_gone(tmp_path: Path) -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_stuck_sample_does_not_keep_a_server_without_workers() -> None:
-    """Leaving the block ends the server, though user code never returns."""
+@pytest.mark.parametrize("seed", [None, 0], ids=["as torch", "ahead"])
+def test_a_stuck_sample_does_not_keep_a_server_without_workers(seed: int | None) -> None:
+    """Leaving the block ends the server, though user code never returns, and whoever waits is told."""
     stuck, entered = threading.Event(), threading.Event()
 
     def sample(index: int) -> int:
@@ -64,10 +65,14 @@ def test_a_stuck_sample_does_not_keep_a_server_without_workers() -> None:
         stuck.wait()
         return index
 
-    with serve(hosted.Samples(sample), num_workers=0) as url:
-        batches = iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy"))
-        entered.wait()
-    stuck.set()
+    with ThreadPoolExecutor(1) as thread:
+        with serve(hosted.Samples(sample), num_workers=0) as url:
+            batches = iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), seed=seed, output="numpy"))
+            waiting = thread.submit(next, batches)
+            entered.wait()
+        stuck.set()
+        with pytest.raises(ServerUnavailable, match="did not send batch 0 of epoch 0"):
+            waiting.result()
     del batches
 
 
@@ -97,7 +102,7 @@ def test_a_stopping_server_does_not_end_its_clients(
     with ThreadPoolExecutor(1) as thread:
         epoch = thread.submit(lambda: [i for batch in loader for i in batch.tolist()])
         while not any(worker["state"] == "busy" for worker in first.stats()["workers"]):
-            pass
+            assert not epoch.done(), "it waits for the gate"
         assert first.end() == 0
         gate.touch()
         start_server(*arguments, port=free_port)
@@ -122,10 +127,33 @@ def test_iterators_of_one_loader_do_not_share_memory_that_is_in_use() -> None:
 def test_a_server_that_was_left_gives_its_memory_back() -> None:
     """No mapping of shared memory outlives the block."""
     with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
-        list(DataLoader(RemoteDataset(url), output="numpy"))
+        list(DataLoader(RemoteDataset(url), seed=0, output="numpy"))
         assert _shared_mappings()
     gc.collect()
     assert _shared_mappings() == 0
+
+
+def test_a_session_that_was_ended_gives_its_memory_back() -> None:
+    """Workers of a loader's own take it, and it goes with them, while the server goes on."""
+    with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
+        batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
+        next(batches)
+        assert _shared_mappings()
+        assert len(list(batches)) == 39
+        gc.collect()
+        assert _shared_mappings() == 0
+        assert httpx.get(f"{url}/stats").json()["workers"] == []
+
+
+@pytest.mark.xfail(reason="now and then a request that is cut off fails unheard, and asyncio says so", strict=False)
+def test_loops_that_are_left_are_no_errors_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever was on its way: nothing is logged."""
+    with serve(hosted.Samples(lambda i: np.zeros(1000), 3000), num_workers=2) as url:
+        dataset = RemoteDataset(url)
+        for _ in range(25):
+            next(iter(DataLoader(dataset, num_workers=2, prefetch_factor=20, output="numpy")))
+            gc.collect()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def _shared_mappings() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.end_to_end.compare import assert_same
 
 
 def _epoch(url: str) -> list[Any]:
-    return list(DataLoader(RemoteDataset(url), 4, True, output="numpy"))
+    """With a seed: without one, a loader of the process that serves has workers and batches of its own."""
+    return list(DataLoader(RemoteDataset(url), 4, True, seed=0, output="numpy"))
 
 
 def test_two_consumers_share_the_work_and_a_late_one_gets_it_all() -> None:
@@ -33,6 +35,36 @@ def test_two_consumers_share_the_work_and_a_late_one_gets_it_all() -> None:
     assert sum(worker["batches"] for worker in stats["workers"]) == 50
     assert [consumer["batches_sent"] for consumer in stats["consumers"]] == [50, 50, 50]
     assert all(consumer["position"] == consumer["batches"] == 50 for consumer in stats["consumers"])
+
+
+def test_without_a_seed_each_iteration_has_workers_of_its_own() -> None:
+    """As with torch: nothing is shared, and they end with it. Equal orders are equal batches all the same."""
+    with serve(hosted.Samples(hosted.SAMPLES["dict"], 40), num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), 4, True, output="numpy")
+        first, second = iter(loader), iter(loader)
+        loader.set_epoch(0)
+        third = iter(loader)
+        for batches in (first, second, third):
+            next(batches)
+        loaders = [worker["loader"] for worker in httpx.get(f"{url}/stats").json()["workers"]]
+        assert len(loaders) == 6
+        assert len(set(loaders)) == 3
+        assert_same(list(first), list(third))
+        del second
+        gc.collect()
+        stats = httpx.get(f"{url}/stats").json()
+    assert stats["workers"] == []
+    assert stats["datasets"][0]["batches_computed"] >= 20
+
+
+def test_loaders_of_other_processes_share(start_server: StartServer) -> None:
+    """With or without a seed: a map-style dataset's workers are the server's."""
+    server = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "2")
+    first, second = (list(DataLoader(RemoteDataset(server.url, "numbers"), 4, output="numpy")) for _ in range(2))
+    assert_same(first, second)
+    stats = server.stats()
+    assert stats["datasets"][0]["batches_computed"] == 25
+    assert [worker["loader"] for worker in stats["workers"]] == [None, None]
 
 
 def test_what_is_no_longer_kept_is_computed_again() -> None:
@@ -54,7 +86,7 @@ def test_a_slow_consumer_costs_a_fast_one_nothing_but_memory() -> None:
 
     dataset = hosted.Samples(lambda i: np.full((64, 1024), i, np.float32), 400)
     with serve(dataset, num_workers=2, memory_budget=8 * 2**20) as url:
-        stopped = iter(DataLoader(RemoteDataset(url), 4, True, output="numpy"))
+        stopped = iter(DataLoader(RemoteDataset(url), 4, True, seed=0, output="numpy"))
         first = next(stopped)
         whole = _epoch(url)
         assert len(whole) == 100

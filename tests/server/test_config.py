@@ -60,6 +60,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         kwargs = { root = "/data", sizes = [1, 2] }
         collate = "my_package.data:collate"
         worker_init = "my_package.data:Init.run"
+        functions = ["my_package.data:pad", "my_package.data:Init.seed"]
         version = "2024-05"
         seeding = "sample"
 
@@ -75,6 +76,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
             kwargs={"root": "/data", "sizes": [1, 2]},
             collate="my_package.data:collate",
             worker_init="my_package.data:Init.run",
+            functions=["my_package.data:pad", "my_package.data:Init.seed"],
             version="2024-05",
             seeding="sample",
         ),
@@ -92,7 +94,7 @@ def test_what_is_left_out_has_its_default(write: Write) -> None:
     _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
     assert dataset == DatasetConfig(name="train", factory="a:b")
     assert (dataset.kwargs, dataset.collate, dataset.worker_init) == ({}, None, None)
-    assert (dataset.version, dataset.seeding) == ("", "batch")
+    assert (dataset.functions, dataset.version, dataset.seeding) == ((), "", "batch")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -117,12 +119,12 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "
-            "worker_init, version, seeding",
+            "worker_init, functions, version, seeding",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
             "[datasets.train] of {path} has an unknown entry 'name'; it may have factory, kwargs, collate, "
-            "worker_init, version, seeding",
+            "worker_init, functions, version, seeding",
         ),
         (
             '[datasets.train]\nversion = "1"',
@@ -184,6 +186,17 @@ def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> Non
     """The sentence has field, dataset and value."""
     sentence = f"{field} of dataset 'n' must be 'module:name', was {target!r}"
     assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: target}) == sentence
+
+
+@pytest.mark.parametrize(
+    "functions",
+    ["a:b", {"pad": "a:b"}, ["a:b", "a"], ["a.b"], ["a:b", 5], ["a:<lambda>"], ["a:f.<locals>.g"], [None], {"a:b"}],
+    ids=repr,
+)
+def test_functions_are_a_list_of_such_names(functions: Any) -> None:
+    """Nothing else may run here on a client's word; the sentence has dataset and value."""
+    sentence = f"functions of dataset 'n' must be a list of 'module:name', was {functions!r}"
+    assert refusal(DatasetConfig, name="n", factory="a:b", functions=functions) == sentence
 
 
 @pytest.mark.parametrize(
@@ -261,7 +274,13 @@ def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence
 )
 def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
     """Also no worker at all, which loads in the server's own process."""
-    assert getattr(Limits(**{field: value}), field) == value
+    stated: dict[str, Any] = {field: value}
+    assert getattr(Limits(**stated), field) == value
+
+
+def test_nobody_loads_in_the_servers_process_unless_it_is_allowed() -> None:
+    """It would hold up everything else."""
+    assert not Limits().debug
 
 
 @pytest.mark.parametrize(

@@ -1,113 +1,22 @@
-"""From a task to a frame: the right samples, the right seeds, and whatever goes wrong as a failure at that batch."""
+"""From a task to a frame: the right samples, and whatever goes wrong as a failure at that batch."""
 
 from __future__ import annotations
 
-import random
 import subprocess
-import sys
 from collections import namedtuple
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teleloader_server.datasets import host
-from teleloader_server.loading import (
-    MAX_INDICES,
-    MAX_TEXT,
-    Loading,
-    Report,
-    Task,
-    describe,
-    seed_all,
-    untouched_random_state,
-)
-from teleloader_shared import codec
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame
+from teleloader_server.loading import MAX_INDICES, MAX_TEXT, describe
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need
+from tests.server.bench import Bench, Bulk, Made, raising
 
 Point = namedtuple("Point", ["x", "y"])
-Seeding = Literal["batch", "sample"]
-
-
-class Made:
-    """A dataset of the samples that a function makes of their index."""
-
-    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
-        self._make = make
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        return self._make(index)
-
-
-class Bench:
-    """Loads batches of one dataset, as a worker does."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[Any], Any] | None = None,
-        seeding: Seeding = "batch",
-        max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
-        worker: int = 3,
-    ) -> None:
-        hosted = host(dataset, name="data", collate=collate, seeding=seeding)
-        self.length = len(dataset)
-        self.places: list[NDArray[np.uint8]] = []
-        self.report: Report | None = None
-        self._loading = Loading({"data": hosted}, worker, max_batch_bytes)
-
-    def frame(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Frame:
-        """The frame of a batch, decoded."""
-        self.places.clear()
-        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, Address("key", epoch, batch))
-        nbytes, self.report = self._loading.load(task, self._place)
-        raw = self.places[-1][:nbytes]
-        assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
-        frame = codec.read(raw, lambda bits, name, kind: bits)
-        assert frame.address == task.address
-        return frame
-
-    def batch(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Any:
-        """What the batch holds; it must not have failed."""
-        content = self.frame(batch, epoch, **spec).content
-        assert not isinstance(content, Failure), content.traceback
-        return content
-
-    def failure(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Failure:
-        """The failure in the place of the batch."""
-        content = self.frame(batch, epoch, **spec).content
-        assert isinstance(content, Failure), "the batch did not fail"
-        assert self.report is not None
-        assert self.report.failed
-        return content
-
-    def _place(self, nbytes: int) -> NDArray[np.uint8]:
-        room = np.empty(nbytes + 64, np.uint8)
-        start = -room.ctypes.data % 64
-        self.places.append(room[start : start + nbytes])
-        return self.places[-1]
-
-
-def raising(error: BaseException) -> Made:
-    """A dataset whose sample 2 raises this."""
-
-    def make(index: int) -> int:
-        if index == 2:
-            raise error
-        return index
-
-    return Made(make)
 
 
 # --- The samples of a batch ---------------------------------------------------------------------------------------
@@ -134,18 +43,6 @@ def test_padding_is_stated() -> None:
     """A batch that repeats samples says how many."""
     assert Bench(Made(lambda index: index, 5)).frame(1, batch_size=2, rank=1, world_size=2).padding == 1
     assert Bench(Made(lambda index: index, 5)).frame(0, batch_size=2, rank=1, world_size=2).padding == 0
-
-
-class Bulk(Made):
-    """A dataset that reads several samples at once."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda index: index)
-        self.calls: list[list[int]] = []
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        self.calls.append(indices)
-        return [index * 10 for index in indices]
 
 
 def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
@@ -195,7 +92,7 @@ def test_a_users_collate_function_gets_the_samples() -> None:
 
 def test_containers_keep_their_types() -> None:
     """What the collate function returned arrives as it is."""
-    batch = {"t": (1, 2), "n": Point(1, None), "l": ["a", b"b", 2.5, True, 10**30, 1j], "e": {}}
+    batch = {"t": (1, 2), "n": Point(1, None), "l": ["a", b"b", 2.5, True, 10**30, 1j], "e": {}, "s": {3, (4, "x")}}
     got = Bench(Made(lambda index: 0), collate=lambda samples: batch).batch()
     assert got == batch
     assert type(got["n"]).__name__ == "Point"
@@ -223,6 +120,24 @@ def test_a_loader_decides_how_its_frames_are_written(compression: Any, checksum:
     batch = bench.batch(batch_size=3, compression=compression, checksum=checksum)
     assert np.array_equal(batch, np.repeat(np.arange(3), 5000).reshape(3, 5000))
     assert (len(bench.places[0]) < 3 * 5000 * 4) == (compression is not None)
+
+
+# --- Functions that a loader chooses ------------------------------------------------------------------------------
+
+
+def test_a_loader_may_choose_among_the_datasets_collate_functions() -> None:
+    """By name, in place of the usual one; for single samples too."""
+    bench = Bench(Made(lambda index: index), collate=lambda samples: "usual", functions={"m:sum": sum, "m:str": str})
+    assert bench.batch(batch_size=3) == "usual"
+    assert bench.batch(batch_size=3, collate="m:sum") == 3
+    assert bench.batch(5, batch_size=None, collate="m:str") == "5"
+
+
+def test_a_function_that_is_not_there_is_a_failure() -> None:
+    """Nothing is looked up anywhere else."""
+    bench = Bench(Made(lambda index: index), functions={"m:sum": sum})
+    for name in ("builtins:print", "local:0123", "sum"):
+        assert bench.failure(collate=name).type == "KeyError"
 
 
 # --- Failures -----------------------------------------------------------------------------------------------------
@@ -412,12 +327,13 @@ def test_an_exception_of_the_collate_function_is_a_failure() -> None:
     ("batch", "path"),
     [
         (object(), "batch is a object"),
-        ({"a": [1, (2, {3})]}, "batch['a'][1][1] is a set"),
-        (Point([1], {"b": print}), "batch[1]['b'] is a builtin_function_or_method"),
+        ({"a": [1, (2, iter([3]))]}, "batch['a'][1][1] is a list_iterator"),
+        (Point([1], {"b": print}), "batch.y['b'] is a builtin_function_or_method"),
         ([np.array(["x"])], "batch[0] is an array of dtype <U1"),
-        ({frozenset(): 1}, "a key of batch is a frozenset"),
+        ([{3}, {Point}], "an element of batch[1] is a type"),
+        ({Point: 1}, "a key of batch is a type"),
     ],
-    ids=["object", "set", "function", "strings", "key"],
+    ids=["object", "iterator", "function", "strings", "element", "key"],
 )
 def test_what_cannot_travel_is_a_failure_with_its_path(batch: Any, path: str) -> None:
     """The message says where in the batch it stands, and what to do."""
@@ -487,162 +403,3 @@ def test_describe_needs_no_traceback() -> None:
     failure = describe(ValueError("x"), range(3), -1)
     assert (failure.type, failure.message, failure.traceback) == ("ValueError", "x", "ValueError: x\n")
     assert (failure.indices, failure.worker) == ([0, 1, 2], -1)
-
-
-# --- Seeds --------------------------------------------------------------------------------------------------------
-
-
-def drawn(index: int) -> list[float]:
-    """What a sample draws from each generator."""
-    return [random.random(), float(np.random.random())]
-
-
-def draws(seeding: Seeding, batches: list[int], **spec: Any) -> dict[int, list[float]]:
-    """What each sample drew when these batches are loaded, in this order."""
-    found: dict[int, list[float]] = {}
-
-    def make(index: int) -> int:
-        found[index] = drawn(index)
-        return index
-
-    bench = Bench(Made(make), seeding=seeding)
-    for k in batches:
-        bench.batch(k, **spec)
-    return found
-
-
-@pytest.mark.parametrize("seeding", ["batch", "sample"])
-def test_randomness_is_the_same_whoever_loads_a_batch_and_when(seeding: Seeding) -> None:
-    """A batch's random numbers depend on no other batch, and on nothing that was drawn before."""
-    random.seed(1)
-    first = draws(seeding, [0, 1, 2], batch_size=4)
-    random.seed(2)
-    np.random.seed(3)
-    again = draws(seeding, [2, 0, 1, 0], batch_size=4)
-    assert first == again
-
-
-@pytest.mark.parametrize("seeding", ["batch", "sample"])
-@pytest.mark.parametrize("changed", [{"seed": 1}, {"epoch": 1}])
-def test_each_seed_and_epoch_has_its_own_randomness(seeding: Seeding, changed: dict[str, int]) -> None:
-    """No number is drawn twice."""
-    numbers: list[list[float]] = []
-
-    def make(index: int) -> int:
-        numbers.append(drawn(index))
-        return index
-
-    bench = Bench(Made(make), seeding=seeding)
-    for options in ({}, changed):
-        for k in range(3):
-            bench.batch(k, batch_size=4, **options)
-    assert len(numbers) == 24
-    for generator in (0, 1):
-        assert len({draw[generator] for draw in numbers}) == 24
-
-
-def test_each_rank_has_its_own_randomness() -> None:
-    """Two ranks do not augment alike, though both load a batch 0."""
-    first, second = (draws("batch", [0], batch_size=4, rank=rank, world_size=2) for rank in (0, 1))
-    assert not {tuple(pair) for pair in first.values()} & {tuple(pair) for pair in second.values()}
-
-
-def test_randomness_for_each_sample_does_not_depend_on_the_batch() -> None:
-    """The same sample draws the same, whatever the batch size, the rank, the order and whether there are batches."""
-    reference = draws("sample", [0, 1, 2], batch_size=4)
-    assert draws("sample", [0], batch_size=12) == reference
-    assert draws("sample", [0, 1], batch_size=6, shuffle=True) == reference
-    assert draws("sample", list(range(12)), batch_size=None) == reference
-    for rank in (0, 1):
-        shared = draws("sample", [0], batch_size=6, rank=rank, world_size=2)
-        assert shared == {index: reference[index] for index in shared}
-
-
-def test_randomness_for_each_batch_is_that_of_the_batch() -> None:
-    """Seeded once, the samples draw one after another: another batch size is another randomness."""
-    assert draws("batch", [0], batch_size=4) != draws("batch", [0], batch_size=6)
-
-
-def test_a_bulk_is_seeded_too() -> None:
-    """`__getitems__` draws after the seed of its batch."""
-
-    class Random(Bulk):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            return [random.random() for _ in indices]
-
-    bench = Bench(Random())
-    first, second = bench.batch(0, batch_size=4), bench.batch(1, batch_size=4)
-    assert first.tolist() == bench.batch(0, batch_size=4).tolist() != second.tolist()
-
-
-def test_the_collate_function_draws_after_the_same_seed() -> None:
-    """Random padding and mixing are a part of the batch."""
-    for seeding in ("batch", "sample"):
-        bench = Bench(Made(lambda index: 0), collate=lambda samples: random.random(), seeding=seeding)
-        assert bench.batch(0) == bench.batch(0) != bench.batch(1)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
-def test_every_seed_seeds_every_generator(seed: int) -> None:
-    """random, NumPy's and torch's; of the 64 bits NumPy and torch take 32."""
-    need("torch")
-    import torch
-
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.random()), float(torch.rand(()))]
-
-    with untouched_random_state():
-        seed_all(seed)
-        first = draw()
-        seed_all(seed)
-        assert draw() == first
-        seed_all(seed ^ 2**20)
-        assert [a == b for a, b in zip(first, draw(), strict=True)] == [False] * 3
-        seed_all(seed ^ 2**40)
-        assert draw()[0] != first[0]
-
-
-def test_the_generators_do_not_draw_the_same_numbers() -> None:
-    """A sample that flips by `random` and crops by NumPy does not flip and crop by the same number."""
-    with untouched_random_state():
-        seed_all(0x0123456789ABCDEF)
-        assert random.random() != np.random.random()
-
-
-def test_seeds_and_samples_are_the_same_in_another_process() -> None:
-    """Whichever worker of whichever server loads it, a batch holds the same random numbers."""
-    program = (
-        "from tests.server.test_loading import draws\n"
-        "print(repr([draws(seeding, [1], batch_size=4, seed=9) for seeding in ('batch', 'sample')]))\n"
-    )
-    said = subprocess.run([sys.executable, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout
-    assert said == f"{[draws(seeding, [1], batch_size=4, seed=9) for seeding in ('batch', 'sample')]!r}\n"
-
-
-# --- Loading in a process that draws for itself -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_loading_leaves_the_callers_randomness_untouched(fails: bool) -> None:
-    """What the process draws afterwards is what it would have drawn, also after an error."""
-    need("torch")
-    import torch
-
-    def draw() -> tuple[float, float, float, float]:
-        return random.random(), float(np.random.random()), float(np.random.normal()), float(torch.rand(()))
-
-    def seed() -> None:
-        random.seed(5)
-        np.random.seed(6)
-        torch.manual_seed(7)
-
-    seed()
-    np.random.normal()  # NumPy keeps the second of two normal numbers for the next call
-    expected = draw()
-    seed()
-    np.random.normal()
-    with suppress(ZeroDivisionError), untouched_random_state():
-        seed_all(99)
-        draw()
-        assert 1 / (not fails)
-    assert draw() == expected

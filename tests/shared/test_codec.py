@@ -26,6 +26,7 @@ from teleloader_shared.codec import (
     ALIGNMENT,
     PROLOGUE_SIZE,
     Address,
+    End,
     Failure,
     Frame,
     FrameWriter,
@@ -44,6 +45,7 @@ fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
 ADDRESS = Address("0123456789abcdef0123456789abcdef", 3, 14)
 FAILURE = Failure("ValueError", "no such image", "Traceback ...", [4, 2**40], -1)
+END = End(samples=2**40, replica=False)
 
 options = st.fixed_dictionaries(
     {"checksum": st.booleans(), "compression": st.sampled_from([None, None, "zstd", "lz4"])}
@@ -177,6 +179,26 @@ def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
     assert read(encoded(FAILURE, compression="zstd", padding=3), keep).content == FAILURE
 
 
+@pytest.mark.parametrize("end", [END, End(0, replica=True)])
+def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
+    """How many samples the shard gave, and whether it is a replica, travel under the address of what it has not."""
+    found = read(encoded(end), keep)
+    assert found == Frame(ADDRESS, end, 0, found.nbytes)
+    assert read(encoded(end, compression="lz4", padding=3), keep).content == end
+
+
+@pytest.mark.parametrize("content", [[np.arange(3)], END, FAILURE], ids=["batch", "end", "failure"])
+@pytest.mark.parametrize("state", [None, "", '{"next": 3, "state": {"file": "é\\u0000"}}', "x" * 2**14])
+def test_where_a_shard_stands_travels_with_what_it_gave(content: Any, state: str | None) -> None:
+    """Text that nobody looks into on the way."""
+    found = read(encoded(content, shard_state=state), keep)
+    assert found.shard_state == state
+    if isinstance(content, list):
+        assert_same(found.content, content)
+    else:
+        assert found.content == content
+
+
 def test_arrays_are_read_where_they_lie() -> None:
     """Uncompressed arrays are views of the frame, starting at a multiple of 64 in memory; no byte is copied."""
     frame = encoded({"a": np.arange(5, dtype=np.int16), "b": (np.zeros((3, 3)), np.float32(1))})
@@ -214,7 +236,7 @@ def test_an_array_is_written_where_it_is_sent_from() -> None:
 
 
 @settings(fixed, max_examples=150)
-@given(trees | st.just(FAILURE), options)
+@given(trees | st.just(FAILURE) | st.just(END), options)
 def test_any_msgpack_library_reads_a_frame(content: Any, how: dict[str, Any]) -> None:
     """A frame is one msgpack array, laid out as docs/protocol.md says: sizes, header, then pad and array in turns."""
     frame = encoded(content, **how)
@@ -265,7 +287,7 @@ def test_equal_batches_have_equal_bytes() -> None:
 
 def test_frames_stand_one_after_another() -> None:
     """A body of several frames is split where each says that it ends, without copies."""
-    parts = [encoded([1]), encoded({"a": np.zeros(100)}), encoded(FAILURE)]
+    parts = [encoded([1]), encoded({"a": np.zeros(100)}), encoded(FAILURE), encoded(END)]
     body = np.concatenate(parts)
     found = list(split(body))
     assert [frame.tobytes() for frame in found] == [frame.tobytes() for frame in parts]
@@ -291,6 +313,7 @@ SMALL: dict[str, Any] = {
     "batch": {"x": np.arange(3, dtype=np.int16), "label": ("a", None), "t": np.float32(2)},
     "no arrays": ["text", 1.5],
     "failure": FAILURE,
+    "end": END,
 }
 
 
@@ -371,8 +394,9 @@ def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
     with pytest.raises(ProtocolError):
         decoded(forged(header_of(0), [b"ab"]))
     failure = {name: getattr(FAILURE, name) for name in Failure.__slots__}
-    with pytest.raises(ProtocolError):
-        decoded(forged({"loader": "k", "epoch": 0, "batch": 0, "failure": failure}, [b"ab"]))
+    for instead in ({"failure": failure}, {"end": {"samples": 1, "replica": True}}):
+        with pytest.raises(ProtocolError):
+            decoded(forged({"loader": "k", "epoch": 0, "batch": 0, **instead}, [b"ab"]))
 
 
 # --- Headers that nobody wrote ------------------------------------------------------------------------------------
@@ -408,6 +432,18 @@ def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
         header_of(1, failure=None),
         header_of(1, failure={"type": "ValueError"}),
         header_of(1, failure={**dict.fromkeys(Failure.__slots__, "x"), "indices": []}),
+        header_of(1, end=None),
+        header_of(1, end=[3, True]),
+        header_of(1, end={"samples": 3}),
+        header_of(1, end={"replica": True}),
+        header_of(1, end={"samples": "3", "replica": True}),
+        header_of(1, end={"samples": 3.0, "replica": True}),
+        header_of(1, end={"samples": None, "replica": True}),
+        header_of(1, end={"samples": 3, "replica": 1}),
+        header_of(1, end={"samples": 3, "replica": None}),
+        header_of(1, shard_state=5),
+        header_of(1, shard_state=b"{}"),
+        header_of(1, shard_state={"next": 1}),
     ],
     ids=lambda header: repr(header)[:50],
 )
@@ -419,8 +455,10 @@ def test_a_header_that_is_none_is_refused(header: object, checksum: bool) -> Non
 
 
 def test_what_a_later_version_adds_to_a_header_is_ignored() -> None:
-    """Unknown entries of a header are no error."""
+    """Unknown entries of a header are no error, nor of an end."""
     assert decoded(forged(header_of(1, hint={"more": [1, 2]}))) == 1
+    header = {"loader": "k", "epoch": 0, "batch": 0, "end": {"samples": 3, "replica": True, "more": 1}}
+    assert decoded(forged(header)) == End(3, replica=True)
 
 
 @pytest.mark.parametrize(

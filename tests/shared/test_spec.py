@@ -11,41 +11,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_shared.errors import InvalidSpec, TeleloaderError
-from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_WORLD_SIZE, LoaderSpec
+from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH, MAX_WORLD_SIZE, LoaderSpec
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
-# Any spec that can be made, as its fields.
-fields = st.integers(1, MAX_WORLD_SIZE).flatmap(
-    lambda world_size: st.fixed_dictionaries(
-        {
-            "dataset": st.text(min_size=1, max_size=20),
-            "fingerprint": st.none() | st.text(max_size=20),
-            "batch_size": st.integers(1, MAX_BATCH_SIZE),
-            "shuffle": st.booleans(),
-            "drop_last": st.booleans(),
-            "seed": st.integers(0, 2**64 - 1),
-            "rank": st.integers(0, world_size - 1),
-            "world_size": st.just(world_size),
-            "tail": st.sampled_from(["pad", "drop", "uneven"]),
-            "checksum": st.booleans(),
-            "compression": st.sampled_from([None, "zstd", "lz4"]),
-        }
-    )
-)
+NAMES = st.none() | st.text(min_size=1, max_size=20)
+STATES = st.none() | st.text(max_size=20)
+
+
+@st.composite
+def _fields(draw: st.DrawFn) -> dict[str, Any]:
+    """Any spec that can be made, as its fields."""
+    world_size = draw(st.integers(1, MAX_WORLD_SIZE))
+    session = draw(NAMES)
+    num_workers = 0 if session is None else draw(st.integers(0, 5))
+    batch_size = draw(st.none() | st.integers(1, MAX_BATCH_SIZE))
+    return {
+        "dataset": draw(st.text(min_size=1, max_size=20)),
+        "fingerprint": draw(st.none() | st.text(max_size=20)),
+        "batch_size": batch_size,
+        "shuffle": draw(st.booleans()),
+        "drop_last": batch_size is not None and draw(st.booleans()),
+        "order": "plan" if session is None else draw(st.sampled_from(["plan", "client"])),
+        "seed": draw(st.integers(0, 2**64 - 1)),
+        "rank": draw(st.integers(0, world_size - 1)),
+        "world_size": world_size,
+        "tail": draw(st.sampled_from(["pad", "drop", "uneven"])),
+        "checksum": draw(st.booleans()),
+        "compression": draw(st.sampled_from([None, "zstd", "lz4"])),
+        "collate": draw(NAMES),
+        "worker_init": draw(NAMES),
+        "session": session,
+        "num_workers": num_workers,
+        "shard_states": draw(st.none() | st.tuples(*[STATES] * max(1, num_workers)).map(list)),
+        "resumed_epoch": draw(st.integers(0, MAX_EPOCH - 1)),
+        "in_process": session is not None and draw(st.booleans()),
+    }
+
+
+fields = _fields()
 
 # --- The key ------------------------------------------------------------------------------------------------------
 
 PLAIN = (
-    b'{"batch_size":1,"checksum":true,"compression":null,"dataset":"train","drop_last":false,"fingerprint":null,'
-    + (b'"rank":0,"seed":0,"shuffle":false,"tail":"pad","world_size":1}')
+    b'{"batch_size":1,"checksum":true,"collate":null,"compression":null,"dataset":"train","drop_last":false,'
+    b'"fingerprint":null,"in_process":false,"num_workers":0,"order":"plan","rank":0,"resumed_epoch":0,"seed":0,'
+    b'"session":null,"shard_states":null,"shuffle":false,"tail":"pad","worker_init":null,"world_size":1}'
 )
 FULL = (
-    b'{"batch_size":256,"checksum":false,"compression":"zstd","dataset":"d\\u00e9j\\u00e0 \\"vu\\"","drop_last":true,'
-    + (
-        b'"fingerprint":"0123456789abcdef","rank":3,"seed":18446744073709551615,"shuffle":true,"tail":"uneven",'
-        b'"world_size":4}'
-    )
+    b'{"batch_size":256,"checksum":false,"collate":"my.data:pad","compression":"zstd",'
+    b'"dataset":"d\\u00e9j\\u00e0 \\"vu\\"","drop_last":true,"fingerprint":"0123456789abcdef","in_process":true,'
+    b'"num_workers":2,"order":"client","rank":3,"resumed_epoch":4611686018427387903,"seed":18446744073709551615,'
+    b'"session":"5e55","shard_states":["{}",null],"shuffle":true,"tail":"uneven","worker_init":"my.data:seed",'
+    b'"world_size":4}'
 )
 
 
@@ -53,7 +71,7 @@ def test_the_key_never_changes() -> None:
     """Golden values: the canonical form is ASCII JSON, sorted, without spaces, and the key its BLAKE2b of 16 bytes."""
     plain = LoaderSpec(dataset="train")
     assert plain.canonical() == PLAIN
-    assert plain.key == "17a631d94b648ee3543b258436d4137d"
+    assert plain.key == "2d97b7b459e6a07b886536e938a7df2f"
     full = LoaderSpec(
         dataset='déjà "vu"',
         fingerprint="0123456789abcdef",
@@ -66,9 +84,17 @@ def test_the_key_never_changes() -> None:
         tail="uneven",
         checksum=False,
         compression="zstd",
+        order="client",
+        collate="my.data:pad",
+        worker_init="my.data:seed",
+        session="5e55",
+        num_workers=2,
+        shard_states=["{}", None],
+        resumed_epoch=2**62 - 1,
+        in_process=True,
     )
     assert full.canonical() == FULL
-    assert full.key == "3a241c54b02e327af9be6c9204a5504e"
+    assert full.key == "684086b86b329c8b466999dbc5c58078"
 
 
 @fixed
@@ -97,12 +123,23 @@ def test_equal_specs_have_equal_keys_and_others_have_not(one: dict[str, Any], ot
         {"checksum": False},
         {"compression": "zstd"},
         {"compression": "lz4"},
+        {"collate": "m:f"},
+        {"worker_init": "m:f"},
+        {"session": "s"},
+        {"session": "s", "order": "client"},
+        {"session": "s", "num_workers": 1},
+        {"session": "s", "in_process": True},
+        {"shard_states": ["x"]},
+        {"resumed_epoch": 1},
     ],
     ids=str,
 )
 def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
     """Loaders that differ in any one field have different keys, as their batches or frames differ."""
-    assert LoaderSpec(**{"dataset": "d", **change}).key != LoaderSpec(dataset="d").key
+    changed = LoaderSpec(**{"dataset": "d", **change})
+    others = [LoaderSpec(dataset="d", session=session) for session in (None, "s")]
+    assert changed.key not in [other.key for other in others if other != changed]
+    assert LoaderSpec(dataset="d") != changed
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------
@@ -113,7 +150,7 @@ def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
 def test_a_spec_survives_json(values: dict[str, Any]) -> None:
     """What a client sends is what the server has: every field, equal, with the same key."""
     spec = LoaderSpec(**values)
-    assert spec.to_json() == values
+    assert json.loads(json.dumps(spec.to_json())) == values
     again = LoaderSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec
     assert again.key == spec.key
@@ -134,7 +171,8 @@ def test_an_unknown_field_is_refused() -> None:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec; the fields are dataset, fingerprint, batch_size, shuffle, "
-        "drop_last, seed, rank, world_size, tail, checksum, compression"
+        "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, session, "
+        "num_workers, shard_states, resumed_epoch, in_process"
     )
 
 
@@ -157,6 +195,9 @@ def test_a_spec_that_is_no_object_is_refused(body: object, name: str) -> None:
 
 NOT_NUMBERS: tuple[object, ...] = (-1, 0.5, 1.0, "1", True, [1], float("nan"), 2**64)
 NOT_FLAGS: tuple[object, ...] = (0, 1, "true", None, [])
+NOT_NAMES: tuple[object, ...] = ("", 4, b"f", ["f"], True)
+NEEDED: dict[str, dict[str, Any]] = {"rank": {"world_size": 4}, "shard_states": {"session": "s", "num_workers": 2}}
+"""What other fields must be for the ranges below."""
 
 REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("dataset", "the name of a hosted dataset", ("", None, 4, b"train", ["train"])),
@@ -164,12 +205,20 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("batch_size", "a whole number in [1, 1048576]", (*NOT_NUMBERS, 0, 2**20 + 1)),
     ("shuffle", "true or false", NOT_FLAGS),
     ("drop_last", "true or false", NOT_FLAGS),
+    ("order", 'one of "plan", "client"', ("", "Plan", None, 0, ["plan"], {"client": 1})),
     ("seed", "a whole number in [0, 18446744073709551615]", (*NOT_NUMBERS, None)),
     ("rank", "a whole number in [0, 3]", (*NOT_NUMBERS, None, 4)),
     ("world_size", "a whole number in [1, 1048576]", (*NOT_NUMBERS, None, 0, 2**20 + 1)),
     ("tail", 'one of "pad", "drop", "uneven"', ("", "Pad", None, 0, True, ["pad"], {"pad": 1})),
     ("checksum", "true or false", (*NOT_FLAGS, "xxh3")),
     ("compression", 'one of null, "zstd", "lz4"', ("", "gzip", 0, False, ["zstd"], {})),
+    ("collate", "null or a string of 1 to 512 characters", NOT_NAMES),
+    ("worker_init", "null or a string of 1 to 512 characters", NOT_NAMES),
+    ("session", "null or a string of 1 to 512 characters", NOT_NAMES),
+    ("num_workers", "a whole number in [0, 1024]", (*NOT_NUMBERS, None, 1025)),
+    ("shard_states", "null or a list of 2", ("", "ab", 4, [], ["a"], ["a", "b", "c"], {"a": 1, "b": 2}, True)),
+    ("resumed_epoch", "a whole number in [0, 4611686018427387903]", (*NOT_NUMBERS, None, 2**62)),
+    ("in_process", "true or false", NOT_FLAGS),
 ]
 
 
@@ -178,7 +227,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
 )
 def test_a_value_that_no_loader_can_have_is_refused(name: str, expected: str, value: object) -> None:
     """The sentence names the field, what it may be and what it was; whoever made the spec, Python or JSON."""
-    values: dict[str, Any] = {"dataset": "d", **({"world_size": 4} if name == "rank" else {}), name: value}
+    values: dict[str, Any] = {"dataset": "d", **NEEDED.get(name, {}), name: value}
     for make in (lambda fields: LoaderSpec(**fields), LoaderSpec.from_json):
         with pytest.raises(InvalidSpec) as caught:
             make(values)
@@ -198,12 +247,46 @@ def test_single_samples_have_no_last_batch_to_drop() -> None:
         LoaderSpec(dataset="d", batch_size=None, drop_last=True)
 
 
+@pytest.mark.parametrize("field", ["collate", "worker_init", "session"])
+def test_a_name_that_is_too_long_is_not_repeated_at_length(field: str) -> None:
+    """Its beginning is enough."""
+    assert getattr(LoaderSpec.from_json({"dataset": "d", field: "x" * 512}), field) == "x" * 512
+    with pytest.raises(InvalidSpec, match=f"{field} must be null or a string of 1 to 512 characters, was 'xxx") as no:
+        LoaderSpec.from_json({"dataset": "d", field: "x" * 10**6})
+    assert len(str(no.value)) < 200
+
+
+@pytest.mark.parametrize("own", [{"order": "client"}, {"num_workers": 1}, {"in_process": True}], ids=str)
+def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
+    """What is not a function of the spec cannot be shared with whoever has an equal one."""
+    with pytest.raises(InvalidSpec, match="need a session, which was null"):
+        LoaderSpec.from_json({"dataset": "d", **own})
+    mine = LoaderSpec.from_json({"dataset": "d", "session": "mine", **own})
+    assert mine.key != LoaderSpec(dataset="d", session="mine").key
+
+
+@pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
+def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
+    """What a frame said of it."""
+    with pytest.raises(InvalidSpec, match="shard_states must hold strings and nulls, was "):
+        LoaderSpec(dataset="d", shard_states=states)
+
+
+def test_there_is_a_state_for_each_shard() -> None:
+    """One without workers; a list and a tuple are the same spec, which can be a key."""
+    assert LoaderSpec(dataset="d", shard_states=["x"]).shard_states == ("x",)
+    three: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 3}
+    assert LoaderSpec(**three, shard_states=["x", None, "y"]) == LoaderSpec(**three, shard_states=("x", None, "y"))
+    assert hash(LoaderSpec(**three, shard_states=["x", None, "y"]))
+
+
 def test_the_ends_of_the_ranges_are_valid() -> None:
     """The ranges in the errors are the real ones."""
     largest = LoaderSpec(
         dataset="d", batch_size=MAX_BATCH_SIZE, seed=2**64 - 1, world_size=MAX_WORLD_SIZE, rank=MAX_WORLD_SIZE - 1
     )
     assert largest.rank == 2**20 - 1
+    assert LoaderSpec(dataset="d", session="s", num_workers=1024, resumed_epoch=2**62 - 1).num_workers == 1024
     assert LoaderSpec(dataset="d", batch_size=1, seed=0, world_size=1, rank=0) == LoaderSpec(dataset="d")
 
 

@@ -22,7 +22,8 @@ import pytest
 import xxhash
 import zstandard
 
-from teleloader_shared.codec import Failure, read
+from teleloader_shared.codec import End, Failure, read
+from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.permutation import Permutation
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import LoaderSpec
@@ -236,6 +237,7 @@ def test_the_order_in_the_documentation_is_computed_as_it_says() -> None:
 
 
 def test_the_documentation_names_every_error_and_field() -> None:
-    """Whoever adds a field to a spec, or an entry to a failure, describes it."""
-    for name in (*LoaderSpec.__dataclass_fields__, *Failure.__dataclass_fields__):
-        assert f"`{name}`" in PROTOCOL, name
+    """Whoever adds a field to a spec or an answer, or an entry to a failure or an end, describes it."""
+    for record in (LoaderSpec, DatasetInfo, Registration, Failure, End):
+        for name in record.__dataclass_fields__:
+            assert f"`{name}`" in PROTOCOL, name

@@ -1,0 +1,74 @@
+"""Hugging Face accelerate: model, optimizer and loader go through ``prepare``; on one process or on several.
+
+    teleloader-server --demo                                            # in one terminal
+    python examples/with_accelerate.py                                  # in another
+    torchrun --nproc-per-node 2 examples/with_accelerate.py             # or as two ranks, here ...
+    accelerate launch --num_processes 2 examples/with_accelerate.py     # ... or where there are two accelerators
+
+``prepare`` changes torch's own loaders only, and returns ours as it is: the ranks divide each epoch without its help,
+but on an accelerator the loop itself moves each batch (a line that does nothing on a CPU). Once registered, the loader
+is a part of what ``save_state`` saves, so that ``load_state`` goes on in the middle of an epoch. (torchrun without
+accelerators: set ACCELERATE_USE_CPU=true. Two ranks repeat one of the 1,541 samples, as DistributedSampler does.)
+"""
+
+import argparse
+import gc
+import tempfile
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from teleloader import DataLoader, RemoteDataset
+
+
+def train(accelerator: Accelerator, url: str, epochs: int) -> None:
+    """Learn to tell handwritten digits apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    train_loader = DataLoader(RemoteDataset(url, "digits-train"), batch_size=64, shuffle=True, seed=0)
+    test_loader = DataLoader(RemoteDataset(url, "digits-test"), batch_size=64)
+    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    accelerator.register_for_checkpointing(train_loader)
+
+    for epoch in range(epochs):
+        samples = torch.zeros((), device=accelerator.device)
+        for batch in train_loader:
+            images, labels = (tensor.to(accelerator.device) for tensor in batch)
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            samples += len(labels)
+        accelerator.print(f"epoch {epoch}: {int(accelerator.reduce(samples))} samples on all ranks")
+
+    with torch.no_grad():
+        right, tested = torch.zeros((), device=accelerator.device), 0
+        for batch in test_loader:
+            images, labels = (tensor.to(accelerator.device) for tensor in batch)
+            guesses, truth = accelerator.gather_for_metrics((model(images).argmax(1), labels))
+            right += (guesses == truth).sum()
+            tested += len(truth)
+    accelerator.print(f"test accuracy {int(right) / tested:.3f} on {tested} images")
+
+    if accelerator.num_processes == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            batches = iter(train_loader)
+            next(batches)
+            accelerator.save_state(folder)
+            expected = next(batches)
+            accelerator.load_state(folder)
+            same = all(torch.equal(*pair) for pair in zip(next(iter(train_loader)), expected, strict=True))
+            accelerator.print(f"load_state goes on where save_state was: {same}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the loader server (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+    options = parser.parse_args()
+    processes = Accelerator()
+    train(processes, options.url, options.epochs)
+    gc.collect()  # With any loader: DDP's reference cycles would keep gloo's threads alive, which can abort the exit.
+    processes.end_training()

@@ -1,0 +1,425 @@
+"""The order of a client's own: drawn as far as it is needed, sent as plain numbers, and drawn again from a state."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader.sampling import (
+    Batches,
+    IndexLists,
+    RandomState,
+    draw_base_seed,
+    index_frame,
+    is_torchs_own,
+    make_samplers,
+)
+from teleloader_shared import codec
+from teleloader_shared.codec import Address
+from teleloader_shared.errors import StateMismatch
+from tests.conftest import need
+
+
+class Watched:
+    """A sampler that says how far it was drawn from, and may raise."""
+
+    def __init__(self, length: int, *, fails_at: int | None = None) -> None:
+        self._length = length
+        self._fails_at = fails_at
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for k in range(self._length):
+            self.drawn += 1
+            if k == self._fails_at:
+                raise ValueError(f"no index {k}")
+            yield 10 * k
+
+
+# --- Drawing ------------------------------------------------------------------------------------------------------
+
+
+def test_an_order_is_drawn_as_far_as_it_is_needed() -> None:
+    """And not before it is: a sampler may be endless, or look at the training."""
+    sampler = Watched(10**9)
+    lists = IndexLists(sampler, 0)
+    assert (sampler.drawn, lists.drawn) == (0, 0)
+    assert list(lists.draw(2)) == [(0, 0), (1, 10)]
+    assert (sampler.drawn, lists.drawn) == (2, 2)
+    assert list(lists.draw(2)) == []
+    assert list(lists.draw(3)) == [(2, 20)]
+    assert not lists.exhausted
+
+
+def test_what_is_not_taken_is_not_drawn() -> None:
+    """One by one, also when several are asked for."""
+    sampler = Watched(10)
+    assert next(IndexLists(sampler, 0).draw(5)) == (0, 0)
+    assert sampler.drawn == 1
+
+
+def test_the_end_shows_when_it_is_come_to() -> None:
+    """A sampler need not know its length."""
+    lists = IndexLists(Watched(2), 0)
+    assert list(lists.draw(2)) == [(0, 0), (1, 10)]
+    assert (lists.drawn, lists.exhausted) == (2, False)
+    assert list(lists.draw(5)) == []
+    assert (lists.drawn, lists.exhausted, lists.error) == (2, True, None)
+
+
+def test_a_resumed_order_is_drawn_from_the_beginning_and_not_given() -> None:
+    """What an earlier process had is skipped, with the first list that is wanted and not before."""
+    sampler = Watched(5)
+    lists = IndexLists(sampler, 3)
+    assert (lists.drawn, sampler.drawn) == (3, 0)
+    assert list(lists.draw(3)) == []
+    assert sampler.drawn == 0
+    assert list(lists.draw(10)) == [(3, 30), (4, 40)]
+
+
+def test_a_resumed_order_may_be_at_its_end() -> None:
+    """Also beyond it, where the sampler gives less than the earlier process had."""
+    for skip in (5, 6):
+        lists = IndexLists(Watched(5), skip)
+        assert list(lists.draw(10)) == []
+        assert lists.exhausted
+
+
+def test_an_exception_of_the_sampler_stands_at_its_place() -> None:
+    """The lists before it are given; it is kept for the loop, and nothing comes after it."""
+    lists = IndexLists(Watched(5, fails_at=2), 0)
+    assert list(lists.draw(5)) == [(0, 0), (1, 10)]
+    assert (lists.drawn, lists.exhausted) == (2, True)
+    assert isinstance(lists.error, ValueError)
+    assert str(lists.error) == "no index 2"
+    assert list(lists.draw(9)) == []
+    assert isinstance(lists.error, ValueError), "it is not lost"
+
+
+def test_an_exception_among_what_is_skipped_is_not_lost() -> None:
+    """It stands where the order was to go on."""
+    lists = IndexLists(Watched(5, fails_at=1), 3)
+    assert list(lists.draw(5)) == []
+    assert (lists.drawn, lists.exhausted, str(lists.error)) == (3, True, "no index 1")
+
+
+def test_a_list_that_cannot_be_sent_ends_the_order_there() -> None:
+    """As if the sampler itself had raised it, however much was drawn beyond."""
+    lists = IndexLists(Watched(5), 0)
+    assert len(list(lists.draw(4))) == 4
+    error = TypeError("cannot be sent")
+    lists.fail(2, error)
+    assert (lists.drawn, lists.exhausted, lists.error) == (2, True, error)
+    assert list(lists.draw(9)) == []
+
+
+# --- Sending ------------------------------------------------------------------------------------------------------
+
+
+ADDRESS = Address("key", 3, 7)
+
+
+def sent(indices: Any) -> Any:
+    """What a server reads of them: lists of whole numbers travel as tensors do."""
+
+    def make(bits: Any, _dtype: str, kind: str) -> Any:
+        return bits.tolist() if kind == "tensor" else bits
+
+    frame = codec.read(np.frombuffer(index_frame(ADDRESS, indices), np.uint8), make)
+    assert frame.address == ADDRESS
+    return frame.content
+
+
+@pytest.mark.parametrize(
+    ("indices", "plain"),
+    [
+        (5, 5),
+        ([1, 2], [1, 2]),
+        (np.int64(5), 5),
+        (np.uint8(5), 5),
+        ([np.int32(1), 2], [1, 2]),
+        ([(np.int64(1), "left"), (2, None)], [(1, "left"), (2, None)]),
+        ([[np.int64(1)], []], [[1], []]),
+        ("name", "name"),
+        (["a", "b"], ["a", "b"]),
+        ([True, 1.5, b"x", None], [True, 1.5, b"x", None]),
+        ([True, False], [True, False]),
+        ([], []),
+        ((1, 2), (1, 2)),
+        ([2**63, -1], [2**63, -1]),
+        ([10**30], [10**30]),
+        ({"row": 1}, {"row": 1}),
+        ([slice(2, 5)], [slice(2, 5)]),
+    ],
+    ids=repr,
+)
+def test_whole_numbers_arrive_as_pythons(indices: Any, plain: Any) -> None:
+    """In lists and tuples too, however nested; other indices are as the sampler gave them."""
+    got = sent(indices)
+    assert got == plain
+    assert types(got) == types(plain)
+
+
+def types(value: Any) -> Any:
+    """The types of a nest."""
+    return type(value), [types(item) for item in value] if isinstance(value, list | tuple) else None
+
+
+def test_whole_numbers_of_torch_arrive_as_pythons() -> None:
+    """A dataset that torch asks for ``dataset[tensor(3)]`` is asked for ``dataset[3]``: it may not have torch."""
+    need("torch")
+    import torch
+
+    assert sent([torch.tensor(3), (torch.tensor(4, dtype=torch.uint8),)]) == [3, (4,)]
+    assert [type(index) for index in sent(list(torch.arange(3)))] == [int] * 3
+    assert sent(torch.tensor(True)) is True
+    assert sent(torch.tensor([1, 2])) == [1, 2]
+
+
+def test_an_array_of_indices_stays_an_array() -> None:
+    """With ``batch_size=None`` a sampler may give whole arrays: the dataset is indexed with them."""
+    got = sent(np.arange(3))
+    assert isinstance(got, np.ndarray)
+    assert got.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("indices", [object(), [1, object()], lambda: 0], ids=["object", "in a list", "function"])
+def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
+    """It says whose fault it is, and where in the list it stands."""
+    with pytest.raises(TypeError, match=r"^the sampler gave something that cannot be sent as the index list: batch"):
+        index_frame(ADDRESS, indices)
+
+
+def test_a_list_of_whole_numbers_travels_as_one_array() -> None:
+    """A batch of 4,096 is described in 33 KB."""
+    assert len(index_frame(ADDRESS, list(range(4096)))) < 8 * 4096 + 512
+    assert len(index_frame(ADDRESS, [np.int32(index) for index in range(4096)])) < 8 * 4096 + 512
+
+
+# --- torch's samplers ---------------------------------------------------------------------------------------------
+
+
+def test_samplers_are_those_that_torch_makes() -> None:
+    """Of the same arguments."""
+    need("torch")
+    from torch.utils.data import DataLoader
+
+    for arguments in (
+        {"batch_size": 3},
+        {"batch_size": 3, "shuffle": True, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": None, "shuffle": True},
+        {"batch_size": 2, "sampler": [3, 1]},
+    ):
+        torchs = DataLoader(range(10), **arguments)  # type: ignore[arg-type, unused-ignore]
+        full = {"shuffle": False, "drop_last": False, "sampler": None, "generator": None, **arguments}
+        sampler, batch_sampler = make_samplers(range(10), **full)  # type: ignore[arg-type]
+        assert type(sampler) is type(torchs.sampler)
+        assert type(batch_sampler) is (type(None) if full["batch_size"] is None else type(torchs.batch_sampler))
+        if batch_sampler is not None:
+            assert (batch_sampler.batch_size, batch_sampler.drop_last) == (full["batch_size"], full["drop_last"])
+            assert batch_sampler.sampler is sampler
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11])
+def test_without_torch_a_sampler_is_batched_as_torch_does_it(batch_size: int, drop_last: bool) -> None:
+    """The same lists, as many as it says, drawn no further than they are needed; again with each iteration."""
+    need("torch")
+    from torch.utils.data import BatchSampler
+
+    for length in (0, 1, 9, 10):
+        sampler = list(range(length))
+        batches = Batches(sampler, batch_size, drop_last)
+        torchs = BatchSampler(sampler, batch_size, drop_last)
+        for _ in range(2):
+            assert list(batches) == list(torchs)
+        assert len(batches) == len(torchs)
+
+
+def test_a_sampler_is_batched_as_far_as_it_is_needed() -> None:
+    """It may be endless, and not know its length: that is a TypeError, as with torch."""
+    sampler = Watched(10**9)
+    batches = Batches(sampler, 3, drop_last=False)
+    assert next(iter(batches)) == [0, 10, 20]
+    assert sampler.drawn == 3
+    with pytest.raises(TypeError, match=r"object of type 'Watched' has no len\(\)"):
+        len(batches)
+
+
+def test_the_base_seed_is_the_number_that_torch_draws() -> None:
+    """From the global generator, or the loader's: both stand afterwards where torch leaves them."""
+    need("torch")
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(3)
+    expected = iter(DataLoader(range(1)))._base_seed
+    after = torch.rand(())
+    torch.manual_seed(3)
+    assert draw_base_seed(None) == expected
+    assert torch.rand(()) == after
+    generator = torch.Generator().manual_seed(3)
+    assert draw_base_seed(generator) == expected
+    assert torch.rand((), generator=generator) == after
+
+
+def test_torchs_own_samplers_are_known() -> None:
+    """They do not look at the training: only what they wrap may."""
+    need("torch")
+    from torch.utils.data import (
+        BatchSampler,
+        RandomSampler,
+        Sampler,
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
+    from torch.utils.data.distributed import DistributedSampler
+
+    class Mine(Sampler[int]):  # type: ignore[misc, unused-ignore]
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+    class Changed(RandomSampler):  # type: ignore[misc, unused-ignore]
+        """It may look."""
+
+    numbers = range(10)
+    torchs: list[Any] = [
+        RandomSampler(numbers),
+        SequentialSampler(numbers),
+        SubsetRandomSampler([1, 2]),
+        WeightedRandomSampler([1.0, 2.0], 2),
+        DistributedSampler(numbers, 2, 0),  # type: ignore[arg-type, unused-ignore]
+    ]
+    others: list[Any] = [Mine(), Changed(numbers), [1, 2], iter([1]), None]
+    assert [is_torchs_own(sampler) for sampler in torchs] == [True] * len(torchs)
+    assert [is_torchs_own(BatchSampler(sampler, 2, False)) for sampler in torchs] == [True] * len(torchs)
+    assert [is_torchs_own(sampler) for sampler in others] == [False] * len(others)
+    assert not is_torchs_own(BatchSampler(Mine(), 2, False))
+    assert not is_torchs_own(BatchSampler([1, 2], 2, False))  # type: ignore[arg-type, unused-ignore]
+
+
+# --- Where random numbers stand -----------------------------------------------------------------------------------
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    plain: dict[str, Any] = json.loads(json.dumps(state))
+    return plain
+
+
+def draw(generator: Any = None) -> list[float]:
+    """A number of each generator."""
+    import torch
+
+    numbers = [random.random(), random.gauss(0, 1), float(np.random.random()), float(np.random.normal())]
+    own = [] if generator is None else [float(torch.rand((), generator=generator))]
+    return [*numbers, float(torch.rand(())), *own]
+
+
+@pytest.fixture
+def generators() -> Iterator[Any]:
+    """All of the process, as they stood, and one of a loader's own."""
+    need("torch")
+    import torch
+
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield torch.Generator().manual_seed(5)
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+def test_what_is_drawn_from_a_saved_state_is_the_same_again(generators: Any) -> None:
+    """From Python's, NumPy's and torch's generators, the second of two normal numbers included, and the loader's."""
+    random.gauss(0, 1)
+    np.random.normal()
+    state = through_json(RandomState(generators).save())
+    first = draw(generators)
+    assert draw(generators) != first
+    with RandomState(generators).as_saved(state):
+        assert draw(generators) == first
+    with RandomState(generators).as_saved(state):
+        assert draw(generators) == first
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_process_draws_on_where_it_was(generators: Any, fails: bool) -> None:
+    """Resuming an order leaves the training loop's random numbers alone, also after an error."""
+    np.random.normal()
+    state = through_json(RandomState(None).save())
+    draw()
+    here = RandomState(None).save()
+    with suppress(ZeroDivisionError), RandomState(None).as_saved(state):
+        draw()
+        assert 1 / (not fails)
+    assert RandomState(None).save() == here
+
+
+def test_a_loaders_own_generator_stays_where_it_has_come_to(generators: Any) -> None:
+    """It belongs to the loader, and its next epoch goes on from there."""
+    state = through_json(RandomState(generators).save())
+    draw(generators)
+    after_one = draw(generators)[-1]
+    with RandomState(generators).as_saved(state):
+        draw(generators)
+    assert draw(generators)[-1] == after_one
+
+
+def test_samplers_bring_generators_of_their_own(generators: Any) -> None:
+    """Each is saved once, however many samplers share it; a sampler without one counts as none."""
+    import torch
+    from torch.utils.data import RandomSampler
+
+    other = torch.Generator().manual_seed(8)
+    samplers = [RandomSampler(range(9), generator=own) for own in (generators, other, None)]
+    state = through_json(RandomState(generators, *samplers, None, [1, 2]).save())
+    assert len(state["own"]) == 2
+    expected = [list(sampler) for sampler in samplers[:2]]
+    assert [list(sampler) for sampler in samplers[:2]] != expected
+    with RandomState(generators, *samplers).as_saved(state):
+        assert [list(sampler) for sampler in samplers[:2]] == expected
+
+
+def test_a_loaders_own_generators_can_be_set_alone(generators: Any) -> None:
+    """Those of the process are not touched; a state of another number of them is refused."""
+    own = RandomState(generators)
+    states = through_json({"own": own.save_own()})["own"]
+    expected = draw(generators)[-1]
+    here = RandomState(None).save()
+    own.restore_own(states)
+    assert RandomState(None).save() == here
+    assert draw(generators)[-1] == expected
+    with pytest.raises(StateMismatch, match="saved with 2 generators of its own, and this loader has 1: resume with"):
+        own.restore_own(states * 2)
+
+
+def test_a_state_of_other_generators_is_refused(generators: Any) -> None:
+    """With both numbers; nothing was drawn or set."""
+    state = through_json(RandomState(generators).save())
+    here = RandomState(None).save()
+    with (
+        pytest.raises(StateMismatch, match="saved with 1 generators of its own, and this loader has 0: resume with"),
+        RandomState(None).as_saved(state),
+    ):
+        pytest.fail("nothing may be drawn")
+    assert RandomState(None).save() == here
+
+
+def test_without_torch_there_are_two_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's and NumPy's; a state that was saved without torch can be used with it."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)
+        state = through_json(RandomState(None).save())
+        first = random.random(), float(np.random.random())
+    assert state["torch"] is None
+    with RandomState(None).as_saved(state):
+        assert (random.random(), float(np.random.random())) == first

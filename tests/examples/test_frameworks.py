@@ -1,0 +1,132 @@
+"""Lightning, accelerate and JAX, each with a script of its own in examples/.
+
+They are large, so they are no part of what the other tests need: ``pip install -e '.[dev,frameworks]'``, after a torch
+for CPUs. Without a framework its tests are skipped; with TELELOADER_TEST_FRAMEWORKS=1 in the environment they fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teleloader_server import serve
+from tests.conftest import StartServer
+from tests.examples.running import figure, need_framework, run_example
+
+LIGHTNINGS_OWN = ("ignore:`isinstance(treespec:FutureWarning", "ignore:The dirpath has changed:UserWarning")
+"""It uses what torch has deprecated; and it is told to save in another folder than that of the resumed run."""
+
+
+def lightning(url: str, folder: Path, *arguments: str) -> str:
+    """Run the example."""
+    return run_example(
+        "examples/with_lightning.py", "--url", url, "--folder", str(folder), *arguments, ignore=LIGHTNINGS_OWN
+    )
+
+
+def test_lightning_trains_and_validates(start_server: StartServer, tmp_path: Path) -> None:
+    """Two epochs of 25 batches."""
+    need_framework("lightning")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = lightning(server.url, tmp_path)
+    assert "steps 50," in printed
+    assert figure("accuracy", printed) > 0.9
+
+
+@pytest.mark.parametrize("stop", [10, 25, 35], ids=["first epoch", "between", "second epoch"])
+def test_lightning_resumes_where_it_left(stop: int, start_server: StartServer, tmp_path: Path) -> None:
+    """Weights and position are those of the run that was not interrupted, to the last bit."""
+    need_framework("lightning")
+    server = start_server("--demo", "--num-workers", "2")
+    whole = lightning(server.url, tmp_path / "whole")
+    left = lightning(server.url, tmp_path / "left", "--stop-after", str(stop))
+    assert f"steps {stop}, next is sample {stop % 25 * 64} of epoch" in left
+    checkpoint = tmp_path / "left" / f"digits-step={stop}.ckpt"
+    assert lightning(server.url, tmp_path / "rest", "--resume", str(checkpoint)) == whole
+
+
+def test_lightnings_epochs_are_those_of_a_plain_loop(start_server: StartServer, tmp_path: Path) -> None:
+    """An iterator of which no batch was taken leaves the epoch to the next one."""
+    need_framework("lightning")
+    server = start_server("--demo", "--num-workers", "2")
+    assert "next is sample 0 of epoch 2\n" in lightning(server.url, tmp_path)
+
+
+def test_accelerate(start_server: StartServer) -> None:
+    """It learns from every sample of each epoch; its save_state and load_state go on in the middle of one."""
+    need_framework("accelerate")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/with_accelerate.py", "--url", server.url, ACCELERATE_USE_CPU="true")
+    assert printed.count(": 1541 samples on all ranks") == 10
+    assert figure("test accuracy", printed) > 0.93
+    assert "load_state goes on where save_state was: True" in printed
+
+
+def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
+    """They divide each epoch; one sample is repeated, because there are 1,541. Each test image is told once."""
+    need_framework("accelerate")
+    server = start_server("--demo", "--num-workers", "2")
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    printed = run_example(
+        *ranks, "--rdzv-endpoint", "127.0.0.1:0", "examples/with_accelerate.py", "--url", server.url, "--epochs", "3",
+        ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert printed.count(": 1542 samples on all ranks") == 3
+    assert figure("test accuracy", printed) > 0.8
+    assert "on 256 images" in printed
+
+
+def test_jax(start_server: StartServer) -> None:
+    """A jitted loop learns."""
+    need_framework("jax")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/with_jax.py", "--url", server.url)
+    assert printed.count(": 24 batches") == 10
+    assert figure("test accuracy", printed) > 0.93
+    assert "on 256 images" in printed
+
+
+class OfEachType:
+    """Samples with an array of each type that JAX has to do something about."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        import ml_dtypes
+
+        types = ("bool", "uint8", "int32", "int64", "uint64", "float16", "float32", "float64", "complex128")
+        return {
+            **{name: np.full(3, index, name) for name in types},
+            **{name: np.full(3, index, getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn")},
+            "int": index, "float": index / 3, "str": str(index),
+        }  # fmt: skip
+
+
+class Large:
+    """Sample i is a MiB of i."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        return np.full((256, 1024), index, np.float32)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "types_are_those_that_jax_gives_them",
+        "types_are_wide_with_jax_enable_x64",
+        "an_array_that_is_kept_does_not_change",
+        "the_context_manager_of_x64_holds_for_batches",
+        "a_sampler_gives_batches",
+    ],
+)
+def test_jax_arrays(rule: str) -> None:
+    """See jax_arrays.py: in a process of its own, as JAX warns when one is forked that has loaded it."""
+    need_framework("jax")
+    with serve({"types": OfEachType(), "large": Large()}, num_workers=2) as url:
+        run_example("-m", "tests.examples.jax_arrays", rule, url)

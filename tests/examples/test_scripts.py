@@ -1,0 +1,97 @@
+"""Training scripts that are as they were, but for the line that makes the loader."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.conftest import StartServer, need
+from tests.examples.running import figure, run_example
+
+
+def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
+    """It sees every sample in each epoch, and learns."""
+    need("torch")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/plain_pytorch.py", "--url", server.url)
+    assert printed.count(": 1541 samples") == 10
+    assert figure("test accuracy", printed) > 0.93
+    assert "on 256 images" in printed
+
+
+def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> None:
+    """After the same ``torch.manual_seed`` the same comes out, whoever made the batches."""
+    need("torch")
+    printed = {
+        run_example("examples/plain_pytorch.py", "--url", server.url, "--epochs", "2")
+        for server in (start_server("--demo", "--num-workers", str(workers)) for workers in (0, 2))
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("--sampler",)], ids=["default", "DistributedSampler"])
+def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free_port: int) -> None:
+    """Every epoch, with equal shares, and in another order each time; the ranks' common model learns."""
+    need("torch")
+    printed = run_example("examples/ddp_gloo.py", *arguments, MASTER_PORT=str(free_port))
+    epochs = [line for line in printed.splitlines() if line.startswith("epoch")]
+    assert [line.split(", first")[0] for line in epochs] == [
+        f"epoch {epoch}: [500, 500] samples, each once: True" for epoch in range(4)
+    ]
+    assert len({line.split("first")[1] for line in epochs}) == 4
+    assert figure("error", printed) < 1e-3
+
+
+def test_asyncio() -> None:
+    """Two loaders are read at once, each to its end; the event loop's other work is not held up by slow batches."""
+    printed = run_example("examples/with_asyncio.py")
+    assert "one: 6 batches, sum 1770" in printed
+    assert "two: 6 batches, sum 1770" in printed
+    # a batch takes 0.2 s to make; a thread may wait for its turn on a busy machine, but not as often as for batches
+    assert figure("held up for longer than", printed) < 0.15
+
+
+class Held:
+    """Sample i is i; the third one is held back until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.let_go = multiprocessing.Event(), multiprocessing.Event()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            self.begun.set()
+            self.let_go.wait()
+        return index
+
+
+def test_a_cancelled_coroutine_takes_no_batch() -> None:
+    """What it did not get is what comes next when the loop is resumed, as after every other interruption."""
+    held, got = Held(), list[int]()
+
+    async def read(loader: DataLoader, twice: asyncio.Event) -> None:
+        async for batch in loader:
+            got.append(int(batch[0]))
+            if len(got) == 2:
+                twice.set()
+
+    async def interrupt(loader: DataLoader) -> None:
+        twice = asyncio.Event()
+        reading = asyncio.create_task(read(loader, twice))
+        await twice.wait()
+        await asyncio.to_thread(held.begun.wait)
+        reading.cancel()
+        await asyncio.wait([reading])
+        held.let_go.set()
+
+    with serve(held, num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), seed=0, output="numpy")
+        asyncio.run(interrupt(loader))  # waits for its threads in the end
+        assert got == [0, 1]
+        assert loader.state_dict()["samples"] == 2

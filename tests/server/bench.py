@@ -1,0 +1,131 @@
+"""What tests of loading share: a place where batches are made as in a worker, and datasets for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.datasets import host
+from teleloader_server.loading import Loading, Report, Task
+from teleloader_shared import codec
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame, to_bytes
+from teleloader_shared.spec import LoaderSpec
+
+Seeding = Literal["batch", "sample"]
+
+
+class Made:
+    """A dataset of the samples that a function makes of their index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(index)
+
+
+class Bench:
+    """Loads batches of one dataset, as a worker does."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[Any], Any] | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        seeding: Seeding = "batch",
+        max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+        worker: int = 3,
+        seed_worker: Callable[[], None] = lambda: None,
+        seeds: bool = True,
+    ) -> None:
+        hosted = host(dataset, name="data", collate=collate, functions=functions, seeding=seeding)
+        self.length = hosted.info.length or 0
+        self.places: list[NDArray[np.uint8]] = []
+        self.report: Report | None = None
+        self._loading = Loading({"data": hosted}, worker, max_batch_bytes, seed_worker=seed_worker, seeds=seeds)
+
+    def frame(self, batch: int = 0, epoch: int = 0, *, indices: Any = None, **spec: Any) -> Frame:
+        """The frame of a batch, decoded."""
+        self.places.clear()
+        if indices is not None:
+            spec = {"order": "client", "session": "mine", **spec}
+        address = Address("key", epoch, batch)
+        listed = None if indices is None else to_bytes(address, indices)
+        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, address, listed)
+        nbytes, self.report = self._loading.load(task, self._place)
+        raw = self.places[-1][:nbytes]
+        assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
+        frame = codec.read(raw, lambda bits, name, kind: bits)
+        assert frame.address == task.address
+        return frame
+
+    def batch(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Any:
+        """What the batch holds; it must not have failed."""
+        content = self.frame(batch, epoch, **spec).content
+        assert not isinstance(content, Failure), content.traceback
+        return content
+
+    def failure(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Failure:
+        """The failure in the place of the batch."""
+        content = self.frame(batch, epoch, **spec).content
+        assert isinstance(content, Failure), "the batch did not fail"
+        assert self.report is not None
+        assert self.report.failed
+        return content
+
+    def _place(self, nbytes: int) -> NDArray[np.uint8]:
+        room = np.empty(nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        self.places.append(room[start : start + nbytes])
+        return self.places[-1]
+
+
+def raising(error: BaseException) -> Made:
+    """A dataset whose sample 2 raises this."""
+
+    def make(index: int) -> int:
+        if index == 2:
+            raise error
+        return index
+
+    return Made(make)
+
+
+class Bulk(Made):
+    """A dataset that reads several samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: index)
+        self.calls: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.calls.append(indices)
+        return [index * 10 for index in indices]
+
+
+def drawn(index: int) -> list[float]:
+    """What a sample draws from each generator."""
+    return [random.random(), float(np.random.random())]
+
+
+def draws(seeding: Seeding, batches: list[int], **spec: Any) -> dict[int, list[float]]:
+    """What each sample drew when these batches are loaded, in this order."""
+    found: dict[int, list[float]] = {}
+
+    def make(index: int) -> int:
+        found[index] = drawn(index)
+        return index
+
+    bench = Bench(Made(make), seeding=seeding)
+    for k in batches:
+        bench.batch(k, **spec)
+    return found

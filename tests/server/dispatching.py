@@ -1,0 +1,173 @@
+"""What tests of the dispatcher share.
+
+No process, no socket and no clock: `Service` carries out what is decided, as an engine does, and refuses what must
+never be decided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sized
+
+import pytest
+
+from teleloader_server import dispatcher as module
+from teleloader_server.dispatcher import FORGET_AFTER, Ask, Consumer, Dispatcher, Evict, Run
+from teleloader_shared.codec import Address
+
+TRAIN: Run = ("train", 0)
+OTHER: Run = ("other", 0)
+THIRD: Run = ("third", 0)
+PLENTY = 10**9
+BATCHES = 10**6
+SLOW = 0.1
+"""Seconds of a batch that is so long that no worker is given another one besides."""
+QUICK = 0.0005
+"""Seconds of a batch of which a worker is given several at once."""
+
+
+class Service:
+    """Does what a dispatcher decides, and holds it to what may be decided at all."""
+
+    def __init__(self, budget: int = PLENTY, workers: int = 1, in_turn: int = 0) -> None:
+        self.dispatcher = Dispatcher(budget, in_turn)
+        self.queues: dict[int, list[Address]] = {}
+        self.ready: dict[Address, int] = {}
+        self.begun: Counter[Address] = Counter()
+        self.evicted: list[Address] = []
+        self.now = 0.0
+        for worker in range(workers):
+            self.worker_ready(worker)
+
+    def ask(self, who: str, run: Run, start: int, stop: int, ahead: int = 0) -> Ask:
+        """A client asks for [start, stop)."""
+        return self.dispatcher.ask(who, run, BATCHES, start, stop, ahead, self.now)
+
+    def decide(self) -> list[Address]:
+        """Carry out what is decided; what was begun, in this order."""
+        begun = []
+        for action in self.dispatcher.decide():
+            if isinstance(action, Evict):
+                del self.ready[action.address]  # only what is ready can be let go
+                self.evicted.append(action.address)
+                continue
+            assert action.address not in self.ready, f"{action.address} is there already"
+            assert action.address not in self.running(), f"{action.address} is being made already"
+            self.queues[action.worker].append(action.address)
+            begun.append(action.address)
+        self.begun.update(begun)
+        return begun
+
+    def running(self) -> list[Address]:
+        """What workers have to do."""
+        return [address for queue in self.queues.values() for address in queue]
+
+    def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> Address:
+        """The worker finishes its first batch."""
+        address = self.queues[worker].pop(0)
+        self.ready[address] = nbytes
+        self.dispatcher.finished(worker, address, nbytes, seconds)
+        return address
+
+    def finish_all(self, nbytes: int = 1, seconds: float = SLOW) -> int:
+        """All workers finish what they have; how many batches that was."""
+        done = 0
+        for worker, queue in self.queues.items():
+            while queue:
+                self.finish(worker, nbytes, seconds)
+                done += 1
+        return done
+
+    def answer(self, ask: Ask, limit: int = BATCHES) -> list[int]:
+        """Send what is ready of a request, in its order."""
+        sent: list[int] = []
+        while ask.next < ask.stop and Address(*ask.consumer.run, ask.next) in self.ready and len(sent) < limit:
+            sent.append(ask.next)
+            self.dispatcher.sent(ask, self.now)
+        return sent
+
+    def worker_ready(self, worker: int) -> None:
+        """A new worker in that place."""
+        self.queues[worker] = []
+        self.dispatcher.worker_ready(worker)
+
+    def lose(self, worker: int = 0) -> list[Address]:
+        """The worker dies; what is given up gets a failure in its place."""
+        del self.queues[worker]
+        given_up = self.dispatcher.worker_lost(worker)
+        for address in given_up:
+            self.ready[address] = 1
+            self.dispatcher.finished(None, address, 1)
+        return given_up
+
+    def teach(self, *runs: Run, nbytes: int = 1, seconds: float = SLOW) -> None:
+        """At the start: have one batch of each loader made, and let go of, so that size and time are known."""
+        for loader, _ in runs:
+            ask = self.ask("teacher", (loader, 99), 0, 1)
+            self.decide()
+            for worker, queue in self.queues.items():
+                if queue:
+                    self.finish(worker, nbytes, seconds)
+            assert self.answer(ask) == [0]
+            self.dispatcher.close(ask)
+        self.pass_time(FORGET_AFTER + 1)
+        self.empty_cache()
+        self.begun.clear()
+        self.evicted.clear()
+
+    def empty_cache(self) -> None:
+        """Have all let go that nobody wants."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "CACHE_SHARE", -1)
+            self.decide()
+
+    def pass_time(self, seconds: float) -> list[str]:
+        """Time passes, then the idle are forgotten; their names."""
+        self.now += seconds
+        return [consumer.name for consumer in self.dispatcher.forget_idle(self.now)]
+
+    def consumer(self, who: str) -> Consumer:
+        """What is known of a consumer."""
+        (found,) = [consumer for consumer in self.dispatcher.consumers() if consumer.name == who]
+        return found
+
+
+def numbers(addresses: Iterable[Address], run: Run = TRAIN) -> list[int]:
+    """The batch numbers of those addresses that are of a run."""
+    return [address.batch for address in addresses if (address.loader, address.epoch) == run]
+
+
+def names(addresses: Iterable[Address]) -> list[str]:
+    """What is begun or let go, readable: ``train 0``."""
+    return [f"{address.loader} {address.batch}" for address in addresses]
+
+
+def run_through(service: Service, ask: Ask, nbytes: int = 1) -> list[int]:
+    """Make and send all that a request asks for, and close it; what was begun for it."""
+    before = service.begun.copy()
+    while ask.next < ask.stop:
+        service.decide()
+        service.finish_all(nbytes)
+        service.answer(ask)
+    service.dispatcher.close(ask)
+    return sorted(numbers((service.begun - before).elements(), ask.consumer.run))
+
+
+def containers(dispatcher: Dispatcher) -> dict[str, int]:
+    """Names and sizes of what a dispatcher holds, as far as it holds anything."""
+    held = {name: len(value) for name, value in vars(dispatcher).items() if isinstance(value, Sized)}
+    return {name: size for name, size in held.items() if size}
+
+
+def let_go_of_all(service: Service) -> None:
+    """All consumers, workers and loaders go; what is kept is let go."""
+    for consumer in service.dispatcher.consumers():
+        for ask in list(consumer.asks):
+            service.dispatcher.close(ask)
+    service.finish_all()
+    service.pass_time(FORGET_AFTER + 1)
+    service.empty_cache()
+    for worker in list(service.queues):
+        service.lose(worker)
+    for loader in {address.loader for address in service.begun}:
+        service.dispatcher.forget_loader(loader)

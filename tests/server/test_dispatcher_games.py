@@ -1,0 +1,219 @@
+"""Random games against a simple model of the dispatcher."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from teleloader_server import dispatcher as module
+from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS, Ask, Run
+from teleloader_shared.codec import Address
+from tests.server.dispatching import Service, containers, let_go_of_all
+
+pytestmark = pytest.mark.usefixtures("dispatcher_figures")
+
+EPOCH = 12
+SMALL_LIMITS = {"MAX_BATCHES": 9, "MAX_ASKED": 4, "MAX_BEHIND": 3, "MAX_QUEUE": 3}
+"""Limits that short games meet."""
+
+pick = st.integers(0, 10**6)
+
+
+class Game(RuleBasedStateMachine):
+    """Clients, workers and time do as they like; the dispatcher decides now and then."""
+
+    @initialize(budget=st.integers(1, 30), workers=st.integers(1, 3))
+    def begin(self, budget: int, workers: int) -> None:
+        """A memory of a few batches, some workers."""
+        self.service = Service(budget, 0)
+        self.workers = range(workers)
+        self.asks: list[Ask] = []
+        self.sizes: dict[str, float] = {}
+        self.estimates: dict[Address, int] = {}
+        self.deaths: Counter[Address] = Counter()
+        """How often a batch died alone since it was made last."""
+        self.recorded: dict[Address, int] = {}
+        """The same, as far as nobody forgot it since."""
+        self.patch = pytest.MonkeyPatch()
+        for name, limit in SMALL_LIMITS.items():
+            self.patch.setattr(module, name, limit)
+
+    # -- clients
+
+    @rule(
+        who=st.sampled_from("abc"),
+        run=st.tuples(st.sampled_from(["x", "y"]), st.integers(0, 1)),
+        start=st.integers(0, EPOCH - 1),
+        length=st.integers(1, 6),
+        ahead=st.integers(0, 6),
+    )
+    def ask(self, who: str, run: Run, start: int, length: int, ahead: int) -> None:
+        """A client asks for some batches, anywhere."""
+        stop = min(EPOCH, start + length)
+        self.asks.append(self.service.dispatcher.ask(who, run, EPOCH, start, stop, ahead, self.service.now))
+
+    @precondition(lambda self: self.asks)
+    @rule(pick=pick, most=st.integers(1, 3))
+    def send(self, pick: int, most: int) -> None:
+        """A client takes what is ready for it, or some of it."""
+        ask = self.asks[pick % len(self.asks)]
+        self.service.answer(ask, most)
+        if ask.next == ask.stop:
+            self.drop(ask)
+
+    @precondition(lambda self: self.asks)
+    @rule(pick=pick)
+    def hang_up(self, pick: int) -> None:
+        """A client goes, whatever it has got."""
+        self.drop(self.asks[pick % len(self.asks)])
+
+    def drop(self, ask: Ask) -> None:
+        """The request is over."""
+        self.asks.remove(ask)
+        self.service.dispatcher.close(ask)
+
+    # -- workers
+
+    @rule(pick=pick)
+    def worker_ready(self, pick: int) -> None:
+        """A worker starts in an empty place."""
+        worker = self.workers[pick % len(self.workers)]
+        if worker not in self.service.queues:
+            self.service.worker_ready(worker)
+
+    @rule(pick=pick, nbytes=st.integers(1, 8), seconds=st.sampled_from([0.0, 0.001, 0.003, 0.1]))
+    def finish(self, pick: int, nbytes: int, seconds: float) -> None:
+        """A worker finishes its first batch."""
+        busy = [worker for worker, queue in self.service.queues.items() if queue]
+        if busy:
+            self.done(busy[pick % len(busy)], nbytes, seconds)
+
+    def done(self, worker: int, nbytes: int, seconds: float) -> None:
+        """That worker does."""
+        address = self.service.finish(worker, nbytes, seconds)
+        before = self.sizes.get(address.loader)
+        self.sizes[address.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
+        self.forgive(address)
+
+    def forgive(self, address: Address) -> None:
+        """The batch is ready, whatever it is."""
+        del self.estimates[address]
+        self.deaths.pop(address, None)
+        self.recorded.pop(address, None)
+
+    @rule(pick=pick)
+    def lose(self, pick: int) -> None:
+        """A worker dies: who died alone three times, and no other, is given up."""
+        if not self.service.queues:
+            return
+        worker = list(self.service.queues)[pick % len(self.service.queues)]
+        queue = list(self.service.queues[worker])
+        for address in queue:
+            self.deaths[address] += len(queue) == 1
+            self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
+        given_up = self.service.lose(worker)
+        for address in queue:
+            if address in given_up:
+                assert self.deaths[address] >= MAX_ATTEMPTS
+                self.forgive(address)
+            else:
+                assert self.recorded[address] < MAX_ATTEMPTS
+                del self.estimates[address]
+        self.forget_suspects()
+
+    # -- time
+
+    @rule(seconds=st.sampled_from([1.0, FORGET_AFTER / 2, FORGET_AFTER + 1]))
+    def pass_time(self, seconds: float) -> None:
+        """Those that have gone are forgotten, and loaders that nobody uses."""
+        before = {(c.name, c.run): (c.asks, c.last_seen) for c in self.service.dispatcher.consumers()}
+        self.service.pass_time(seconds)
+        after = {(c.name, c.run) for c in self.service.dispatcher.consumers()}
+        for known, (asks, last_seen) in before.items():
+            assert (known in after) == (bool(asks) or self.service.now - last_seen <= FORGET_AFTER)
+        for loader in "xy":
+            batches = [*self.service.running(), *self.service.ready]
+            if not any(run[0] == loader for _, run in after) and not any(a.loader == loader for a in batches):
+                self.service.dispatcher.forget_loader(loader)
+                self.sizes.pop(loader, None)
+        self.forget_suspects()
+
+    def forget_suspects(self) -> None:
+        """A dispatcher may forget who died, when no consumer and no batch of the run is left."""
+        known = {consumer.run for consumer in self.service.dispatcher.consumers()}
+        known |= {(address.loader, address.epoch) for address in (*self.service.running(), *self.service.ready)}
+        self.recorded = {a: count for a, count in self.recorded.items() if (a.loader, a.epoch) in known}
+
+    # -- decisions
+
+    @rule()
+    def decide(self) -> None:
+        """What is decided may be done (`Service.decide`), and nobody waits who could be served."""
+        for address in self.service.decide():
+            self.estimates[address] = int(self.sizes.get(address.loader, 0))
+        self.forget_suspects()
+        for queue in self.service.queues.values():
+            assert len(queue) <= module.MAX_QUEUE + 1
+            assert len(queue) == 1 or not any(address in self.recorded for address in queue), "suspects are alone"
+        begun = {*self.service.ready, *self.service.running()}
+        idle = any(not queue for queue in self.service.queues.values())
+        waiting = [ask for ask in self.asks if Address(*ask.consumer.run, ask.next) not in begun]
+        assert not idle or not waiting
+
+    @invariant()
+    def memory_is_counted(self) -> None:
+        """What is kept, and the estimates of what is being made."""
+        if hasattr(self, "service"):
+            used = self.service.dispatcher.memory_used
+            assert used == sum(self.service.ready.values()) + sum(self.estimates.values())
+            assert used >= 0
+            assert set(self.estimates) == set(self.service.running())
+
+    # -- the end
+
+    def teardown(self) -> None:
+        """When workers go on finishing, every client gets all that it asked for; then nothing is left."""
+        try:
+            if hasattr(self, "service"):
+                self.drive_to_quiescence()
+                self.leave_nothing()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.undo()
+
+    def drive_to_quiescence(self) -> None:
+        """Each round every worker finishes what it has, and every client takes what is there."""
+        for worker in self.workers:
+            self.worker_ready(worker)
+        wanted = sum(ask.stop - ask.next for ask in self.asks)
+        for _ in range(2 * wanted + 2):
+            self.decide()
+            for worker, queue in self.service.queues.items():
+                while queue:
+                    self.done(worker, 2, 0.003)
+            for ask in list(self.asks):
+                self.service.answer(ask)
+                if ask.next == ask.stop:
+                    self.drop(ask)
+        assert self.asks == [], "somebody waits for ever"
+
+    def leave_nothing(self) -> None:
+        """No consumer, no batch, no worker: no record."""
+        self.decide()
+        for worker, queue in self.service.queues.items():
+            while queue:
+                self.done(worker, 1, 0.003)
+        let_go_of_all(self.service)
+        assert self.service.ready == {}
+        assert self.service.dispatcher.memory_used == 0
+        left: dict[str, Any] = containers(self.service.dispatcher)
+        assert left == {}
+
+
+TestRandomGames = Game.TestCase
+TestRandomGames.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)

@@ -1,0 +1,239 @@
+"""Batches that no plan describes: of an order of the client's own, and of shards of an iterable-style dataset."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader_server.loading import Task, indices_of
+from teleloader_shared.codec import Address, End, to_bytes
+from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.tree import Tensor
+from tests.server.bench import Bench, Bulk, Made, drawn, draws, raising
+
+# --- An order of the client's own ---------------------------------------------------------------------------------
+
+
+class Seen(Made):
+    """A dataset that remembers with what it was indexed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: 0)
+        self.indices: list[Any] = []
+
+    def __getitem__(self, index: Any) -> int:
+        self.indices.append(index)
+        return 0
+
+
+def test_a_batch_holds_what_the_client_lists() -> None:
+    """In its order, as often as it lists it, whatever the plan would say."""
+    frame = Bench(Made(lambda index: index * 10)).frame(7, indices=[5, 2, 2], batch_size=1)
+    assert frame.content.tolist() == [50, 20, 20]
+    assert frame.padding == 0
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [["a", "b"], [(1, "left"), (2, None)], [[1, 2], [3]], [{"row": 1}], [slice(0)][:0], [None, 1.5]],
+    ids=repr,
+)
+def test_an_index_may_be_anything_that_travels(indices: list[Any]) -> None:
+    """The dataset is indexed with it as it is."""
+    dataset = Seen()
+    bench = Bench(dataset, collate=len)
+    assert bench.batch(indices=indices, batch_size=1) == len(indices)
+    assert dataset.indices == indices
+
+
+@pytest.mark.parametrize("index", [4, [4, 5], "name", ()], ids=repr)
+def test_without_batches_what_is_listed_is_one_index(index: Any) -> None:
+    """A sampler may give lists to read in bulk by hand."""
+    dataset = Seen()
+    assert Bench(dataset).batch(indices=index, batch_size=None) == 0
+    assert dataset.indices == [index]
+
+
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_numbers_that_travel_packed_are_pythons_again(batch_size: int | None) -> None:
+    """As clients send them: the dataset, and `__getitems__`, see a list of ints."""
+    dataset = Seen()
+    Bench(dataset).batch(indices=np.arange(3).view(Tensor), batch_size=batch_size)
+    assert dataset.indices == ([0, 1, 2] if batch_size else [[0, 1, 2]])
+    assert {type(index) for index in dataset.indices} == ({int} if batch_size else {list})
+
+
+def test_an_array_that_is_an_index_stays_one() -> None:
+    """A sampler may give what NumPy is indexed with."""
+    dataset = Seen()
+    Bench(dataset).batch(indices=np.arange(3), batch_size=None)
+    assert isinstance(dataset.indices[0], np.ndarray)
+
+
+def test_a_bulk_is_read_as_the_client_lists_it() -> None:
+    """`__getitems__` gets the list; without batches there is no bulk."""
+    dataset = Bulk()
+    assert Bench(dataset).batch(indices=[5, 1], batch_size=1).tolist() == [50, 10]
+    assert dataset.calls == [[5, 1]]
+    Bench(dataset).batch(indices=5, batch_size=None)
+    assert len(dataset.calls) == 1
+
+
+def test_a_failure_names_the_numbers_that_the_client_listed() -> None:
+    """Other indices are shown by nothing."""
+    bench = Bench(raising(ValueError("damaged")))
+    assert bench.failure(3, indices=[9, 2], batch_size=1).indices == [9, 2]
+    assert bench.failure(3, indices=[9, (1, 2), 2], batch_size=1).indices == [9, 2]
+
+
+def test_a_dataset_without_a_length_can_be_indexed() -> None:
+    """An order of the client's own does not need it."""
+
+    class Endless:
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert Bench(Endless()).batch(indices=[10**12], batch_size=1).tolist() == [10**12]
+
+
+def test_seeds_are_those_of_the_batch_and_of_the_sample_whoever_orders_them() -> None:
+    """With seeding="sample" a sample draws the same in any order; an index without a number is seeded by its place."""
+    reference = draws("sample", [0, 1, 2], batch_size=4)
+    found: dict[Any, list[float]] = {}
+
+    def make(index: Any) -> int:
+        found[index] = drawn(index)
+        return 0
+
+    bench = Bench(Made(make), seeding="sample")
+    bench.batch(5, indices=[7, 3, 11], batch_size=1)
+    assert found == {index: reference[index] for index in (7, 3, 11)}
+    bench.batch(6, indices=["a", "b"], batch_size=1)
+    assert found["a"] != found["b"]
+
+
+# --- Shards of an iterable-style dataset --------------------------------------------------------------------------
+
+
+class Stream:
+    """So many samples, made of their number by a function."""
+
+    def __init__(self, length: int, make: Callable[[int], Any] = lambda index: index) -> None:
+        self._length = length
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._make, range(self._length))
+
+
+STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
+
+
+def test_a_shards_batches_are_every_so_manyth() -> None:
+    """Of three workers, this one makes batch 1, 4, 7, ... of the epoch: its first, second, third."""
+    bench = Bench(Stream(5))
+    assert [bench.batch(k, num_workers=3, **STREAM).tolist() for k in (1, 4, 7)] == [[0, 1], [2, 3], [4]]
+    assert bench.frame(10, num_workers=3, **STREAM).content == End(5, replica=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_one_shard_makes_every_batch(num_workers: int) -> None:
+    """With a worker, or in one pass without any."""
+    bench = Bench(Stream(3))
+    assert [bench.batch(k, num_workers=num_workers, **STREAM).tolist() for k in (0, 1)] == [[0, 1], [2]]
+    assert isinstance(bench.batch(2, num_workers=num_workers, **STREAM), End)
+
+
+def test_an_incomplete_batch_of_a_shard_may_be_left_out() -> None:
+    """Its samples are counted all the same: they were there."""
+    bench = Bench(Stream(3))
+    assert bench.batch(0, drop_last=True, **STREAM).tolist() == [0, 1]
+    assert bench.batch(1, drop_last=True, **STREAM) == End(3, replica=True)
+
+
+def test_each_epoch_is_a_new_pass() -> None:
+    """The dataset is iterated over again, from its beginning."""
+    bench = Bench(Stream(3))
+    for epoch in (0, 1, 5):
+        assert bench.batch(0, epoch, **STREAM).tolist() == [0, 1]
+        assert bench.batch(1, epoch, **STREAM).tolist() == [2]
+
+
+def test_single_samples_of_a_shard_are_converted() -> None:
+    """As with torch, without a dimension more."""
+    bench = Bench(Stream(2, lambda index: (np.full(2, index), "s")))
+    sample = bench.batch(1, session="mine", batch_size=None)
+    assert (sample[0].tolist(), sample[1]) == ([1, 1], "s")
+
+
+def test_an_exception_of_a_shard_is_a_failure_at_its_batch() -> None:
+    """It has no indices; an iteration that can goes on after it."""
+    bench = Bench(Stream(5, lambda index: 1 // (index - 2)))
+    assert bench.batch(0, **STREAM).tolist() == [-1, -1]
+    failure = bench.failure(1, **STREAM)
+    assert (failure.type, failure.indices) == ("ZeroDivisionError", [])
+    assert bench.batch(2, **STREAM).tolist() == [1, 0]
+
+
+def test_a_shard_draws_as_its_worker_was_seeded() -> None:
+    """Batches are not seeded one by one, as with torch; only a shard that begins again is seeded as at its birth."""
+    bench = Bench(Stream(6, lambda index: random.random()), seed_worker=lambda: random.seed(5))
+    random.seed(5)
+    first, second, _ = (bench.batch(k, **STREAM).tolist() for k in range(3))
+    assert first != second
+    assert bench.batch(1, **STREAM).tolist() == second
+
+
+def test_a_shard_that_keeps_its_place_says_where_it_is() -> None:
+    """Each batch has the state after it, and a worker of a session that was resumed begins there."""
+
+    class Keeping(Stream):
+        position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.position < 9:
+                self.position += 1
+                yield self.position - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    first = Bench(Keeping(0))
+    states = [first.frame(k, num_workers=2, **STREAM).shard_state for k in (1, 3)]
+    assert None not in states
+    resumed = {"num_workers": 2, "shard_states": [None, states[1]], "resumed_epoch": 4, **STREAM}
+    assert Bench(Keeping(0)).batch(5, 4, **resumed).tolist() == [4, 5]
+    assert Bench(Keeping(0)).batch(1, 5, **resumed).tolist() == [0, 1], "the next epoch begins at the beginning"
+
+
+# --- What a batch should have held --------------------------------------------------------------------------------
+
+
+def task(batch: int, *, length: int = 12, indices: Any = None, **spec: Any) -> Task:
+    """A batch to be made."""
+    address = Address("key", 0, batch)
+    listed = None if indices is None else to_bytes(address, indices)
+    return Task(LoaderSpec(dataset="data", **spec), length, address, listed)
+
+
+def test_what_a_batch_should_have_held_is_known_without_making_it() -> None:
+    """For the error of a batch that ended every worker: from the plan, or from what the client listed."""
+    assert indices_of(task(1, batch_size=4)) == [4, 5, 6, 7]
+    assert indices_of(task(9, indices=[3, (1, 2), 1], order="client", session="mine")) == [3, 1]
+    assert indices_of(task(9, indices=8, order="client", session="mine", batch_size=None)) == [8]
+
+
+@pytest.mark.parametrize(
+    "length", [0, pytest.param(12, marks=pytest.mark.xfail(reason="it is taken for a map-style one"))]
+)
+def test_of_a_shard_it_cannot_be_known(length: int) -> None:
+    """Whether the dataset has a length or not, and however far it goes beyond it."""
+    for batch in (0, 11, 10**6):
+        assert indices_of(task(batch, length=length, session="mine", num_workers=2)) == []

@@ -1,0 +1,391 @@
+"""A worker's share of an iterable-style dataset, in batches that can be had again: by counting, or from a state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teleloader_server.shards import MAX_STATE, Shard
+
+Outcome = list[Any] | str | None
+"""What `fetch` said: samples, an exception's text, or that there are no more."""
+
+
+class Counting:
+    """The whole numbers below a limit; says how often it was begun, and how many it gave."""
+
+    def __init__(self, limit: int, fails_at: set[int] | None = None) -> None:
+        self.limit = limit
+        self.begun = 0
+        self.given = 0
+        self._fails_at = fails_at or set()
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        return _Numbers(self, self._fails_at)
+
+
+class _Numbers:
+    """An iterator that goes on after an exception; a generator would end with it."""
+
+    def __init__(self, owner: Counting, fails_at: set[int]) -> None:
+        self._owner = owner
+        self._fails_at = fails_at
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._next >= self._owner.limit:
+            raise StopIteration
+        self._next += 1
+        self._owner.given += 1
+        if self._next - 1 in self._fails_at:
+            raise ValueError(f"sample {self._next - 1}")
+        return self._next - 1
+
+
+def never() -> None:
+    """Nothing begins again."""
+    pytest.fail("the dataset was begun again")
+
+
+def shard(
+    dataset: Any,
+    batch_size: int | None = 2,
+    *,
+    drop_last: bool = False,
+    restart: Callable[[], object] = never,
+    state: str | None = None,
+) -> Shard:
+    """A pass through `dataset`."""
+    return Shard(dataset, batch_size, drop_last, restart, state)
+
+
+def outcome(of: Shard, number: int) -> Outcome:
+    """What `fetch` gives or raises."""
+    try:
+        return of.fetch(number)
+    except ValueError as error:
+        return str(error)
+
+
+def everything(of: Shard) -> list[Outcome]:
+    """All outcomes before the end."""
+    found: list[Outcome] = []
+    while (next_one := outcome(of, len(found))) is not None:
+        found.append(next_one)
+    return found
+
+
+# --- In order -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_those_of_torchs_fetcher() -> None:
+    """So many samples each, the last one what is left."""
+    assert everything(shard(Counting(5))) == [[0, 1], [2, 3], [4]]
+    assert everything(shard(Counting(4))) == [[0, 1], [2, 3]]
+    assert everything(shard(Counting(0))) == []
+
+
+def test_an_incomplete_batch_may_be_left_out() -> None:
+    """Its samples were taken nevertheless."""
+    dropping = shard(Counting(5), drop_last=True)
+    assert everything(dropping) == [[0, 1], [2, 3]]
+    assert dropping.samples == 5
+
+
+def test_without_batches_samples_come_one_by_one() -> None:
+    """A list of one, which is not collated."""
+    assert everything(shard(Counting(3), None)) == [[0], [1], [2]]
+
+
+def test_samples_are_taken_as_they_are_needed() -> None:
+    """A stream may be endless, and what was not asked for is not read."""
+    dataset = Counting(10**12)
+    stream = shard(dataset, 3)
+    assert dataset.begun == 0
+    assert stream.fetch(0) == [0, 1, 2]
+    assert (dataset.begun, dataset.given, stream.samples) == (1, 3, 3)
+
+
+def test_what_has_ended_stays_ended() -> None:
+    """The dataset is not asked again."""
+    dataset = Counting(2)
+    ended = shard(dataset)
+    assert [ended.fetch(k) for k in (0, 1, 2, 7)] == [[0, 1], None, None, None]
+    assert (dataset.begun, ended.samples) == (1, 2)
+
+
+def test_any_iterable_can_be_a_shard() -> None:
+    """Lists, generators, and iterators, which can be gone through once."""
+    assert everything(shard([1, 2, 3])) == [[1, 2], [3]]
+    assert everything(shard(i * i for i in range(3))) == [[0, 1], [4]]
+    assert everything(shard(iter("abc"))) == [["a", "b"], ["c"]]
+
+
+# --- Not in order -------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_further_on_is_found_by_iterating() -> None:
+    """Those between are lost on nobody: their samples count."""
+    dataset = Counting(10)
+    seeking = shard(dataset)
+    assert seeking.fetch(3) == [6, 7]
+    assert (dataset.begun, seeking.samples) == (1, 8)
+    assert seeking.fetch(4) == [8, 9]
+
+
+def test_a_batch_behind_is_found_from_the_beginning() -> None:
+    """The dataset is begun again, after the worker was told so: it seeds itself as at its birth."""
+    dataset = Counting(10)
+    told: list[int] = []
+    seeking = shard(dataset, restart=lambda: told.append(dataset.begun))
+    assert seeking.fetch(0) == [0, 1]
+    assert seeking.fetch(3) == [6, 7]
+    assert told == []
+    assert seeking.fetch(2) == [4, 5]
+    assert (told, dataset.begun, seeking.samples) == ([1], 2, 6)
+
+
+def test_what_has_ended_can_be_begun_again() -> None:
+    """An epoch's batch is wanted again after all."""
+    told: list[str] = []
+    seeking = shard(Counting(3), restart=lambda: told.append("again"))
+    assert seeking.fetch(9) is None
+    assert seeking.fetch(1) == [2]
+    assert seeking.fetch(2) is None
+    assert seeking.samples == 3
+    assert told == ["again"]
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    limit=st.integers(0, 12), batch_size=st.none() | st.integers(1, 4), drop_last=st.booleans(),
+    fails_at=st.sets(st.integers(0, 11), max_size=3), numbers=st.lists(st.integers(0, 14), max_size=8),
+)  # fmt: skip
+def test_a_batch_is_the_same_whatever_was_asked_before(
+    limit: int, batch_size: int | None, drop_last: bool, fails_at: set[int], numbers: list[int]
+) -> None:
+    """A worker that takes the place of a dead one finds the very batch, or exception, that it had come to."""
+    dataset = Counting(limit, fails_at)
+    in_order = everything(shard(dataset, batch_size, drop_last=drop_last))
+    seeking = shard(dataset, batch_size, drop_last=drop_last, restart=lambda: None)
+    for number in numbers:
+        assert outcome(seeking, number) == (in_order[number] if number < len(in_order) else None)
+
+
+# --- Exceptions ---------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_takes_the_place_of_its_batch() -> None:
+    """What was taken for that batch is lost with it, as with torch; an iterator that can goes on."""
+    assert everything(shard(Counting(7, {3}))) == [[0, 1], "sample 3", [4, 5], [6]]
+
+
+def test_a_generator_ends_with_its_exception() -> None:
+    """Python's generators cannot go on."""
+
+    def stream() -> Iterator[int]:
+        yield from range(3)
+        raise ValueError("no more of the file")
+
+    failing = shard(stream())
+    assert everything(failing) == [[0, 1], "no more of the file"]
+    assert failing.samples == 3
+
+
+def test_an_exception_among_what_is_sought_is_passed_over() -> None:
+    """It was told at its own place."""
+    assert shard(Counting(9, {1, 3})).fetch(2) == [4, 5]
+
+
+class Unopened:
+    """Cannot even begin."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.tried += 1
+        raise ValueError("the disk is not mounted")
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_dataset_that_cannot_begin_fails_once_and_ends(first: int) -> None:
+    """There is nothing to try again: as with torch, whose iteration is over then."""
+    dataset = Unopened()
+    failing = shard(dataset)
+    # whoever seeks further comes after the failure, which was told at batch 0
+    assert outcome(failing, first) == ("the disk is not mounted" if first == 0 else None)
+    assert [outcome(failing, first + k) for k in (1, 2)] == [None, None]
+    assert (dataset.tried, failing.samples) == (1, 0)
+
+
+def test_what_is_no_iterable_fails_once_and_ends() -> None:
+    """``iter()`` raises a TypeError."""
+    failing = shard(5)
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        failing.fetch(0)
+    assert failing.fetch(1) is None
+
+
+# --- Datasets that keep their place -------------------------------------------------------------------------------
+
+
+class Keeping(Counting):
+    """A dataset that says itself where it stands: torchdata's Stateful. Iterating goes on from there."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        while self.position < self.limit:
+            self.position += 1
+            self.given += 1
+            yield self.position - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its place."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.position = state["position"]
+
+
+class KeepingIterator:
+    """A dataset whose iterators say where they stand."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return _Keeper(self)
+
+
+class _Keeper:
+    def __init__(self, owner: KeepingIterator) -> None:
+        self._owner = owner
+        self._position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._position >= self._owner.limit:
+            raise StopIteration
+        self._position += 1
+        self._owner.given += 1
+        return self._position - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+
+Keeper = Callable[[int], Any]
+keepers = pytest.mark.parametrize("make", [Keeping, KeepingIterator])
+
+
+@keepers
+def test_a_place_that_is_kept_is_gone_on_from(make: Keeper) -> None:
+    """Nothing before it is read again; batches keep their numbers, and samples are counted from the beginning."""
+    before = shard(make(9))
+    assert [before.fetch(k) for k in (0, 1)] == [[0, 1], [2, 3]]
+    state = before.state()
+    dataset = make(9)
+    again = shard(dataset, state=state)
+    assert again.fetch(2) == [4, 5]
+    assert (dataset.given, again.samples) == (2, 6)
+    assert [again.fetch(k) for k in (3, 4, 5)] == [[6, 7], [8], None]
+    assert again.samples == 9
+
+
+@keepers
+@pytest.mark.parametrize("batches", range(6))
+def test_a_place_can_be_kept_after_any_batch(make: Keeper, batches: int) -> None:
+    """Also after the last, and where nothing was taken."""
+    whole = everything(shard(make(9)))
+    before = shard(make(9))
+    for k in range(batches):
+        before.fetch(k)
+    again = shard(make(9), state=before.state())
+    rest = [again.fetch(k) for k in range(batches, len(whole) + 1)]
+    assert rest == [*whole[batches:], None][: len(rest)]
+
+
+@keepers
+def test_a_kept_place_is_come_back_to(make: Keeper) -> None:
+    """A batch behind the last one, but not behind the place, is found from the place."""
+    before = shard(make(20))
+    before.fetch(3)
+    told: list[str] = []
+    dataset = make(20)
+    again = shard(dataset, restart=lambda: told.append("again"), state=before.state())
+    assert again.fetch(6) == [12, 13]
+    assert again.fetch(4) == [8, 9]
+    assert told == ["again"]
+    assert dataset.given == (14 - 8) + 2
+
+
+def test_a_dataset_that_keeps_its_place_begins_again_at_its_beginning() -> None:
+    """Its own state is put back first: iterating alone would go on."""
+    seeking = shard(Keeping(10), restart=lambda: None)
+    assert [seeking.fetch(k) for k in (0, 3, 1)] == [[0, 1], [6, 7], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(Keeping, marks=pytest.mark.xfail(reason="where it began is not known")), KeepingIterator]
+)
+def test_what_lies_before_a_kept_place_can_be_had_too(make: Keeper) -> None:
+    """From the beginning."""
+    before = shard(make(10))
+    before.fetch(2)
+    again = shard(make(10), restart=lambda: None, state=before.state())
+    assert [again.fetch(k) for k in (3, 1)] == [[6, 7], [2, 3]]
+
+
+def test_a_dataset_that_keeps_no_place_has_no_state() -> None:
+    """It is found by counting."""
+    plain = shard(Counting(5))
+    assert plain.state() is None
+    plain.fetch(0)
+    assert plain.state() is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"file": object()}, {"seen": {1, 2}}, {"pair": (1, 2)}, {1: "one"}, {"text": "x" * MAX_STATE}],
+    ids=["object", "set", "tuple", "key", "long"],
+)
+def test_a_state_that_json_would_change_is_none(state: Any) -> None:
+    """Or that is too long to travel with each batch: a place that is almost right would lose samples silently."""
+
+    class Odd(Keeping):
+        def state_dict(self) -> Any:
+            return state
+
+    odd = shard(Odd(5))
+    assert odd.fetch(0) == [0, 1]
+    assert odd.state() is None
+
+
+def test_a_state_is_text() -> None:
+    """JSON, that a client keeps in its own state without looking into it."""
+    kept = shard(Keeping(5))
+    kept.fetch(0)
+    state = kept.state()
+    assert state is not None
+    assert json.loads(state)["state"] == {"position": 2}
