@@ -33,22 +33,22 @@ def name_on_server(
         return None
     if not callable(function):
         raise TypeError(f"{argument} must be a function, was {function!r:.80}")
-    info = dataset.info
-    # what torch does by itself is also said by name
-    usual = None if info.collate != "default" else "default_collate" if batched else "default_convert"
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if argument == "collate_fn" and name == usual and str(module).startswith(("torch.", "teleloader_server")):
+    if (
+        argument == "collate_fn"
+        and _is_torchs_rule(module, name, batched=batched)
+        and dataset.info.collate == "default"
+    ):
         return None
     if local.is_served_here(dataset.url):
         lent = local.lend(function)
         weakref.finalize(owner, local.take_back, lent).atexit = False
         return lent
-    found = f"{module}:{name}"
+    found, info = f"{module}:{name}", dataset.info
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(
-            f"{argument}={function!r:.80} runs on the server, and has no name under which {dataset.url} could find it: "
-            "make it a function of a module that is installed there too, and allow it in the server's configuration as "
-            'functions = ["module:name"]'
+            f"{argument}={name or repr(function)[:80]} runs on the server, and has no name under which {dataset.url} could find it: "
+            "make it a function of a module that is installed there too, and name that in the server's configuration"
         )
     if found == (info.collate if argument == "collate_fn" else info.worker_init):
         return None
@@ -70,3 +70,9 @@ def name_on_server(
             f"or leave it out here to use the server's own. Allowed are: {', '.join(info.functions) or 'none'}"
         )
     return found
+
+
+def _is_torchs_rule(module: str | None, name: str | None, *, batched: bool) -> bool:
+    """Whether the function is the one that torch uses by itself."""
+    usual = "default_collate" if batched else "default_convert"
+    return name == usual and str(module).startswith(("torch.", "teleloader_server"))

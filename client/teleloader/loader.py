@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from types import GenericAlias
-from typing import Any, Final, Literal, SupportsIndex
+from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import Arguments, check, warn_of_too_many_workers
@@ -217,7 +217,7 @@ class DataLoader:
             self.collate_fn = torchs_collate(batched=self._batched)
         self._initialised = True
 
-    __class_getitem__ = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):

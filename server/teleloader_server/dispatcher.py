@@ -371,10 +371,10 @@ class Dispatcher:
     def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
         """The first batch that is not begun, whichever request it belongs to, so that none overtakes another."""
         batches = self._runs[consumer.run].batches
-        for ask in sorted(consumer.asks, key=lambda ask: ask.next):
+        for number, ask in enumerate(sorted(consumer.asks, key=lambda ask: ask.next)):
             ask.cursor = _first_missing(batches, ask.cursor, ask.stop)
             if ask.cursor < ask.stop:
-                waited_for = ask.cursor == ask.next
+                waited_for = number == 0 and ask.cursor == ask.next
                 return ask.cursor if waited_for == (urgency is Urgency.WAITING) else None
         return None
 

@@ -169,6 +169,8 @@ class LoaderService:
                 raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
             # a client that asks for workers has them used as torch uses them; user code may count on it
             in_turn = max(1, spec.num_workers) if info.kind == "iterable" else spec.num_workers
+            if own.num_workers == 0:
+                in_turn = 0
             engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
             self._sessions[spec.key] = asyncio.create_task(_started(engine))
         try:

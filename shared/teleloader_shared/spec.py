@@ -101,8 +101,6 @@ class LoaderSpec:
         _choice("compression", self.compression, (None, *get_args(Compression)))
 
     def _check_session(self) -> None:
-        if self.in_process and self.num_workers:
-            raise InvalidSpec(f"in_process is without workers, and num_workers was {self.num_workers}")
         for name in ("collate", "worker_init", "session"):
             _name(name, getattr(self, name))
         if self.session is None and (self.order == "client" or self.num_workers or self.in_process):

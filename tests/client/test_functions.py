@@ -89,7 +89,6 @@ def test_torchs_own_function_is_the_usual_one(package: str) -> None:
         assert named(RemoteDataset(url), function) is None
 
 
-@pytest.mark.xfail(reason="it is taken for the dataset's own collate function, without a word")
 def test_torchs_own_function_is_not_taken_for_another_one(dataset: RemoteDataset) -> None:
     """Where the dataset has a collate function, torch's must be allowed like any other: it would make other batches."""
     need("torch")
@@ -131,7 +130,6 @@ def test_any_other_function_is_refused(dataset: RemoteDataset, function: Callabl
     assert "Allowed are: statistics:mean, statistics:stdev" in str(no.value)
 
 
-@pytest.mark.xfail(reason="the sentence calls it module:None, or an entry that a configuration refuses")
 @pytest.mark.parametrize(
     "function",
     [Made(), functools.partial(statistics.mean), Made().collate, lambda samples: samples],

@@ -217,7 +217,7 @@ def test_unequal_shards_are_counted_once_each(sizes: list[int]) -> None:
     ("said", "asked"),
     [
         pytest.param(100, False, id="under"),
-        pytest.param(2, True, id="over", marks=pytest.mark.xfail(reason="the line shown is that of the loop's caller")),
+        pytest.param(2, True, id="over"),
     ],
 )
 def test_the_line_of_the_loop_is_shown(said: int, asked: bool) -> None:

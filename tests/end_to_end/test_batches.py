@@ -95,8 +95,8 @@ def test_single_samples_are_converted_not_collated() -> None:
     [
         ("default_collate", 3),
         ("default_convert", None),
-        pytest.param("default_convert", 3, marks=pytest.mark.xfail(reason="default_collate is called in its place")),
-        pytest.param("default_collate", None, marks=pytest.mark.xfail(reason="default_convert is called in its place")),
+        ("default_convert", 3),
+        ("default_collate", None),
     ],
 )
 def test_torchs_own_functions_are_called_as_they_are_passed(name: str, batch_size: int | None) -> None:

@@ -99,12 +99,8 @@ def test_a_configuration_file(start_server: StartServer, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("of_the_server", ["0", "2"])
-def test_an_iterable_dataset(
-    start_server: StartServer, of_the_server: str, num_workers: int, request: pytest.FixtureRequest
-) -> None:
+def test_an_iterable_dataset(start_server: StartServer, of_the_server: str, num_workers: int) -> None:
     """Each loader has as many shards as it asks for, whatever other workers the server has, and each epoch is whole."""
-    if of_the_server == "0" and num_workers > 1:
-        request.applymarker(pytest.mark.xfail(reason="only one of the shards has a worker: the others are waited for"))
     server = start_server(f"{HOSTED}stream", "--num-workers", of_the_server)
     arguments: dict[str, Any] = {"num_workers": num_workers, "timeout": 10} if num_workers else {}
     with warnings.catch_warnings():

@@ -84,7 +84,7 @@ class FatalWithLength(Fatal):
 
 @pytest.mark.parametrize(
     "kind",
-    [Fatal, pytest.param(FatalWithLength, marks=pytest.mark.xfail(reason="the server fails at the error's indices"))],
+    [Fatal, FatalWithLength],
 )
 def test_a_sample_of_a_stream_that_ends_every_worker_becomes_an_error(kind: type[Fatal]) -> None:
     """Each worker comes to it anew, from the beginning; the batches before it arrive once."""

@@ -145,7 +145,6 @@ def test_a_session_that_was_ended_gives_its_memory_back() -> None:
         assert httpx.get(f"{url}/stats").json()["workers"] == []
 
 
-@pytest.mark.xfail(reason="now and then a request that is cut off fails unheard, and asyncio says so", strict=False)
 def test_loops_that_are_left_are_no_errors_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever was on its way: nothing is logged."""
     with serve(hosted.Samples(lambda i: np.zeros(1000), 3000), num_workers=2) as url:

@@ -131,7 +131,6 @@ def test_a_class_or_a_function_makes_the_dataset_and_an_object_is_it() -> None:
     assert not is_factory([1, 2, 3])
 
 
-@pytest.mark.xfail(reason="it is called, and what that returns is taken for the dataset")
 def test_an_iterable_dataset_that_can_be_called_besides_is_a_dataset() -> None:
     """Like a map-style one."""
 

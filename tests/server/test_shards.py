@@ -346,9 +346,7 @@ def test_a_dataset_that_keeps_its_place_begins_again_at_its_beginning() -> None:
     assert [seeking.fetch(k) for k in (0, 3, 1)] == [[0, 1], [6, 7], [2, 3]]
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(Keeping, marks=pytest.mark.xfail(reason="where it began is not known")), KeepingIterator]
-)
+@keepers
 def test_what_lies_before_a_kept_place_can_be_had_too(make: Keeper) -> None:
     """From the beginning."""
     before = shard(make(10))
