@@ -47,8 +47,8 @@ def name_on_server(
     found, info = f"{module}:{name}", dataset.info
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(
-            f"{argument}={name or repr(function)[:80]} runs on the server, and has no name under which {dataset.url} could find it: "
-            "make it a function of a module that is installed there too, and name that in the server's configuration"
+            f"{argument}={name or repr(function)[:80]} runs on the server, and has no name under which {dataset.url} "
+            "could find it: make it a function of a module that is installed there too, and name that in the server's configuration"
         )
     if found == (info.collate if argument == "collate_fn" else info.worker_init):
         return None
