@@ -48,7 +48,8 @@ def name_on_server(
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(
             f"{argument}={name or repr(function)[:80]} runs on the server, and has no name under which {dataset.url} "
-            "could find it: make it a function of a module that is installed there too, and name that in the server's configuration"
+            "could find it: make it a function of a module that is installed there too, "
+            "and name that in the server's configuration"
         )
     if found == (info.collate if argument == "collate_fn" else info.worker_init):
         return None
