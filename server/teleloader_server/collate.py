@@ -109,6 +109,23 @@ def lazy_collate(samples: Sequence[Any]) -> Any:
     return _collate(samples, _LATER)
 
 
+def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
+    """Where in a sample the first thing stands that default_collate refuses, such as ``sample['meta'][2]``."""
+    if isinstance(sample, str | bytes | int | float):
+        return None
+    if isinstance(sample, Mapping):
+        found = (path_to_uncollatable(sample[key], f"{path}[{key!r}]") for key in sample)
+    elif isinstance(sample, Sequence):
+        found = (path_to_uncollatable(item, f"{path}[{i}]") for i, item in enumerate(sample))
+    else:
+        try:
+            default_collate([sample])
+        except TypeError:
+            return path
+        return None
+    return next((place for place in found if place is not None), None)
+
+
 def default_convert(sample: Any) -> Any:
     """A single sample (``batch_size=None``) as ``torch.utils.data.default_convert`` makes it.
 

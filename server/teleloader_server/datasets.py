@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from teleloader_server.collate import default_convert, lazy_collate
+from teleloader_server.collate import default_convert, lazy_collate, path_to_uncollatable
 from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
 from teleloader_shared.messages import DatasetInfo
 
@@ -33,7 +33,16 @@ class HostedDataset:
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
         """The batch of `samples`, by the usual collate function or the one of that name."""
         collate = self.collate if name is None else self.functions[name]
-        return lazy_collate(samples) if collate is None else collate(samples)
+        if collate is not None:
+            return collate(samples)
+        try:
+            return lazy_collate(samples)
+        except TypeError as error:
+            # torch's text says what was found, and not where
+            place = path_to_uncollatable(samples[0])
+            if place is not None:
+                error.add_note(f"It is {place}.")
+            raise
 
     def convert_sample(self, sample: Any, name: str | None = None) -> Any:
         """What ``batch_size=None`` makes of one sample."""

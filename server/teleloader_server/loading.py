@@ -194,6 +194,7 @@ class Loading:
             content,
             padding=padding,
             shard_state=shard_state,
+            name="sample" if task.spec.batch_size is None else "batch",
             checksum=task.spec.checksum,
             compression=task.spec.compression,
             max_bytes=self._max_batch_bytes,

@@ -104,6 +104,7 @@ class FrameWriter:
         content: The batch, a `Failure` or an `End`.
         padding: `Plan.padding` of the batch.
         shard_state: Where the shard of an iterable-style dataset stands after the batch, if it can say so.
+        name: What errors call the content.
         checksum: Whether to state a checksum.
         compression: How to compress arrays, if at all. Compressing happens here, not in `write`.
         max_bytes: The largest frame that may be.
@@ -120,6 +121,7 @@ class FrameWriter:
         *,
         padding: int = 0,
         shard_state: str | None = None,
+        name: str = "batch",
         checksum: bool = True,
         compression: Compression | None = None,
         max_bytes: int = DEFAULT_MAX_BATCH_BYTES,
@@ -134,7 +136,7 @@ class FrameWriter:
             header["end"] = {name: getattr(content, name) for name in End.__slots__}
         else:
             header["padding"] = padding
-            header["tree"], self._leaves = flatten(content)
+            header["tree"], self._leaves = flatten(content, name)
         sizes = [dtypes.storage(leaf.dtype_name).itemsize * prod(leaf.shape) for leaf in self._leaves]
         if sum(sizes) > max_bytes:
             raise BatchTooLarge(_too_large(address, sum(sizes), max_bytes))

@@ -81,14 +81,14 @@ MakeLeaf = Callable[[str, tuple[int, ...], str], Any]
 """What a reader calls for each array: (dtype name, shape, kind) -> the leaf that the user sees."""
 
 
-def flatten(batch: object) -> tuple[Any, list[Leaf]]:
-    """The description of `batch` and its leaves.
+def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
+    """The description of `batch` and its leaves; errors call it `name`.
 
     Raises:
         EncodeError: When something in the batch cannot travel; the message has its path.
     """
     leaves: list[Leaf] = []
-    return _Describer(leaves).describe(batch, "batch", 0), leaves
+    return _Describer(leaves).describe(batch, name, 0), leaves
 
 
 def unflatten(node: object, make_leaf: MakeLeaf) -> Any:

@@ -97,7 +97,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_default_collate_refuses(kind: str) -> None:
-    """A38: the same exception, with the same last line, as torch's default_collate raises in a worker."""
+    """A38: the same exception, with the same last line, as torch's default_collate raises in a worker; and the place."""
     outcomes = []
     dataset = Made(REFUSED[kind], 2)
     with pytest.raises(Exception, match="Caught") as theirs:
@@ -106,7 +106,8 @@ def test_what_default_collate_refuses(kind: str) -> None:
         list(loader)
     for raised in (theirs, mine):
         text = str(raised.value).partition("\n\nThis was")[0].rstrip()
-        outcomes.append((type(raised.value), text.splitlines()[0], text.splitlines()[-1]))
+        lines = [line for line in text.splitlines() if not line.startswith("It is sample")]
+        outcomes.append((type(raised.value), lines[0], lines[-1]))
     assert outcomes[0] == outcomes[1]
 
 
@@ -353,3 +354,19 @@ def test_objects_of_ones_own_class_are_refused_with_their_name() -> None:
     place = r"batch\['batch'\] is a .*Pinnable"
     with ours(Numbers(1), num_workers=1, collate_fn=collate) as loader, pytest.raises(TypeError, match=place):
         list(loader)
+
+
+class Unsendable:
+    """A stream-like thing of a user's."""
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "place"), [(2, r"It is sample\['meta'\]\[2\]"), (None, r"sample\['meta'\]\[2\] is a .*Unsendable")]
+)
+def test_what_cannot_travel_is_named_with_its_place_in_the_sample(batch_size: int | None, place: str) -> None:
+    """A29: the error of an arbitrary object says where in the sample it stands, collated or not."""
+    with (
+        serve(Made(lambda i: {"meta": [i, "name", Unsendable()]}), num_workers=1) as url,
+        pytest.raises(TypeError, match=place),
+    ):
+        list(DataLoader(RemoteDataset(url), batch_size))

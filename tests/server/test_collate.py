@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from teleloader_server.collate import Stack, TensorStack, default_collate, default_convert, lazy_collate
+from teleloader_server.collate import (
+    Stack,
+    TensorStack,
+    default_collate,
+    default_convert,
+    lazy_collate,
+    path_to_uncollatable,
+)
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import Tensor, flatten
@@ -696,3 +703,19 @@ default_convert(samples[0])
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("sample", "path"),
+    [
+        ({"meta": [1, "a", object()]}, "sample['meta'][2]"),
+        ((np.zeros(2), {"x": None}), "sample[1]['x']"),
+        (object(), "sample"),
+        ({"a": [np.array(["text"])]}, "sample['a'][0]"),
+        ({"a": [1, 2.5, "x", b"y", np.float32(1), np.zeros(3)]}, None),
+    ],
+    ids=["object", "none", "the sample itself", "strings", "nothing"],
+)
+def test_where_in_a_sample_something_is_refused(sample: object, path: str | None) -> None:
+    """Torch's text says what was found; beside it stands where."""
+    assert path_to_uncollatable(sample) == path

@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import zstandard
 
-from teleloader_shared.codec import PROLOGUE_SIZE, Address, Failure, to_bytes
+from teleloader_shared.codec import PROLOGUE_SIZE, Address, End, Failure, to_bytes
 from teleloader_shared.tree import Tensor, flatten
 
 HERE = Path(__file__).parent
@@ -74,6 +74,18 @@ def vectors() -> dict[str, tuple[str, Address, Any, dict[str, Any]]]:
                 indices=[5, 3, 2**40],
                 worker=1,
             ),
+            {},
+        ),
+        "end": (
+            "In the place of a batch: its shard has no more; where it stands goes with it.",
+            Address(key, 0, 9),
+            End(samples=17, replica=False),
+            {"shard_state": '{"next": 5}'},
+        ),
+        "indices": (
+            "What a client says that a batch holds, packed: whole numbers as an array of kind tensor.",
+            Address(key, 3, 12),
+            tensor([4, 2**40, 0], "int64"),
             {},
         ),
         "zstd": (

@@ -87,7 +87,7 @@ function readFrame(path) {
   const rest = values.slice(6);
   const segments = rest.filter((_, i) => i % 2 === 1);
   const pads = rest.filter((_, i) => i % 2 === 0);
-  const nodes = header.failure ? [] : arrayNodes(header.tree);
+  const nodes = header.failure || header.end ? [] : arrayNodes(header.tree);
   return {
     magic,
     count: values.length,
