@@ -97,7 +97,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_default_collate_refuses(kind: str) -> None:
-    """A38: the same exception, with the same last line, as torch's default_collate raises in a worker; and the place."""
+    """A38: the same exception, with the same last line, as torch's own in a worker; and the place besides."""
     outcomes = []
     dataset = Made(REFUSED[kind], 2)
     with pytest.raises(Exception, match="Caught") as theirs:
