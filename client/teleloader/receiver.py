@@ -15,7 +15,7 @@ from teleloader.buffers import Buffer, BufferPool
 from teleloader.remote import RemoteDataset
 from teleloader.session import Range, Session
 from teleloader.transport import BatchConnection
-from teleloader_shared import codec
+from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, End, Frame, MakeArray
 from teleloader_shared.errors import (
     CorruptFrame,
@@ -151,7 +151,7 @@ class Receiver:
             for connection in self._connections:
                 connection.shut_down()
         self._batches.clear()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not local.is_server_thread():
             # a daemon thread that is in torch's code when the interpreter ends would abort the process
             self._thread.join(CLOSE_TIMEOUT)
 

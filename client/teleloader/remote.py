@@ -79,9 +79,8 @@ class RemoteDataset:
     def info(self) -> DatasetInfo:
         """What the server says of the dataset: when it was connected to, or now for an object of this process."""
         if local.is_served_here(self.url):
-            self._info = _record(
-                DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(self._info.name, safe='')}")
-            )
+            path = f"{DATASETS_PATH}/{quote(self._info.name, safe='')}"
+            self._info = _record(DatasetInfo, self._persistently(lambda: self._request("GET", path)))
         return self._info
 
     @property
