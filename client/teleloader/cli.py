@@ -9,7 +9,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from teleloader.failures import exception_of
 from teleloader.remote import RemoteDataset
+from teleloader_shared.codec import Failure
 from teleloader_shared.errors import EncodeError, TeleloaderError
 from teleloader_shared.spec import LoaderSpec, Tail
 from teleloader_shared.tree import flatten
@@ -84,15 +86,13 @@ def peek(options: argparse.Namespace) -> int:
         in_process=True,
         order="plan" if options.indices is None else "client",
     )
-    try:
-        batch = dataset.batch(spec, options.epoch, options.batch, options.indices)
-    except (TeleloaderError, ConnectionError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the dataset raises is what the user wants to see
+    frame = dataset.batch(spec, options.epoch, options.batch, options.indices)
+    if isinstance(frame.content, Failure):
+        error = exception_of(frame.content, frame.address, dataset.url)
         print(f"{type(error).__name__}: {error}")
         return 1
     print(f"batch {options.batch} of epoch {options.epoch} of {dataset.name} on {dataset.url}")
-    for line in describe(batch):
+    for line in describe(frame.content):
         print(line)
     return 0
 

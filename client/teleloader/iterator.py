@@ -218,7 +218,10 @@ async def _arrival(receiver: Receiver) -> None:
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
     receiver.call_when_arrived(lambda: loop.call_soon_threadsafe(arrived.set))
-    await arrived.wait()
+    try:
+        await arrived.wait()
+    finally:
+        receiver.call_when_arrived(None)
     receiver.wait(0)  # raises what has come in place of a batch
 
 

@@ -288,7 +288,7 @@ class DataLoader:
 
     def _begun(self) -> LoaderIterator:
         if self.num_workers > 0:
-            warn_of_too_many_workers(self.num_workers, self._remote.cpus)
+            warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
             _warn_of_pinning(self.pin_memory_device)
         if not self._keeps_workers:
@@ -403,14 +403,17 @@ class DataLoader:
         lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
         # an object of this process is loaded as torch would, by workers that see it as it is now
         live = self._is_served_here and (self._seed is None or lends)
-        if order == "plan" and not live:
+        # nor may a server without workers load it while the loop goes on: they share the process's random numbers
+        alone = local.loads_by_itself(self._remote.url)
+        if order == "plan" and not live and not alone:
             return replace(spec, worker_init=None)
         own = replace(
             spec,
             session=session or secrets.token_hex(16),
             # a shuffled plan is that of all ranks, which need not have drawn the same base seed
             seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
-            num_workers=self.num_workers if live or order == "iterable" else 0,
+            num_workers=self.num_workers if live or alone or order == "iterable" else 0,
+            in_process=alone and self._seed is not None and self.num_workers == 0,
             shard_states=self._next.shard_states,
             resumed_epoch=0 if self._next.shard_states is None else self._next.epoch,
         )
@@ -479,8 +482,9 @@ class DataLoader:
             StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
                 global batch of this loader.
         """
-        self._next = state.load(state_dict, self._identity, self._global_batch_size)
+        position = state.load(state_dict, self._identity, self._global_batch_size)
         self._random_state.restore_own(state_dict.get("generators", []))
+        self._next = position
         self._progress = None
 
     @property
@@ -492,7 +496,7 @@ class DataLoader:
             return {**identity, "seed": self._spec.seed, "shuffle": self._shuffle}
         if order == "iterable":
             return {**identity, "batch_size": self.batch_size, "num_workers": self.num_workers}
-        return identity
+        return {**identity, "batch_size": self.batch_size}
 
     @property
     def _global_batch_size(self) -> int | None:
@@ -519,6 +523,8 @@ def _distributed() -> tuple[int, int]:
 def _check_ours(
     seed: int | None, rank: int | None, world_size: int | None, *, brings_order: bool, generator: object
 ) -> None:
+    if rank and world_size is None:
+        raise ValueError(f"rank={rank} needs world_size: among how many ranks the epoch is divided")
     if seed is not None and (brings_order or generator is not None):
         raise ValueError(
             "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
@@ -536,11 +542,11 @@ def _warn_of_pinning(device: str) -> None:
         warnings.warn(
             "pin_memory_device is deprecated, the current accelerator will be used as the device,"
             f"ignore pin_memory_device='{device}'.",
-            stacklevel=3,
+            stacklevel=4,
         )
     if not accelerator_found():
         warnings.warn(
             "'pin_memory' argument is set as true but no accelerator is found, "
             "then device pinned memory won't be used.",
-            stacklevel=3,
+            stacklevel=4,
         )

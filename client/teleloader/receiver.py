@@ -110,9 +110,13 @@ class Receiver:
         if not self._batches:
             self._await_batch(timeout)
 
-    def call_when_arrived(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called, in whichever thread, once `wait` would not have to wait any more."""
+    def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
+        """Have `callback` called, in whichever thread, once `wait` would not wait any more; None takes it back."""
         with self._changed:
+            if callback is None:
+                self._callback = None
+                self._starved = self._session.waiting = False
+                return
             # said before it is looked: the other thread looks after it has delivered
             self._callback = callback
             self._starved = self._session.waiting = True
@@ -162,10 +166,12 @@ class Receiver:
             self._starved = self._session.waiting = True
             if self._sated and self._session.has_room:
                 self._changed.notify_all()
-            arrived = self._changed.wait_for(
-                lambda: self._batches or self._error or self._closed, timeout if timeout > 0 else None
-            )
-            self._starved = self._session.waiting = False
+            try:
+                arrived = self._changed.wait_for(
+                    lambda: self._batches or self._error or self._closed, timeout if timeout > 0 else None
+                )
+            finally:
+                self._starved = self._session.waiting = False
         if self._batches:
             return
         if self._error is not None:

@@ -19,7 +19,7 @@ from teleloader.backoff import Backoff
 from teleloader.failures import exception_of, known_error
 from teleloader.output import array_maker, choose_output
 from teleloader_shared import codec, local
-from teleloader_shared.codec import Address, Failure
+from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
 from teleloader_shared.messages import (
     DATASETS_PATH,
@@ -118,10 +118,13 @@ class RemoteDataset:
         position = operator.index(index) + (length if operator.index(index) < 0 else 0)
         if not 0 <= position < length:
             raise IndexError(f"sample {operator.index(index)} is out of range: dataset {self.name!r} has {length}")
-        return self.batch(LoaderSpec(dataset=self.name, batch_size=None), 0, position)
+        frame = self.batch(LoaderSpec(dataset=self.name, batch_size=None), 0, position)
+        if isinstance(frame.content, Failure):
+            raise exception_of(frame.content, frame.address, self.url)
+        return frame.content
 
-    def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Any:
-        """One batch by its address, for looking at; a `DataLoader` is fast.
+    def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Frame:
+        """One batch, or the failure in its place, by its address, for looking at; a `DataLoader` is fast.
 
         Args:
             spec: The loader.
@@ -131,7 +134,6 @@ class RemoteDataset:
 
         Raises:
             BatchOutOfRange: When the epoch has no such batch.
-            Exception: What the dataset raises.
         """
         key = self.register(spec).key
         try:
@@ -143,10 +145,7 @@ class RemoteDataset:
         finally:
             if spec.session is not None:
                 self.end_session(key)
-        frame = codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
-        if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.address, self.url)
-        return frame.content
+        return codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
 
     def __repr__(self) -> str:
         return f"RemoteDataset({self.url!r}, {self.name!r})"

@@ -1,6 +1,6 @@
 """The dispatcher decides which worker makes which batch next, and which finished batches are kept.
 
-Plain synchronous functions over plain state: no process, no socket, no clock of its own. `LoaderService` tells it what
+Plain synchronous functions over plain state: no process, no socket, no clock of its own. `Engine` tells it what
 happened (`ask`, `sent`, `finished`, `worker_lost`, ...), then carries out what `decide` returns.
 
 The rules:
@@ -171,6 +171,9 @@ class Dispatcher:
         """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them."""
         consumer = self._consumers.get((name, run))
         if consumer is None:
+            if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
+                for before in [other for other in self._consumers.values() if not other.asks and other.run != run]:
+                    self._forget(before)
             consumer = self._join(name, run, start, now)
         if consumer not in self._active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
@@ -224,13 +227,16 @@ class Dispatcher:
             return []  # the session ends with its client; what is let go could not be made again at once
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
         for consumer in gone:
-            del self._consumers[consumer.name, consumer.run]
-            self._active.pop(consumer, None)
-            state = self._runs[consumer.run]
-            state.consumers.remove(consumer)
-            self._let_go(consumer.run, state.batches)
-            self._drop_empty(consumer.run)
+            self._forget(consumer)
         return gone
+
+    def _forget(self, consumer: Consumer) -> None:
+        del self._consumers[consumer.name, consumer.run]
+        self._active.pop(consumer, None)
+        state = self._runs[consumer.run]
+        state.consumers.remove(consumer)
+        self._let_go(consumer.run, state.batches)
+        self._drop_empty(consumer.run)
 
     # -- what happened: workers
 
@@ -249,9 +255,7 @@ class Dispatcher:
         for address in queue:
             # Of several batches it cannot be told which one did it: from now on each is given to a worker that has
             # nothing else, and then it can.
-            # The worker of a shard has all of it, and works in order: it was the first.
-            surely = address == queue[0] if self._in_turn else len(queue) == 1
-            self._deaths[address] = self._deaths.get(address, 0) + surely
+            self._deaths[address] = self._deaths.get(address, 0) + (len(queue) == 1)
             if self._deaths[address] >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
@@ -380,10 +384,13 @@ class Dispatcher:
 
     def _free_worker(self, address: Address) -> int | None:
         """The worker with the least to do, if it can take this batch besides."""
+        suspect = address in self._deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
-            return owner if owner in self._queues and len(self._queues[owner]) < MAX_QUEUE else None
-        suspect = address in self._deaths
+            queue = self._queues.get(owner)
+            if queue is None or (queue and (suspect or queue[-1] in self._deaths)) or len(queue) >= MAX_QUEUE:
+                return None
+            return owner
         # beside a suspect nothing else is queued, nor a suspect beside anything
         open_ = [n for n, queue in self._queues.items() if not queue or not (suspect or queue[-1] in self._deaths)]
         worker = min(open_, key=lambda number: len(self._queues[number]), default=None)

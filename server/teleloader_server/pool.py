@@ -6,7 +6,8 @@ A pool decides nothing: it runs each task in the place that it is given, and say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,3 +77,14 @@ class Pool(Protocol):
 
     async def close(self) -> None:
         """End all processes and wait for them."""
+
+
+async def aside(function: Callable[[], object]) -> None:
+    """Call a function that waits for a process or a thread to end, without holding up the event loop."""
+    loop = asyncio.get_running_loop()
+    try:
+        ended = loop.run_in_executor(None, function)
+    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        function()
+    else:
+        await ended

@@ -15,8 +15,7 @@ import numpy as np
 from teleloader_server.config import Limits
 from teleloader_server.datasets import HostedDataset
 from teleloader_server.loading import Loading, OwnRandomState, Task
-from teleloader_server.pool import Lease, PoolListener, WorkerState
-from teleloader_server.processes import aside
+from teleloader_server.pool import Lease, PoolListener, WorkerState, aside
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0

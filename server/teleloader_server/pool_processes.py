@@ -20,8 +20,7 @@ from teleloader_server.arena import Mapping as SlotMapping
 from teleloader_server.channel import Channel
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.loading import Report, Task
-from teleloader_server.pool import PoolListener, WorkerState
-from teleloader_server.processes import aside
+from teleloader_server.pool import PoolListener, WorkerState, aside
 from teleloader_server.template import Template
 from teleloader_server.worker import WorkerSettings, exit_reason
 from teleloader_shared.messages import DatasetInfo
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 FIRST_RESPAWN_DELAY: Final = 0.05
 LAST_RESPAWN_DELAY: Final = 5.0
 UNREADY_DEATHS: Final = 3
-"""After so many deaths of a place's processes before they were of use, clients are told that no worker starts."""
+"""After so many deaths of a place's processes before they were ready, clients are told that no worker starts."""
 
 
 class _Process:
@@ -41,7 +40,6 @@ class _Process:
     def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
         self.channel = channel
-        self.born = time.monotonic()
         self.pid: int | None = None
         self.ready = False
         self.useful = False
@@ -61,6 +59,9 @@ class _Place:
     last_restart: float | None = None
     died: float | None = None
     failures_in_a_row: int = 0
+    """Processes that ended before they had finished anything."""
+    unready_in_a_row: int = 0
+    """Processes that ended before they could take anything."""
     respawn: asyncio.TimerHandle | None = None
     """When its process has died and the next one is not forked yet."""
 
@@ -125,7 +126,13 @@ class ProcessPool:
         return [pid for pid in pids if pid is not None]
 
     def split_template(self) -> Template:
-        """A fork of the template for a pool of its own; it has the datasets as they were built."""
+        """A fork of the template for a pool of its own; it has the datasets as they were built.
+
+        Raises:
+            ConfigError: When there is none at the moment.
+        """
+        if self._template.channel.fileno() == -1:
+            raise ConfigError("the process that has built the datasets is being restarted")
         return self._template.split()
 
     def mapped_bytes(self) -> int:
@@ -309,7 +316,7 @@ class ProcessPool:
                 self._lose(place.process, f"worker {place.process.number} (pid {pid}) {reason}")
 
     def _lose(self, process: _Process, reason: str) -> None:
-        tasks = list(process.tasks.values())
+        tasks, was_ready = list(process.tasks.values()), process.ready
         self._forget(process)
         place = self._places[process.number]
         if self._closing or place.process is not process or place.respawn is not None:
@@ -318,6 +325,7 @@ class ProcessPool:
         place.last_exit = reason
         place.died = time.monotonic()
         place.failures_in_a_row = 0 if process.useful else place.failures_in_a_row + 1
+        place.unready_in_a_row = 0 if was_ready else place.unready_in_a_row + 1
         # a worker that dies before it finished anything is likely to die again: do not burn the machine on it
         delay = 0.0
         if place.failures_in_a_row:
@@ -325,7 +333,7 @@ class ProcessPool:
         logger.warning("%s with %d batches to do; replacing it in %.2f s", reason, len(tasks), delay)
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, reason)
-        if place.failures_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):
+        if place.unready_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):
             self._listener.no_worker_starts(reason)
 
     def _respawn(self, place: _Place) -> None:

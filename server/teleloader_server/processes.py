@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import psutil
@@ -34,14 +33,3 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
         except psutil.Error:
             found[pid] = NO_MEMORY
     return found
-
-
-async def aside(function: Callable[[], object]) -> None:
-    """Call a function that waits for a process or a thread to end, without holding up the event loop."""
-    loop = asyncio.get_running_loop()
-    try:
-        ended = loop.run_in_executor(None, function)
-    except RuntimeError:  # the interpreter is ending, and starts no thread any more
-        function()
-    else:
-        await ended

@@ -175,12 +175,12 @@ class LoaderService:
             self._sessions[spec.key] = asyncio.create_task(_started(engine))
         try:
             return await asyncio.shield(self._sessions[spec.key])
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self._sessions.pop(spec.key, None)
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
 
     async def _shared_engine(self) -> Engine:
-        if self._shared is None:
+        if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
             self._shared = asyncio.create_task(self._start_shared())
         return await asyncio.shield(self._shared)
 
@@ -270,20 +270,23 @@ class LoaderService:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
-            for key, starting in list(self._sessions.items()):
-                if starting.done() and starting.result().idle > SESSION_IDLE:
+            for key, engine in self._session_engines().items():
+                if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
 
     # -- what can be seen
 
     def _engines(self) -> list[Engine]:
-        tasks = [*([self._shared] if self._shared else ()), *self._sessions.values()]
-        return [task.result() for task in tasks if task.done() and task.exception() is None]
+        shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
+        return [*shared, *self._session_engines().values()]
+
+    def _session_engines(self) -> dict[str, Engine]:
+        return {key: starting.result() for key, starting in self._sessions.items() if _has_started(starting)}
 
     async def stats(self) -> Stats:
         """The records of ``/stats``."""
         engines = self._engines()
-        of_session = {id(task.result()): key for key, task in self._sessions.items() if task.done()}
+        of_session = {id(engine): key for key, engine in self._session_engines().items()}
         memory = await asyncio.to_thread(
             processes.memory, [*(pid for engine in engines for pid in engine.pids()), None]
         )
@@ -322,5 +325,12 @@ async def _started(engine: Engine) -> Engine:
 
 async def _close(starting: asyncio.Task[Engine]) -> None:
     """Close an engine, waiting until it has started."""
-    with suppress(ConfigError):
-        await (await starting).close()
+    try:
+        engine = await starting
+    except (ConfigError, OSError):
+        return  # whoever asked for it was told
+    await engine.close()
+
+
+def _has_started(starting: asyncio.Task[Engine]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None

@@ -89,7 +89,7 @@ def serve(
     hosted_now()  # what cannot be hosted is refused here
     server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port)
     url = server.start()
-    local.begin_serving(url, server.thread)
+    local.begin_serving(url, server.thread, num_workers)
     try:
         yield url
     finally:

@@ -200,6 +200,9 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
 
 
 def _fork() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # what is buffered must not be printed by the child as well
+            stream.flush()
     with warnings.catch_warnings():
         # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -14,7 +14,7 @@ from typing import Any, Final
 PREFIX: Final = "local:"
 
 _lent: dict[str, Callable[..., Any]] = {}
-_served: dict[str, threading.Thread] = {}
+_served: dict[str, tuple[threading.Thread, int]] = {}
 
 
 def lend(function: Callable[..., Any]) -> str:
@@ -34,9 +34,9 @@ def borrowed(name: str) -> Callable[..., Any] | None:
     return _lent.get(name)
 
 
-def begin_serving(url: str, thread: threading.Thread) -> None:
-    """A server of this process listens at `url`, and runs in that thread."""
-    _served[url] = thread
+def begin_serving(url: str, thread: threading.Thread, num_workers: int) -> None:
+    """A server of this process listens at `url`, runs in that thread, and has so many workers."""
+    _served[url] = (thread, num_workers)
 
 
 def end_serving(url: str) -> None:
@@ -54,4 +54,9 @@ def is_server_thread() -> bool:
 
     Finalizers of a client's objects may come to run there, as in any thread.
     """
-    return threading.current_thread() in _served.values()
+    return any(thread is threading.current_thread() for thread, _ in _served.values())
+
+
+def loads_by_itself(url: str) -> bool:
+    """Whether the server at `url` is in this process and has no workers, so that it loads here."""
+    return url in _served and _served[url][1] == 0
