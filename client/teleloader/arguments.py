@@ -74,6 +74,40 @@ def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3
         )
 
 
+def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | None) -> None:
+    """What torch refuses only when an iteration begins.
+
+    Raises:
+        AssertionError: For a timeout without workers, or workers with nothing to prefetch.
+    """
+    if num_workers == 0 and timeout != 0:
+        raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+    if num_workers > 0 and prefetch_factor is not None and prefetch_factor < 1:
+        raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+
+
+def warn_of_pinning(device: str, *, found: bool, stacklevel: int = 3) -> None:
+    """Warn as torch does when an iteration begins whose batches are to be pinned.
+
+    Args:
+        device: The loader's pin_memory_device.
+        found: Whether there is an accelerator.
+        stacklevel: Whom to show; by default the caller of the method that calls this.
+    """
+    if device:
+        warnings.warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+            f"ignore pin_memory_device='{device}'.",
+            stacklevel=stacklevel,
+        )
+    if not found:
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            stacklevel=stacklevel,
+        )
+
+
 def _check_workers(arguments: Arguments) -> None:
     num_workers, prefetch_factor = arguments.num_workers, arguments.prefetch_factor
     if num_workers < 0:

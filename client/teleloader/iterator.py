@@ -147,7 +147,7 @@ class LoaderIterator:
         if current.over():
             self._finish(current)
         frame = current.receiver.take()
-        current.progress.advance(frame, max(1, current.spec.num_workers))
+        current.progress.advance(frame, current.spec.shards)
         if not current.session.on_demand:
             current.feed()
         if isinstance(frame.content, Failure):
@@ -176,7 +176,7 @@ class LoaderIterator:
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()
         while (frame := current.receiver.head) is not None and isinstance(frame.content, End):
-            current.progress.advance(current.receiver.take(), max(1, current.spec.num_workers))
+            current.progress.advance(current.receiver.take(), current.spec.shards)
             if current.lengths is not None:
                 current.lengths.ended(frame.address.batch, frame.content)
         return frame is not None or current.over()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import secrets
 import sys
-import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from types import GenericAlias
 from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
-from teleloader.arguments import Arguments, check, warn_of_too_many_workers
+from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
 from teleloader.buffers import BufferPool, allocate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
@@ -290,7 +289,7 @@ class DataLoader:
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
-            _warn_of_pinning(self.pin_memory_device)
+            warn_of_pinning(self.pin_memory_device, found=accelerator_found(), stacklevel=4)
         if not self._keeps_workers:
             self._begin(iterator := LoaderIterator())
             return iterator
@@ -321,7 +320,7 @@ class DataLoader:
                 self._draw_base_seed()  # it is known; what is drawn next is the order
             elif begun.base_seed is None and self._seed is None:
                 self._next = replace(self._next, base_seed=self._draw_base_seed() if draws else iterator.base_seed)
-            self._check_as_torchs_iterator()
+            check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
             passing = self._pass(order, lists, iterator.session)
             iterator.begin(passing)
             # torch without workers draws nothing before the first batch is asked for
@@ -348,7 +347,7 @@ class DataLoader:
             self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
             registered.num_workers,
             adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
-            shards=max(1, spec.num_workers) if order == "iterable" else 0,
+            shards=spec.shards if order == "iterable" else 0,
             on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
         )
         receiver = Receiver(
@@ -388,12 +387,6 @@ class DataLoader:
         if self.generator is not None or self._output == "torch":
             return draw_base_seed(self.generator)
         return derive("base", 0, self._next.epoch) >> 1
-
-    def _check_as_torchs_iterator(self) -> None:
-        if self.num_workers == 0 and self.timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if self.num_workers > 0 and self.prefetch_factor is not None and self.prefetch_factor < 1:
-            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
 
     def _spec_of_pass(self, order: _Order, session: str | None) -> LoaderSpec:
         """What the server is asked for in this epoch."""
@@ -533,20 +526,4 @@ def _check_ours(
         raise ValueError(
             "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: a sampler "
             "divides the epoch among ranks itself, as DistributedSampler does"
-        )
-
-
-def _warn_of_pinning(device: str) -> None:
-    """As torch's iterator does."""
-    if device:
-        warnings.warn(
-            "pin_memory_device is deprecated, the current accelerator will be used as the device,"
-            f"ignore pin_memory_device='{device}'.",
-            stacklevel=4,
-        )
-    if not accelerator_found():
-        warnings.warn(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
-            stacklevel=4,
         )

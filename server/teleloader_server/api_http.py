@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
@@ -127,6 +127,12 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         working.cancel()
         # nobody else will look at how it ended
         working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+async def ready_answer(request: Request, batches: AbstractAsyncContextManager[BatchStream]) -> FrameResponse:
+    """The first of `batches` that are ready, at least one."""
+    async with batches as stream, departure(request.receive) as gone:
+        return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
@@ -261,11 +267,7 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         who = consumer or address_of(request)
         if not ready:
             return StreamResponse(service, (who, key, epoch, start, stop, ahead))
-        async with (
-            service.batches(who, key, epoch, start, stop, ahead) as stream,
-            departure(request.receive) as gone,
-        ):
-            return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
+        return await ready_answer(request, service.batches(who, key, epoch, start, stop, ahead))
 
     @router.post(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
@@ -284,11 +286,7 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         service.loader(key, epoch, start)
         indices = indices_by_batch(await read_body(request, MAX_INDEX_BYTES), Address(key, epoch, start))
         who = consumer or address_of(request)
-        async with (
-            service.batches(who, key, epoch, start, start + len(indices), 0, indices) as stream,
-            departure(request.receive) as gone,
-        ):
-            return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
+        return await ready_answer(request, service.batches(who, key, epoch, start, start + len(indices), 0, indices))
 
 
 def _add_status(router: APIRouter, service: LoaderService) -> None:

@@ -28,10 +28,10 @@ class Host(Protocol):
         """The pool of all loaders that have none of their own."""
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """A pool for one session; None where the shared pool serves it.
+        """A pool for one session; None where the shared pool serves the loader.
 
         Raises:
-            InvalidSpec: When it names a function that it may not choose.
+            InvalidSpec: When the loader names a function that it may not choose.
         """
 
 
@@ -75,7 +75,7 @@ class ConfiguredHost:
             return None
         if self._processes is None and spec.num_workers == 0:
             return InProcessPool(lambda: open_datasets(mine), self._limits)
-        limits = dataclasses.replace(self._limits, num_workers=max(1, spec.num_workers))
+        limits = dataclasses.replace(self._limits, num_workers=spec.shards)
         if self._processes is None:
             return ProcessPool(lambda: Template.spawn(mine), limits, spec)
         return ProcessPool(self._processes.split_template, limits, spec)
@@ -101,18 +101,21 @@ class ObjectHost:
         """Workers that see the objects as they are when the first client without a session comes."""
         return self._pool(self._datasets(), self._limits, None)
 
-    def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool:
+    def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
         """As many workers as the session asks for, else as many as the server was told."""
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):
-            function = None if name is None else local.borrowed(name)
+            # shared workers may have been forked before the function was lent
+            function = None if name is None or spec.session is None else local.borrowed(name)
             if name is not None and function is not None:
                 functions[name] = function
             elif name is not None and name not in functions:
                 raise InvalidSpec(
                     f"this server knows no function {name!r}: pass it to serve(), or from its own process"
                 )
+        if spec.session is None:
+            return None
         count = spec.num_workers or (
             self._limits.num_workers if info.kind == "map" else min(1, self._limits.num_workers)
         )

@@ -108,7 +108,7 @@ class Loading:
             padding, shard_state = 0, None
             if hosted.info.kind == "iterable":
                 shard = self._shard(hosted, task)
-                samples = shard.fetch(task.address.batch // max(1, task.spec.num_workers))
+                samples = shard.fetch(task.address.batch // task.spec.shards)
                 shard_state = shard.state()
             else:
                 indices, padding = self._indices(task)
@@ -146,7 +146,7 @@ class Loading:
             spec = task.spec
             saved = None
             if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
-                saved = spec.shard_states[task.address.batch % max(1, spec.num_workers)]
+                saved = spec.shard_states[task.address.batch % spec.shards]
             self._shards[run] = Shard(hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker, saved)
         return self._shards[run]
 

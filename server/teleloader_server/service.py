@@ -154,21 +154,14 @@ class LoaderService:
         return loader
 
     async def _engine_of(self, spec: LoaderSpec, info: DatasetInfo) -> Engine:
-        own = None if spec.session is None else self._host.own_pool(spec, info)
+        own = self._host.own_pool(spec, info)
         if own is None:
-            if spec.collate is not None and spec.collate not in info.functions:
-                raise InvalidSpec(f"dataset {info.name!r} allows no function {spec.collate!r}")
-            if spec.worker_init is not None:
-                raise InvalidSpec(
-                    f"worker_init {spec.worker_init!r} needs workers of the loader's own: name a session, or let the "
-                    "server's configuration say which function its shared workers call"
-                )
             return await self._shared_engine()
         if spec.key not in self._sessions:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
             # a client that asks for workers has them used as torch uses them; user code may count on it
-            in_turn = max(1, spec.num_workers) if info.kind == "iterable" else spec.num_workers
+            in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
             engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 
@@ -43,15 +44,21 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils import worker
 
-        class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]
-            """torch's record, which tells us when somebody looks at it."""
-
-            def __getattribute__(self, name: str) -> Any:
-                _note(name)
-                return super().__getattribute__(name)
-
-        worker._worker_info = NotedInfo(id=id_, num_workers=num_workers, seed=seed, dataset=dataset)
+        worker._worker_info = _noted_info()(id=id_, num_workers=num_workers, seed=seed, dataset=dataset)
     _asked = False
+
+
+@cache
+def _noted_info() -> Any:
+    """Torch's record, which tells us when somebody looks at it; made once torch is there."""
+    from torch.utils.data._utils import worker
+
+    class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            _note(name)
+            return super().__getattribute__(name)
+
+    return NotedInfo
 
 
 def was_asked() -> bool:

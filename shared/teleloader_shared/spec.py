@@ -95,7 +95,7 @@ class LoaderSpec:
         _whole("num_workers", self.num_workers, 0, MAX_OWN_WORKERS)
         _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
         if self.shard_states is not None:
-            object.__setattr__(self, "shard_states", _states(self.shard_states, max(1, self.num_workers)))
+            object.__setattr__(self, "shard_states", _states(self.shard_states, self.shards))
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
@@ -107,6 +107,11 @@ class LoaderSpec:
             raise InvalidSpec(
                 "an order of the client's own, workers of its own and in_process need a session, which was null"
             )
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards an iterable-style dataset is divided: without workers it is one pass."""
+        return max(1, self.num_workers)
 
     @classmethod
     def from_json(cls, fields: object) -> LoaderSpec:
