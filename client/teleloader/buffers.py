@@ -7,6 +7,7 @@ training loop keeps it.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -41,6 +42,10 @@ class BufferPool:
     def __init__(self, make: Callable[[int], Buffer] = allocate, free_bytes: int = FREE_BYTES) -> None:
         self._make = make
         self._free_bytes = free_bytes
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         """Iterators of one loader share its pool, and each has a thread."""
         self._free: deque[Buffer] = deque()
@@ -50,6 +55,8 @@ class BufferPool:
     def take(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes`, aligned to 64 bytes."""
         size = _rounded(nbytes)
+        if self._pid != os.getpid():
+            self._start()  # a forked copy: a thread that is not there may have held the lock
         with self._lock:
             self._collect()
             storage = self._find(size)

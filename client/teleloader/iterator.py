@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from teleloader.failures import exception_of
+from teleloader.inbox import Inbox, timed_out
 from teleloader.lengths import Lengths
-from teleloader.receiver import Receiver, timed_out
-from teleloader.remote import RemoteDataset
+from teleloader.receiver import Receiver
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
 from teleloader.state import Position
 from teleloader_shared.codec import Address, End, Failure, Frame
+from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -64,7 +65,6 @@ class Progress:
 class Pass:
     """All that a pass through an epoch is made of."""
 
-    dataset: RemoteDataset
     spec: LoaderSpec
     key: str
     """The spec's."""
@@ -74,12 +74,17 @@ class Pass:
     lists: IndexLists | None
     """For an order of the client's own."""
     timeout: float
-    ends_session: bool
-    """Whether the loader's own workers are not needed after this pass."""
+    stays: bool
+    """Whether the loader's own workers are kept when the epoch is over."""
     lengths: Lengths | None
     """For an iterable-style dataset."""
     convert: Callable[[Any], Any] | None
     """What is made of a batch in the training loop's own thread."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where its batches arrive."""
+        return self.receiver.inbox
 
     def feed(self) -> None:
         """Draw further index lists: not for each batch that the loop takes, but for some of them at once."""
@@ -96,10 +101,10 @@ class Pass:
                 frames[k] = index_frame(Address(key, epoch, k), indices)
             except TypeError as error:
                 lists.fail(k, error)
-        self.receiver.feed(frames)
+        self.inbox.feed(frames)
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
-            self.receiver.complete()
+            self.inbox.complete()
 
     def over(self) -> bool:
         """Whether the epoch's last batch was taken."""
@@ -117,6 +122,7 @@ class LoaderIterator:
         """With persistent workers: drawn once, as by torch."""
         self.session: str | None = None
         """With persistent workers: whose they are."""
+        self._pid = os.getpid()
         self._pass: Pass | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
@@ -134,36 +140,41 @@ class LoaderIterator:
         self._pass = pass_
         self._finalizer = weakref.finalize(self, _end, pass_, os.getpid())
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a forked process's copy, whose threads and connections are the parent's."""
+        return os.getpid() != self._pid
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        current = self._pass
+        current = self._current
         if current is None or current.progress.finished:
             raise StopIteration
         current.progress.is_unused = False
         while not self._is_there(current):
-            current.receiver.wait(current.timeout)
+            current.inbox.wait(current.timeout)
         if current.over():
             self._finish(current)
-        frame = current.receiver.take()
+        frame, server = current.inbox.take()
         current.progress.advance(frame, current.spec.shards)
         if not current.session.on_demand:
             current.feed()
         if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.address, current.dataset.url)
+            raise exception_of(frame.content, frame.address, server)
         if current.lengths is not None:
             current.lengths.yielded(frame.address.batch, frame.content)
         return frame.content if current.convert is None else current.convert(frame.content)
 
     async def __anext__(self) -> Any:
-        current = self._pass
+        current = self._current
         if current is not None and not current.progress.finished:
             current.progress.is_unused = False
             try:
                 async with asyncio.timeout(current.timeout or None):
                     while not self._is_there(current):
-                        await _arrival(current.receiver)
+                        await _arrival(current.inbox)
             except TimeoutError:
                 raise timed_out(current.timeout) from None
         try:
@@ -171,12 +182,21 @@ class LoaderIterator:
         except StopIteration:
             raise StopAsyncIteration from None
 
+    @property
+    def _current(self) -> Pass | None:
+        if self.is_copy:
+            raise TeleloaderError(
+                f"this iterator belongs to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
+                "iter(loader) makes another one here"
+            )
+        return self._pass
+
     def _is_there(self, current: Pass) -> bool:
         """Whether the next batch, an error in its place, or the epoch's end has come."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()
-        while (frame := current.receiver.head) is not None and isinstance(frame.content, End):
-            current.progress.advance(current.receiver.take(), current.spec.shards)
+        while (frame := current.inbox.head) is not None and isinstance(frame.content, End):
+            current.progress.advance(current.inbox.take()[0], current.spec.shards)
             if current.lengths is not None:
                 current.lengths.ended(frame.address.batch, frame.content)
         return frame is not None or current.over()
@@ -186,8 +206,7 @@ class LoaderIterator:
             error, current.lists.error = current.lists.error, None
             raise error
         current.progress.finished = True
-        current.receiver.close()
-        if current.ends_session and self._finalizer is not None:
+        if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.lengths is not None:
             current.lengths.finished()
@@ -213,16 +232,16 @@ class AsyncLoaderIterator:
         return await self._iterator.__anext__()
 
 
-async def _arrival(receiver: Receiver) -> None:
+async def _arrival(inbox: Inbox) -> None:
     """Wait without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
-    receiver.call_when_arrived(lambda: loop.call_soon_threadsafe(arrived.set))
+    inbox.call_when_arrived(lambda: loop.call_soon_threadsafe(arrived.set))
     try:
         await arrived.wait()
     finally:
-        receiver.call_when_arrived(None)
-    receiver.wait(0)  # raises what has come in place of a batch
+        inbox.call_when_arrived(None)
+    inbox.wait(0)  # raises what has come in place of a batch
 
 
 def _end(pass_: Pass, pid: int) -> None:
@@ -231,4 +250,4 @@ def _end(pass_: Pass, pid: int) -> None:
         return  # a forked copy: it is the parent's
     pass_.receiver.close()
     if pass_.spec.session is not None:
-        pass_.dataset.end_session(pass_.key)
+        pass_.receiver.end_session()

@@ -33,6 +33,7 @@ from teleloader.sampling import (
     torchs_collate,
 )
 from teleloader.session import Session
+from teleloader.source import Wanted
 from teleloader.state import Position
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -293,7 +294,7 @@ class DataLoader:
         if not self._keeps_workers:
             self._begin(iterator := LoaderIterator())
             return iterator
-        if self._iterator is None:
+        if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
         self._begin(self._iterator)
         return self._iterator
@@ -334,10 +335,10 @@ class DataLoader:
     def _pass(self, order: _Order, lists: IndexLists | None, session: str | None) -> Pass:
         """The pass that begins now."""
         spec = self._spec_of_pass(order, session)
-        registered = self._remote.register(spec)
+        server, registered = self._remote.register(spec)
         spec = replace(spec, fingerprint=registered.fingerprint)
         if registered.key != spec.key:
-            raise ProtocolError(f"{self._remote.url} calls the loader {registered.key!r}, and its key is {spec.key!r}")
+            raise ProtocolError(f"{self._remote!r} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
         begins = self._next if stop is None else replace(self._next, batch=min(self._next.batch, stop))
         progress = Progress(begins, longest, keeps_base_seed=self._keeps_workers)
@@ -349,19 +350,22 @@ class DataLoader:
             adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
             shards=spec.shards if order == "iterable" else 0,
             on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
+            # shards stand at a place in the stream: they are on one server at a time
+            servers=1 if order == "iterable" else len(self._remote.servers),
         )
-        receiver = Receiver(
-            dataset=self._remote,
+        wanted = Wanted(
             spec=spec,
+            key=registered.key,
             epoch=self._next.epoch,
-            session=asking,
             consumer=LoaderIterator.consumer_name(spec.rank),
             make_array=self._make_array,
             pool=self._pool,
             max_batch_bytes=self._max_batch_bytes,
+            reconnect_timeout=self._remote.reconnect_timeout,
         )
+        stays = spec.session is not None and self._keeps_workers
+        receiver = Receiver(self._remote, server, wanted, asking, stays=stays)
         return Pass(
-            dataset=self._remote,
             spec=spec,
             key=registered.key,
             progress=progress,
@@ -369,7 +373,7 @@ class DataLoader:
             receiver=receiver,
             lists=lists,
             timeout=self.timeout,
-            ends_session=not self._keeps_workers,
+            stays=stays,
             lengths=self._lengths() if order == "iterable" else None,
             convert=to_jax if self._output == "jax" else None,
         )

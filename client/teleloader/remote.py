@@ -1,86 +1,81 @@
-"""`RemoteDataset`: a dataset that a loader server hosts; and the control plane to that server."""
+"""`RemoteDataset`: a dataset that loader servers host."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import operator
-import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, SupportsIndex, TypeVar
-from urllib.parse import quote
 
-import httpx
 import numpy as np
 
 from teleloader.backoff import Backoff
-from teleloader.failures import exception_of, known_error
+from teleloader.control import Server
+from teleloader.failures import exception_of
 from teleloader.output import array_maker, choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, Failure, Frame
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, UnknownDataset, VersionMismatch
-from teleloader_shared.messages import (
-    DATASETS_PATH,
-    FRAME_MEDIA_TYPE,
-    LOADERS_PATH,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    DatasetInfo,
-    Registration,
-    batches_path,
-    loader_path,
-)
+from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
+from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.spec import LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
-"""Seconds for which a server that does not answer is tried again."""
-REQUEST_TIMEOUT: Final = 10.0
-END_TIMEOUT: Final = 2.0
-"""Seconds that an iterator which is dropped waits for the server to take note."""
+DEFAULT_STALL_TIMEOUT: Final = 10.0
 
 logger = logging.getLogger("teleloader")
 
-_Record = TypeVar("_Record", DatasetInfo, Registration)
+_Result = TypeVar("_Result")
 
 
 class RemoteDataset:
-    """A dataset on a loader server.
+    """A dataset on a loader server, or on several that host the same.
+
+    With several, consecutive batches are spread over them, faster ones make more, and what one does not send in time is
+    asked of another. One that fails is left, and tried again now and then for as long as another one is there. (The
+    shards of an iterable-style dataset are on one server at a time.)
 
     Args:
-        url: Where the server is, e.g. ``"http://cpu-box:8000"``.
+        url: Where the server is, e.g. ``"http://cpu-box:8000"``, or a list of such.
         name: The dataset's name there; None takes the only one that is hosted.
-        reconnect_timeout: Seconds for which a server that does not answer is tried again, now and later.
+        reconnect_timeout: Seconds for which servers are tried again when none answers, now and later.
+        stall_timeout: Seconds without a byte after which a server counts as gone, unless it answers when it is asked
+            whether it is there: a batch may take as long as it takes.
 
     Raises:
-        ServerUnavailable: When the server did not answer for so long.
-        UnknownDataset: When it hosts no dataset of that name.
+        ServerUnavailable: When no server answered for so long.
+        UnknownDataset: When a server hosts no dataset of that name.
+        DatasetChanged: When the servers do not host the same.
         ValueError: When `url` is no HTTP URL.
     """
 
     def __init__(
-        self, url: str, name: str | None = None, *, reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT
+        self,
+        url: str | Sequence[str],
+        name: str | None = None,
+        *,
+        reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
+        stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
-        self.url = url.rstrip("/")
+        urls = [url] if isinstance(url, str) else list(dict.fromkeys(url))
+        if not urls:
+            raise ValueError("RemoteDataset needs the URL of at least one server, was given an empty list")
+        if not stall_timeout > 0:
+            raise ValueError(f"stall_timeout must be greater than 0 seconds, was {stall_timeout!r}")
+        self.servers = tuple(Server(url, stall_timeout) for url in urls)
         self.reconnect_timeout = reconnect_timeout
-        hosted = {info.name: info for info in self._datasets()}
-        if name is None and len(hosted) == 1:
-            name = next(iter(hosted))
-        if name not in hosted:
-            known = ", ".join(repr(known) for known in hosted)
-            raise UnknownDataset(f"{self.url} hosts {known}, and {name!r} was asked for")
-        self._info = hosted[name]
+        self._info = self._persistently(lambda: self._found(name))
+
+    @property
+    def url(self) -> str:
+        """The server's URL; of several, the first one's."""
+        return self.servers[0].url
 
     @property
     def info(self) -> DatasetInfo:
         """What the server says of the dataset: when it was connected to, or now for an object of this process."""
         if local.is_served_here(self.url):
-            path = f"{DATASETS_PATH}/{quote(self._info.name, safe='')}"
-            self._info = _record(DatasetInfo, self._persistently(lambda: self._request("GET", path)))
+            self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
 
     @property
@@ -135,64 +130,74 @@ class RemoteDataset:
         Raises:
             BatchOutOfRange: When the epoch has no such batch.
         """
-        key = self.register(spec).key
+        number, registered = self.register(spec)
+        server, key = self.servers[number], registered.key
         try:
-            if indices is None:
-                raw = self._request("GET", f"{batches_path(key, epoch)}/{k}", timeout=None)
-            else:
-                listed = codec.to_bytes(Address(key, epoch, k), indices)
-                raw = self._request("POST", f"{batches_path(key, epoch)}?start={k}", timeout=None, content=listed)
+            raw = server.batch(
+                key, epoch, k, None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
+            )
         finally:
             if spec.session is not None:
-                self.end_session(key)
+                server.end_session(key)
         return codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
 
     def __repr__(self) -> str:
-        return f"RemoteDataset({self.url!r}, {self.name!r})"
+        where = [server.url for server in self.servers]
+        return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
 
-    def register(self, spec: LoaderSpec, *, wait: bool = True) -> Registration:
-        """Make a loader known to the server, however often.
+    def register(self, spec: LoaderSpec) -> tuple[int, Registration]:
+        """Make a loader known to the first server that answers.
 
-        Args:
-            spec: The loader.
-            wait: Whether to try a server that does not answer again for `reconnect_timeout`.
+        Returns:
+            The server's number, and its answer.
 
         Raises:
-            ServerUnavailable: When the server does not answer.
-            DatasetChanged: When it hosts other data now than `spec` was made for.
-            VersionMismatch: When it speaks another version of the protocol.
+            ServerUnavailable: When none answers.
+            DatasetChanged: When other data are hosted now than `spec` was made for.
+            VersionMismatch: When another version of the protocol is spoken.
         """
+        return self._persistently(lambda: self._register(spec))
 
-        def request() -> Any:
-            return self._request("POST", LOADERS_PATH, json=spec.to_json())
+    def _register(self, spec: LoaderSpec) -> tuple[int, Registration]:
+        errors: list[TeleloaderError] = []
+        count = len(self.servers)
+        for i in range(count):
+            number = (spec.rank + i) % count  # not the shards of all ranks on the same server
+            try:
+                return number, self.servers[number].register(spec)
+            except TeleloaderError as error:
+                errors.append(error)
+        raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
-        answer = self._persistently(request) if wait else request()
-        registered = _record(Registration, answer)
-        if registered.protocol != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"{self.url} speaks protocol version {registered.protocol} and this client {PROTOCOL_VERSION}: install "
-                "the same release of teleloader on both sides"
+    def _found(self, name: str | None) -> DatasetInfo:
+        """The dataset, as all servers that answer have it."""
+        hosted: list[tuple[Server, DatasetInfo]] = []
+        missing: list[ServerUnavailable] = []
+        for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
+            if isinstance(answer, ServerUnavailable):
+                missing.append(answer)
+                continue
+            found = {info.name: info for info in answer}
+            wanted = next(iter(found)) if name is None and len(found) == 1 else name
+            if wanted not in found:
+                known = ", ".join(repr(known) for known in found)
+                raise UnknownDataset(f"{server.url} hosts {known}, and {wanted!r} was asked for")
+            hosted.append((server, found[wanted]))
+        if not hosted:
+            raise missing[0]
+        for error in missing:
+            logger.warning("%s; going on without it until it does", error)
+        if len({info.fingerprint for _, info in hosted}) > 1:
+            each = "; ".join(
+                f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
+                f"{info.fingerprint}"
+                for server, info in hosted
             )
-        return registered
+            raise DatasetChanged(f"the servers do not host the same: {each}. Update them all, or leave some out")
+        return hosted[0][1]
 
-    def end_session(self, key: str) -> None:
-        """Tell the server that a loader's own workers are not needed any more; it would find out by itself, later."""
-        if local.is_server_thread():
-            threading.Thread(target=self._end_session, args=(key,), daemon=True).start()
-        else:
-            self._end_session(key)
-
-    def _end_session(self, key: str) -> None:
-        with suppress(TeleloaderError):
-            self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
-
-    def _datasets(self) -> list[DatasetInfo]:
-        """What the server hosts; waits for one that is only being started."""
-        return [
-            _record(DatasetInfo, found) for found in self._persistently(lambda: self._request("GET", DATASETS_PATH))
-        ]
-
-    def _persistently(self, request: Callable[[], Any]) -> Any:
+    def _persistently(self, request: Callable[[], _Result]) -> _Result:
+        """The result of a request; waits for a server that is only being started."""
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:
@@ -206,48 +211,17 @@ class RemoteDataset:
                         "the address right?"
                     ) from None
 
-    def _request(self, method: str, path: str, timeout: float | None = REQUEST_TIMEOUT, **options: Any) -> Any:
-        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
-        try:
-            # a client for each of these few requests: no socket is left open between them. What the environment says
-            # of proxies is ignored, because the batches themselves do not go through one either
-            with httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client:
-                answer = client.request(method, self.url + path, headers=headers, timeout=timeout, **options)
-        except httpx.TransportError as error:
-            raise ServerUnavailable(
-                f"no loader server answers at {self.url}: {error or type(error).__name__}"
-            ) from None
-        if answer.status_code == httpx.codes.NO_CONTENT:
-            return None
-        if answer.status_code != httpx.codes.OK:
-            raise error_of(answer.status_code, answer.content, str(answer.url))
-        if answer.headers.get("content-type") == FRAME_MEDIA_TYPE:
-            return answer.content
-        try:
-            return answer.json()
-        except ValueError:
-            raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
 
-
-def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
-    """The error that an answer other than 200 stands for."""
-    problem = _problem_of(body)
-    detail = problem.get("detail", body[:200].decode(errors="replace"))
-    return known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
-
-
-def _problem_of(body: bytes) -> dict[str, str]:
-    """The fields of a problem+json body, {} when it is none."""
+def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable:
     try:
-        content = json.loads(body)
-    except ValueError:
-        return {}
-    return {key: str(value) for key, value in content.items()} if isinstance(content, dict) else {}
+        return server.datasets()
+    except ServerUnavailable as error:
+        return error
 
 
-def _record(kind: type[_Record], fields: Any) -> _Record:
-    """A record from JSON; fields that a newer server adds are ignored."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    if not isinstance(fields, dict) or not set(names) <= set(fields):
-        raise ProtocolError(f"the server's answer lacks some of {', '.join(names)}: is it a loader server?")
-    return kind(**{name: fields[name] for name in names})
+def _concurrently(ask: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:
+    """What each server answers: one that is silent shall not hold up the others."""
+    if len(servers) == 1:
+        return [ask(servers[0])]
+    with ThreadPoolExecutor(len(servers)) as executor:
+        return list(executor.map(ask, servers))

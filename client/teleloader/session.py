@@ -1,12 +1,19 @@
-"""What to ask for next, and how far ahead: the client's side of one epoch, without I/O, threads or a clock of its own.
+"""What to ask which server for next, and how far ahead: the client's side of one epoch, without I/O or threads.
 
 Batches are asked for in ranges. Large batches are asked for one by one; many small ones travel in one answer, or the
 cost of each answer would be most of the time.
+
+Where several servers host the dataset, whichever has answered is asked for the next range, so a fast one makes more of
+the batches. Order is kept, so the loop waits for the slowest answer: when the one that holds it up is out for longer
+than most have been, a server that has nothing else to do is asked for the same (a *hedged* ask), and the first answer
+counts. A server whose answers come too late in this way is left for a while.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from teleloader_shared.messages import READY_BYTES
@@ -17,6 +24,17 @@ COVERED_BYTES: Final = 128 * 2**20
 """Fetching ahead for `COVERED_SECONDS` does not go beyond so many bytes."""
 MAX_WINDOW: Final = 2048
 
+HEDGE_QUANTILE: Final = 0.95
+"""A hedged ask goes out when the answer takes longer than this share of the recent ones took."""
+HEDGE_LEAST: Final = 0.05
+"""Seconds before which no ask is hedged, and how often a server that has nothing to do looks for one to hedge."""
+HEDGE_UNKNOWN: Final = 1.0
+"""Seconds before which no ask is hedged while it is not known how long answers take."""
+RECENT_ANSWERS: Final = 64
+FIRST_REST: Final = 1.0
+"""Seconds for which a server is left whose answer came too late; doubled each time in a row."""
+LAST_REST: Final = 30.0
+
 
 class Range(NamedTuple):
     """Batches [start, stop) to ask for, and how many will be wanted after them."""
@@ -26,18 +44,42 @@ class Range(NamedTuple):
     ahead: int
 
 
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """Batches [start, stop) that a server was asked for and has not answered."""
+
+    start: int
+    stop: int
+    ahead: int
+    since: float
+    hedged: bool = False
+    """Whether another server was asked for the same since."""
+    is_hedge: bool = False
+
+
+@dataclass(slots=True)
+class _Server:
+    num_workers: int
+    asks: deque[_Ask] = field(default_factory=deque)
+    """In the order in which they are answered."""
+    is_lost: bool = False
+    rest: float = 0.0
+    rests_until: float = -math.inf
+
+
 class Session:
     """The state of one pass through [start, stop) of an epoch.
 
     Args:
         start: The first batch that is wanted.
         stop: The end of the epoch, or as far as it is known: `extend` and `shard_ended` move it.
-        prefetch_factor: Batches to hold ready for each of the server's workers.
-        num_workers: The server's workers; each is given one batch more to make ahead.
+        prefetch_factor: Batches to hold ready for each of the servers' workers.
+        num_workers: The workers of each server, as far as it is known: `joined` tells more.
         adaptive: Whether to fetch further ahead for a fast loop, and have the server work ahead of that.
         shards: From how many shards of an iterable-style dataset the batches come in turn; 0 for a map-style one.
         on_demand: Whether to ask for a batch only while the loop waits for it: loading is then never at the same time
             as training, as with torch's ``num_workers=0``.
+        servers: How many servers there are to ask; they are numbered from 0.
     """
 
     def __init__(
@@ -50,6 +92,7 @@ class Session:
         adaptive: bool = True,
         shards: int = 0,
         on_demand: bool = False,
+        servers: int = 1,
     ) -> None:
         self.taken = start
         """The next batch that the loop will take."""
@@ -60,23 +103,36 @@ class Session:
         """Whether the loop waits for a batch."""
         self.on_demand = on_demand
         self._asked = start
-        self._num_workers = num_workers
+        """Nothing from here on was ever asked for."""
+        self._again: list[Range] = []
+        """What was asked of servers that were lost, in order."""
+        self._beyond: set[int] = set()
+        """What has arrived of the batches after `received`."""
+        self._servers = [_Server(num_workers) for _ in range(servers)]
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
         self._shards_left = set(range(shards))
         self._shards = shards
         self._frame_bytes = 0.0
+        self._latencies: deque[float] = deque(maxlen=RECENT_ANSWERS)
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
 
+    # -- what there is to ask for
+
     @property
     def connections(self) -> int:
-        """On how many connections to ask at once.
+        """On how many connections to ask a server at once.
 
         While one answer is being received, the next one is already asked for on another connection. But two requests
         may overtake each other, and a shard that has given a batch cannot give one that comes before it.
         """
         return 1 if self._shards else 2
+
+    @property
+    def shared(self) -> bool:
+        """Whether the batches are spread over several servers."""
+        return len(self._servers) > 1
 
     @property
     def finished(self) -> bool:
@@ -88,7 +144,7 @@ class Session:
         """How many batches may be asked for beyond those that the loop took."""
         if self.on_demand:
             return 1
-        least = self._prefetch_factor * max(1, self._num_workers)
+        least = self._prefetch_factor * sum(max(1, server.num_workers) for server in self._servers)
         if not self.adaptive:
             return least
         covered = self._pace * COVERED_SECONDS
@@ -104,23 +160,109 @@ class Session:
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
 
-    def next_range(self) -> Range | None:
-        """What to ask for now; None when enough is on its way."""
-        if not self.has_room:
+    def has_work(self, server: int, now: float) -> bool:
+        """Whether `next_range` has something to ask the server for."""
+        if self._again:
+            return True
+        if self._rests(server, now):
+            return False
+        return self.has_room or self._to_hedge(server, now) is not None
+
+    def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
+        """What to ask a server for now; None when enough is on its way."""
+        while self._again:
+            lost = self._again.pop(0)
+            if (wanted := self._missing(lost)) is not None:
+                return self._ask(server, wanted, now)
+        if self._rests(server, now):
             return None
+        if self.has_room:
+            return self._ask(server, self._further(server), now)
+        late = self._to_hedge(server, now)
+        if late is None:
+            return None
+        late.hedged = True
+        self._servers[server].asks.append(_Ask(late.start, late.stop, 0, now, hedged=True, is_hedge=True))
+        return Range(late.start, late.stop, 0)
+
+    def _ask(self, server: int, wanted: Range, now: float) -> Range:
+        self._servers[server].asks.append(_Ask(*wanted, now))
+        return wanted
+
+    def _further(self, server: int) -> Range:
+        """The next batches that nobody was asked for."""
         start = self._asked
         together = max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
+        if self.shared:
+            # what follows may be another server's: this one's workers know of no more than what it is asked for; and
+            # the others shall have their share of the window
+            share = math.ceil(self.window / (self.connections * len(self._servers)))
+            together = max(self._servers[server].num_workers, min(together, share))
         self._asked = min(self.stop, self.taken + self.window, start + together)
         return Range(start, self._asked, min(self._ahead, self.stop - self._asked))
 
     @property
     def _ahead(self) -> int:
         """How many batches the server shall make beyond those that are asked for."""
-        if self.on_demand:
+        if self.on_demand or self.shared:
             return 0
         if self._shards:  # shards make them in turn, so they are asked for one range after another
             return max(0, self.taken + self.window - self._asked)
-        return max(1, self._num_workers) if self.adaptive else 0
+        return max(1, self._servers[0].num_workers) if self.adaptive else 0
+
+    def _missing(self, wanted: Range) -> Range | None:
+        """What is left of a range without the batches at its beginning that are there, or are not wanted any more."""
+        start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
+        while start in self._beyond:
+            start += 1
+        return wanted._replace(start=start, stop=stop) if start < stop else None
+
+    # -- several servers
+
+    def _is_out(self, wanted: Range) -> bool:
+        """Whether some server is asked for all of it."""
+        asks = (ask for server in self._servers for ask in server.asks)
+        return any(ask.start <= wanted.start and wanted.stop <= ask.stop for ask in asks)
+
+    def _to_hedge(self, server: int, now: float) -> _Ask | None:
+        """The ask of another server that holds the loop up, if that has gone on for too long."""
+        if not self.shared:
+            return None
+        for other in self._servers:
+            for ask in other.asks:
+                if ask.start <= self.received < ask.stop:
+                    late = not ask.hedged and now - ask.since >= self._patience
+                    return ask if late and other is not self._servers[server] else None
+        return None
+
+    @property
+    def _patience(self) -> float:
+        """Seconds after which an ask is hedged."""
+        if len(self._latencies) < RECENT_ANSWERS // 4:
+            return HEDGE_UNKNOWN
+        return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
+
+    def _rests(self, server: int, now: float) -> bool:
+        """Whether to leave a server that was too slow, while there is another one."""
+        return now < self._servers[server].rests_until and any(
+            not other.is_lost and now >= other.rests_until for other in self._servers
+        )
+
+    # -- what happened
+
+    def joined(self, server: int, num_workers: int) -> None:
+        """A server has told how many workers it has."""
+        self._servers[server].num_workers = num_workers
+
+    def lost(self, server: int) -> None:
+        """The connection to a server broke: what it has not answered must be asked for again, here or elsewhere."""
+        gone = self._servers[server]
+        gone.is_lost = True
+        asks = list(gone.asks)
+        gone.asks.clear()
+        lost = [self._missing(Range(ask.start, ask.stop, ask.ahead)) for ask in asks]
+        self._again += [wanted for wanted in lost if wanted is not None and not self._is_out(wanted)]
+        self._again.sort()
 
     def extend(self, stop: int) -> None:
         """More batches are known to be wanted."""
@@ -133,11 +275,39 @@ class Session:
             if not self._shards_left:
                 self.stop = k + 1
 
-    def arrived(self, count: int, nbytes: int) -> None:
-        """The next `count` batches arrived, `nbytes` together."""
-        self.received += count
+    def is_missing(self, k: int) -> bool:
+        """Whether batch k has not arrived."""
+        return k >= self.received and k not in self._beyond
+
+    def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
+        """The first `count` batches of what the server was asked for first arrived, `nbytes` together.
+
+        Returns:
+            What is left of the range: to be asked for again, on the same connection and before anything else.
+        """
+        answering = self._servers[server]
+        ask = answering.asks[0]
+        numbers = range(ask.start, ask.start + count)
+        is_new = any(map(self.is_missing, numbers))
+        self._beyond.update(filter(self.is_missing, numbers))
+        while self.received in self._beyond:
+            self._beyond.remove(self.received)
+            self.received += 1
         mean = nbytes / count
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean
+        self._latencies.append(now - ask.since)
+        answering.is_lost = False
+        if is_new:
+            answering.rest = 0.0
+        elif not ask.is_hedge:
+            answering.rest = min(LAST_REST, max(FIRST_REST, 2 * answering.rest))
+            answering.rests_until = now + answering.rest
+        rest = self._missing(Range(ask.start + count, ask.stop, ask.ahead))
+        if rest is None:
+            answering.asks.popleft()
+        else:
+            ask.start, ask.stop, ask.since = rest.start, rest.stop, now
+        return rest
 
     def paced(self, now: float) -> None:
         """Measure the loop's pace; to be called whenever batches arrive."""
@@ -148,7 +318,3 @@ class Session:
         if now - then >= 0.02:
             self._pace = max((self.taken - taken) / (now - then), 0.7 * self._pace)
             self._pace_mark = (now, self.taken)
-
-    def rewind(self) -> None:
-        """The connection broke: what has not arrived must be asked for again."""
-        self._asked = self.received

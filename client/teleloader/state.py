@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
+from types import UnionType
 from typing import Any, Final
 
 from teleloader_shared.errors import StateMismatch
@@ -51,24 +53,35 @@ def load(state: object, identity: Mapping[str, Any], global_batch_size: int | No
         StateMismatch: When it is the state of something else, or stands within a global batch of this loader.
     """
     if not isinstance(state, dict) or "epoch" not in state:
-        raise StateMismatch(f"a state is what state_dict() of a loader returned, was {state!r:.200}")
+        raise StateMismatch(f"a state is what state_dict() of a loader returned, was {short(state)}")
     for name, value in {"version": STATE_VERSION, **identity}.items():
         if state.get(name) != value:
             raise StateMismatch(
-                f"the state was saved with {name} = {state.get(name)!r}, and this loader has {value!r}: "
+                f"the state was saved with {name} = {short(state.get(name))}, and this loader has {value!r}: "
                 "resume with the loader's old arguments and data, or begin a new run"
             )
     place = "batch" if global_batch_size is None else "samples"
     epoch, at = state["epoch"], state.get(place)
     if not isinstance(epoch, int) or not isinstance(at, int) or epoch < 0 or at < 0:
-        raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {epoch!r} and {at!r}")
+        raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {short(epoch)} and {short(at)}")
     batch, rest = divmod(at, global_batch_size or 1)
     if rest:
         raise StateMismatch(
             f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
             f"world_size = {global_batch_size}: choose them so that they divide it"
         )
-    shard_states = state.get("shard_states")
+    shard_states = _optional(state, "shard_states", list | tuple)
     return Position(
-        epoch, batch, state.get("random"), state.get("base_seed"), None if shard_states is None else tuple(shard_states)
+        epoch,
+        batch,
+        _optional(state, "random", dict),
+        _optional(state, "base_seed", int),
+        None if shard_states is None else tuple(shard_states),
     )
+
+
+def _optional(state: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:
+    value = state.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise StateMismatch(f"a state's {name} is nothing that state_dict() of a loader returns, was {short(value)}")
+    return value

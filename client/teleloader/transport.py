@@ -7,29 +7,40 @@ while here the kernel writes to the buffer in which the batch will stay.
 from __future__ import annotations
 
 import http.client
+import os
+import select
 import socket
 import ssl
 from typing import Final
 from urllib.parse import urlencode, urlsplit
 
 from teleloader.buffers import Buffer, BufferPool
-from teleloader.remote import error_of
+from teleloader.control import Server, error_of
 from teleloader.session import Range
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, WorkerDied
 from teleloader_shared.messages import CONSUMER_HEADER
 
-CONNECT_TIMEOUT: Final = 10.0
 KEEPALIVE_IDLE: Final = 5
 """Seconds of silence after which the kernel asks the other machine whether it is still there."""
 KEEPALIVE_TRIES: Final = 3
 MAX_PROBLEM_BYTES: Final = 64 * 1024
+SILENT_TIMEOUTS: Final = 6
+"""After so many times the server's `timeout` a silent connection is given up though the server is there: something
+between may have forgotten it."""
+
+_open: set[BatchConnection] = set()
+"""All connections of this process."""
+
+
+class SilentConnection(OSError):
+    """Nothing came for long, and the server is there: ask again on another connection."""
 
 
 class BatchConnection:
     """A connection to a server.
 
     Args:
-        url: The server's URL.
+        server: Where to.
         path: Path of the epoch's batches.
         consumer: What the server calls this iterator.
 
@@ -37,20 +48,23 @@ class BatchConnection:
         OSError: When the server cannot be reached.
     """
 
-    def __init__(self, url: str, path: str, consumer: str) -> None:
-        parts = urlsplit(url)
+    def __init__(self, server: Server, path: str, consumer: str) -> None:
+        parts = urlsplit(server.url)
+        self._server = server
         self._path = parts.path + path
         self._headers = {CONSUMER_HEADER: consumer}
         if parts.scheme == "https":
             self._http: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.netloc, timeout=CONNECT_TIMEOUT, context=ssl.create_default_context()
+                parts.netloc, timeout=server.timeout, context=ssl.create_default_context()
             )
         else:
-            self._http = http.client.HTTPConnection(parts.netloc, timeout=CONNECT_TIMEOUT)
+            self._http = http.client.HTTPConnection(parts.netloc, timeout=server.timeout)
         self._http.connect()
+        self._http.auto_open = 0  # a connection that broke is not made anew behind our back
         self._socket: socket.socket = self._http.sock
-        # A batch may take as long as it takes: that the server is there at all is asked by the kernel.
-        self._socket.settimeout(None)
+        self._arrival = select.poll()
+        self._arrival.register(self._socket, select.POLLIN)
+        _open.add(self)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             ("TCP_KEEPIDLE", KEEPALIVE_IDLE),
@@ -61,6 +75,11 @@ class BatchConnection:
         ):
             if hasattr(socket, option):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
+        return self._http.sock is not None and not self._arrival.poll(0)
 
     def ask(self, wanted: Range, indices: bytes | None = None) -> None:
         """Send the request for a range; `receive` takes the answer.
@@ -83,9 +102,12 @@ class BatchConnection:
 
         Raises:
             OSError: When the connection broke.
+            SilentConnection: When nothing comes for long from a server that is there.
+            ServerUnavailable: When nothing comes, and the server does not answer otherwise either.
             http.client.HTTPException: When the answer is cut off or no HTTP.
             TeleloaderError: When the server refused.
         """
+        self._await_answer()
         answer = self._http.getresponse()
         if answer.status != http.client.OK:
             body = answer.read(MAX_PROBLEM_BYTES)
@@ -109,6 +131,15 @@ class BatchConnection:
         answer.close()
         return buffer
 
+    def _await_answer(self) -> None:
+        """A batch may take as long as it takes; that the server is there can be seen by asking something else."""
+        for _ in range(2 * SILENT_TIMEOUTS):
+            if self._arrival.poll(1000 * self._server.timeout / 2):
+                return
+            if not self._server.is_alive():
+                raise ServerUnavailable(f"{self._server.url} has sent nothing for {self._server.timeout:g} s")
+        raise SilentConnection
+
     def shut_down(self) -> None:
         """Break the connection, from any thread: whoever is waiting in it wakes with an error."""
         try:
@@ -118,4 +149,18 @@ class BatchConnection:
 
     def close(self) -> None:
         """Close the connection."""
+        _open.discard(self)
         self._http.close()
+
+    def close_copy(self) -> None:
+        """In a forked process: close its copy, which would keep the connection open after its owner's end."""
+        os.close(self._socket.detach())
+
+
+def _close_copies() -> None:
+    for connection in list(_open):
+        connection.close_copy()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_copies)

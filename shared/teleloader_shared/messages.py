@@ -19,6 +19,7 @@ READY_BYTES: Final = 2**20
 
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
+HEALTH_PATH: Final = "/healthz"
 
 
 def batches_path(key: str, epoch: int) -> str:
@@ -27,7 +28,7 @@ def batches_path(key: str, epoch: int) -> str:
 
 
 def loader_path(key: str) -> str:
-    """Where a loader is; ``DELETE`` ends its session."""
+    """Where a loader is; ``GET`` keeps its session, ``DELETE`` ends it."""
     return f"{LOADERS_PATH}/{key}"
 
 

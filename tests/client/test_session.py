@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader.session import COVERED_BYTES, MAX_WINDOW, Range, Session
+from teleloader.session import COVERED_BYTES, FIRST_REST, HEDGE_LEAST, HEDGE_UNKNOWN, MAX_WINDOW, Range, Session
 from teleloader_shared.messages import READY_BYTES
 
 FOR_EVER = 2**62
@@ -28,7 +28,8 @@ def spans(session: Session) -> list[tuple[int, int]]:
 
 
 def fast_loop(session: Session) -> None:
-    """Small batches arrive, and the loop takes 2,000 of them a second."""
+    """A small batch arrives, and the loop takes 2,000 of them a second."""
+    session.next_range()
     session.arrived(1, 4096)
     session.paced(0.0)
     session.taken = 200
@@ -65,10 +66,11 @@ def test_large_batches_travel_alone() -> None:
 def test_after_a_break_what_has_not_arrived_is_asked_for_again() -> None:
     """And nothing that has."""
     session = Session(0, 100, prefetch_factor=5)
-    ranges(session)
-    session.arrived(2, 2000)
-    session.rewind()
-    assert ranges(session)[0].start == 2
+    before = spans(session)
+    session.arrived(1, 2000)
+    session.arrived(1, 2000)
+    session.lost(0)
+    assert spans(session) == before[2:]
 
 
 # --- How far ahead ------------------------------------------------------------------------------------------------
@@ -95,6 +97,7 @@ def test_a_fast_loop_is_given_more() -> None:
 def test_a_fast_loop_of_large_batches_is_not_given_all_memory() -> None:
     """The window covers so many bytes at most."""
     session = Session(0, 10**6, prefetch_factor=2)
+    session.next_range()
     session.arrived(1, COVERED_BYTES // 3)
     session.paced(0.0)
     session.taken = 1000
@@ -108,9 +111,7 @@ def test_what_may_look_at_the_training_is_not_fetched_further_ahead() -> None:
     assert ranges(session) == [Range(k, k + 1, 0) for k in range(6)]
     fast_loop(session)
     assert session.window == 6
-    session.received = 200
-    session.rewind()
-    assert ranges(session) == [Range(200, 206, 0)]
+    assert [wanted.ahead for wanted in ranges(session)] == [0]
 
 
 def test_on_demand_a_batch_is_asked_for_only_while_the_loop_waits() -> None:
@@ -135,6 +136,125 @@ def test_shards_are_asked_one_range_after_another() -> None:
     assert Session(0, 9, prefetch_factor=2, num_workers=3).connections == 2
 
 
+# --- Several servers ----------------------------------------------------------------------------------------------
+
+
+def answer(session: Session, server: int, now: float, *, times: int = 1) -> None:
+    """The server is asked, and answers after 10 ms."""
+    for i in range(times):
+        wanted = session.next_range(server, now + i)
+        assert wanted is not None
+        session.arrived(wanted.stop - wanted.start, READY_BYTES, server, now + i + 0.01)
+        session.taken = session.received
+
+
+def of_two(num_workers: int = 3) -> Session:
+    """A pass over two servers, of which it is known that they answer within 10 ms."""
+    session = Session(0, 1000, prefetch_factor=2, num_workers=num_workers, servers=2)
+    answer(session, 0, 0.0, times=20)
+    return session
+
+
+def test_consecutive_ranges_go_to_whichever_server_asks() -> None:
+    """Each is given as many batches as it has workers; none is made ahead, for it may be another server's."""
+    session = Session(0, 1000, prefetch_factor=2, num_workers=3, servers=2)
+    session.joined(1, 2)
+    assert [session.next_range(server) for server in (0, 1, 1, 0)] == [(0, 3, 0), (3, 5, 0), (5, 7, 0), (7, 10, 0)]
+    assert session.window == 10
+
+
+def test_what_a_lost_server_was_asked_for_is_asked_of_another() -> None:
+    """Before anything else, and without what has arrived of it."""
+    session = of_two()
+    at = session.taken
+    session.next_range(0, 30.0)
+    session.next_range(1, 30.0)
+    session.arrived(1, READY_BYTES, 0, 30.01)
+    session.lost(0)
+    assert session.next_range(1, 30.02) == (at + 1, at + 3, 0)
+    assert session.next_range(1, 30.02) == (at + 6, at + 9, 0)
+
+
+def test_an_ask_that_holds_the_loop_up_is_hedged() -> None:
+    """Once it takes longer than most, of a server that has nothing else to do; the first answer counts."""
+    session = of_two()
+    at = session.taken
+    held = session.next_range(0, 30.0)
+    assert held is not None
+    while session.next_range(1, 30.0) is not None:
+        session.arrived(3, READY_BYTES, 1, 30.01)
+    assert session.next_range(1, 30.0 + 0.9 * HEDGE_LEAST) is None
+    assert not session.has_work(1, 30.0 + 0.9 * HEDGE_LEAST)
+    late = 30.0 + 1.1 * HEDGE_LEAST
+    assert not session.has_work(0, late), "the one that is late is not asked twice"
+    assert session.has_work(1, late)
+    assert session.next_range(1, late) == held
+    assert session.next_range(1, late) is None
+    session.arrived(3, READY_BYTES, 1, late)
+    assert session.received > at
+    assert not session.is_missing(at)
+    before = session.received
+    assert session.arrived(1, READY_BYTES, 0, late) is None, "nothing is left to ask of it"
+    assert session.received == before
+
+
+def test_an_ask_that_holds_nobody_up_is_not_hedged() -> None:
+    """The next batch of the loop is what counts."""
+    session = of_two()
+    session.next_range(1, 30.0)
+    session.next_range(0, 30.0)
+    session.arrived(3, READY_BYTES, 1, 30.01)
+    session.taken = session.received - 1
+    while session.next_range(1, 30.02) is not None:
+        session.arrived(3, READY_BYTES, 1, 30.02)
+    late = session.next_range(1, 40.0)
+    assert late is not None, "now it does: what the other one was asked for comes next"
+    assert late.start == session.received
+
+
+def test_until_it_is_known_how_long_answers_take_an_ask_is_hedged_late() -> None:
+    """The first answers of a server that has only started take long."""
+    session = Session(0, 100, prefetch_factor=1, num_workers=1, servers=2)
+    session.next_range(0, 0.0)
+    session.next_range(1, 0.0)
+    session.arrived(1, READY_BYTES, 1, 0.1)
+    assert session.next_range(1, 0.9 * HEDGE_UNKNOWN) is None
+    assert session.next_range(1, HEDGE_UNKNOWN) == (0, 1, 0)
+
+
+def be_late(session: Session, now: float) -> float:
+    """Server 0 answers when server 1 has answered the same already; when that is."""
+    session.next_range(0, now)
+    while session.next_range(1, now) is not None:
+        session.arrived(3, READY_BYTES, 1, now)
+    now += 1.0
+    session.next_range(1, now)
+    session.arrived(3, READY_BYTES, 1, now)
+    session.taken = session.received
+    session.arrived(3, READY_BYTES, 0, now)
+    return now
+
+
+def test_a_server_that_is_too_slow_is_not_left_when_it_is_the_only_one() -> None:
+    """Slow is better than nothing."""
+    session = of_two()
+    now = be_late(session, 30.0)
+    assert session.next_range(0, now) is None
+    session.lost(1)
+    assert session.next_range(0, now) is not None
+
+
+def test_a_server_that_is_too_slow_is_left_and_tried_again() -> None:
+    """For longer each time in a row."""
+    session = of_two()
+    now = 30.0
+    for rest in (FIRST_REST, 2 * FIRST_REST):
+        now = be_late(session, now)
+        assert session.next_range(0, now + 0.9 * rest) is None
+        now += rest
+    assert session.next_range(0, now) is not None
+
+
 # --- An end that shows on the way ---------------------------------------------------------------------------------
 
 
@@ -146,7 +266,8 @@ def test_what_becomes_known_is_asked_for() -> None:
     assert (spans(session), session.finished) == ([(3, 4), (4, 5)], False)
     session.extend(6)
     assert (spans(session), session.finished) == ([(5, 6)], False)
-    session.arrived(3, 30)
+    for _ in range(3):
+        session.arrived(1, 10)
     assert (spans(session), session.finished) == ([], True)
 
 
@@ -194,69 +315,89 @@ figures = st.tuples(st.integers(1, 8), st.integers(0, 8), st.booleans(), st.bool
 """prefetch_factor, num_workers, adaptive, on_demand."""
 
 
-def made(start: int, stop: int, figures: Figures, shards: int = 0) -> Session:
+def made(start: int, stop: int, figures: Figures, shards: int = 0, servers: int = 1) -> Session:
     """A session with those figures."""
     prefetch_factor, num_workers, adaptive, on_demand = figures
-    return Session(start, stop, prefetch_factor, num_workers, adaptive=adaptive, on_demand=on_demand, shards=shards)
+    session = Session(
+        start, stop, prefetch_factor, num_workers, adaptive=adaptive, on_demand=on_demand, shards=shards,
+        servers=servers,
+    )  # fmt: skip
+    for server in range(servers):
+        session.joined(server, num_workers)
+    return session
 
 
 class Game:
-    """Answers come, the loop takes, connections break, in an order that hypothesis draws."""
+    """Answers come, the loop takes, servers are lost, in an order that hypothesis draws."""
 
-    def __init__(self, session: Session, figures: Figures, data: st.DataObject, shards: int = 0) -> None:
+    def __init__(
+        self, session: Session, figures: Figures, data: st.DataObject, *, shards: int = 0, servers: int = 1
+    ) -> None:
         self.session = session
         self._shards = shards
-        self.arrived = session.received
+        self.arrived: set[int] = set()
         self._figures = figures
         self._data = data
-        self._lanes: list[Range] = []
+        self._lanes: list[list[Range]] = [[] for _ in range(servers)]
         self._now = 0.0
 
     def step(self) -> list[int]:
-        """Something happens; which batches arrived."""
+        """Something happens; which batches arrived that had not before."""
         prefetch_factor, num_workers, adaptive, on_demand = self._figures
         session = self.session
         self._now += self._data.draw(st.floats(0, 0.1))
-        session.waiting = session.taken == self.arrived
-        while len(self._lanes) < session.connections and (wanted := session.next_range()) is not None:
-            self._lanes.append(wanted)
-        least = prefetch_factor * max(1, num_workers)
+        session.waiting = session.taken == session.received
+        for server, lanes in enumerate(self._lanes):
+            while len(lanes) < session.connections and (wanted := session.next_range(server, self._now)) is not None:
+                lanes.append(wanted)
+        least = prefetch_factor * max(1, num_workers) * len(self._lanes)
         assert session.window <= (1 if on_demand else max(MAX_WINDOW, least) if adaptive else least)
-        if not self._lanes:
-            assert session.taken < self.arrived, "nothing is asked for, and nothing is left to take: a deadlock"
+        asked = [server for server, lanes in enumerate(self._lanes) if lanes]
+        if not asked:
+            assert session.taken < session.received, "nothing is asked for, and nothing is left to take: a deadlock"
             session.taken += 1
             return []
+        server = self._data.draw(st.sampled_from(asked))
         if self._data.draw(st.integers(0, 9)) == 9:
-            self._lanes.clear()
-            session.rewind()
+            self._lanes[server].clear()
+            session.lost(server)
             return []
-        first = self._lanes.pop(0)
-        assert first.start == self.arrived
+        return self._answer(server)
+
+    def _answer(self, server: int) -> list[int]:
+        session, lanes = self.session, self._lanes[server]
+        first = lanes[0]
         assert first.stop + first.ahead <= session.stop
-        if on_demand or not (adaptive or self._shards):
+        if session.on_demand or len(self._lanes) > 1 or not (session.adaptive or self._shards):
             assert first.ahead == 0
-        count = self._data.draw(st.integers(1, first.stop - first.start))
-        came = list(range(first.start, first.start + count))
-        session.arrived(count, count * self._data.draw(st.sampled_from([100, 10**5, 10**7])))
+        came = list(range(first.start, first.start + self._data.draw(st.integers(1, first.stop - first.start))))
+        new = [k for k in came if session.is_missing(k)]
+        assert not self.arrived.intersection(new)
+        self.arrived.update(new)
+        nbytes = len(came) * self._data.draw(st.sampled_from([100, 10**5, 10**7]))
+        rest = session.arrived(len(came), nbytes, server, self._now)
         session.paced(self._now)
-        self.arrived += count
-        if self.arrived < first.stop:
-            self._lanes.insert(0, first._replace(start=self.arrived))
-        session.taken += self._data.draw(st.integers(0, self.arrived - session.taken))
-        return came
+        if rest is None:
+            lanes.pop(0)
+        else:
+            assert came[-1] < rest.start < rest.stop <= first.stop
+            lanes[0] = rest
+        assert all(k in self.arrived for k in range(session.taken, session.received))
+        session.taken += self._data.draw(st.integers(0, session.received - session.taken))
+        return new
 
 
 @fixed
-@given(start=st.integers(0, 50), length=st.integers(0, 100), figures=figures, data=st.data())
-def test_every_batch_is_asked_for_exactly_once_in_order(
-    start: int, length: int, figures: Figures, data: st.DataObject
+@given(start=st.integers(0, 50), length=st.integers(0, 100), servers=st.integers(1, 4), figures=figures, data=st.data())
+def test_every_batch_arrives_exactly_once(
+    start: int, length: int, servers: int, figures: Figures, data: st.DataObject
 ) -> None:
-    """However answers and the loop interleave, and however the connection breaks."""
-    session = made(start, start + length, figures)
-    game = Game(session, figures, data)
+    """However answers and the loop interleave, and however connections break."""
+    session = made(start, start + length, figures, servers=servers)
+    game = Game(session, figures, data, servers=servers)
     while not session.finished:
         game.step()
-    assert game.arrived == start + length
+    assert game.arrived == set(range(start, start + length))
 
 
 @fixed
@@ -274,7 +415,7 @@ def test_every_batch_that_becomes_known_is_asked_for(
                 game.step()
     while not session.finished:
         game.step()
-    assert game.arrived == start + sum(parts)
+    assert game.arrived == set(range(start, start + sum(parts)))
 
 
 @fixed
@@ -283,7 +424,7 @@ def test_shards_of_any_sizes_come_to_an_end(sizes: list[int], figures: Figures, 
     """Every batch of each was asked for, and none after the last shard's end."""
     shards = len(sizes)
     session = made(0, FOR_EVER, figures, shards)
-    game = Game(session, figures, data, shards)
+    game = Game(session, figures, data, shards=shards)
     ends = []
     while not session.finished:
         for k in game.step():
@@ -292,3 +433,22 @@ def test_shards_of_any_sizes_come_to_an_end(sizes: list[int], figures: Figures, 
                 session.shard_ended(k)
     assert session.stop == max(size * shards + shard for shard, size in enumerate(sizes)) + 1
     assert {k % shards for k in ends} == set(range(shards))
+
+
+@fixed
+@given(length=st.integers(1, 100), servers=st.integers(2, 4), figures=figures, data=st.data())
+def test_a_server_that_never_answers_holds_nobody_up(
+    length: int, servers: int, figures: Figures, data: st.DataObject
+) -> None:
+    """Though its connections stay: the others give all batches."""
+    session = made(0, length, (*figures[:3], False), servers=servers)
+    now = 0.0
+    while not session.finished:
+        now += 2 * HEDGE_UNKNOWN
+        session.next_range(0, now)
+        server = data.draw(st.integers(1, servers - 1))
+        wanted = session.next_range(server, now)
+        if wanted is not None:
+            while wanted is not None:
+                wanted = session.arrived(1, READY_BYTES, server, now)
+        session.taken = session.received

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,8 +150,6 @@ class Slow:
         return 8
 
     def __getitem__(self, index: int) -> int:
-        import time
-
         while not self._gate.exists():
             time.sleep(0.005)
         return index
@@ -178,6 +177,19 @@ class Stream:
 
 
 stream = Stream(25)
+many = Samples(int, 100_000)
+"""So many that an epoch takes a while."""
+
+
+def unhurried() -> Samples:
+    """Samples that take a millisecond each."""
+
+    def make(index: int) -> int:
+        time.sleep(0.001)
+        return index
+
+    return Samples(make, 1000)
+
 nothing = 5
 """No dataset."""
 

@@ -1,0 +1,177 @@
+"""The control plane: what a client asks a server for besides batches, each request on a connection of its own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from reprlib import repr as short
+from types import UnionType
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+import httpx
+
+from teleloader.failures import known_error
+from teleloader_shared import local
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch
+from teleloader_shared.messages import (
+    DATASETS_PATH,
+    FRAME_MEDIA_TYPE,
+    HEALTH_PATH,
+    LOADERS_PATH,
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
+    DatasetInfo,
+    Registration,
+    batches_path,
+    loader_path,
+)
+from teleloader_shared.spec import LoaderSpec
+
+END_TIMEOUT: Final = 2.0
+"""Seconds that an iterator which is dropped waits for the server to take note."""
+
+_Record = TypeVar("_Record", DatasetInfo, Registration)
+
+
+class Server:
+    """A loader server.
+
+    Args:
+        url: Where it is.
+        timeout: Seconds without a byte after which it counts as gone.
+
+    Raises:
+        ValueError: When `url` is no HTTP URL.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+
+    def datasets(self) -> list[DatasetInfo]:
+        """What it hosts."""
+        answer = self._request("GET", DATASETS_PATH)
+        if not isinstance(answer, list):
+            raise ProtocolError(f"{self.url} lists no datasets, but says {short(answer)}: is it a loader server?")
+        return [_record(DatasetInfo, found) for found in answer]
+
+    def dataset(self, name: str) -> DatasetInfo:
+        """What it says of a dataset."""
+        return _record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
+
+    def register(self, spec: LoaderSpec) -> Registration:
+        """Make a loader known, however often.
+
+        Raises:
+            ServerUnavailable: When the server does not answer.
+            DatasetChanged: When it hosts other data now than `spec` was made for.
+            VersionMismatch: When it speaks another version of the protocol.
+        """
+        registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
+        if registered.protocol != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"{self.url} speaks protocol version {registered.protocol} and this client {PROTOCOL_VERSION}: install "
+                "the same release of teleloader on both sides"
+            )
+        return registered
+
+    def touch(self, key: str) -> None:
+        """Say that a session's client is still there, though it asks for nothing.
+
+        Raises:
+            ServerUnavailable: When the server does not answer.
+            UnknownLoader: When it has no such session any more.
+        """
+        self._request("GET", loader_path(key))
+
+    def end_session(self, key: str) -> None:
+        """Say that a loader's own workers are not needed any more; the server would find out by itself, later."""
+        with suppress(TeleloaderError):
+            self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
+
+    def batch(self, key: str, epoch: int, k: int, listed: bytes | None = None) -> bytes:
+        """The frame of one batch; `listed` is the frame of its indices, for an order of the client's own."""
+        path = batches_path(key, epoch)
+        frame: bytes = (
+            self._request("GET", f"{path}/{k}", timeout=None)
+            if listed is None
+            else self._request("POST", f"{path}?start={k}", timeout=None, content=listed)
+        )
+        return frame
+
+    def is_alive(self) -> bool:
+        """Whether it answers at all."""
+        if local.is_served_here(self.url):
+            return True  # what holds it up is user code in this process
+        try:
+            self._request("GET", HEALTH_PATH, timeout=self.timeout / 2)
+        except ServerUnavailable:
+            return False
+        except TeleloaderError:
+            pass  # it answers, whatever it is
+        return True
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        options = {"timeout": self.timeout, "headers": {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}, **options}
+        try:
+            # a client for each of these few requests: no socket is left open between them. What the environment says
+            # of proxies is ignored, because the batches themselves do not go through one either
+            with httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client:
+                answer = client.request(method, self.url + path, **options)
+        except httpx.TransportError as error:
+            raise ServerUnavailable(
+                f"no loader server answers at {self.url}: {error or type(error).__name__}"
+            ) from None
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            return None
+        if answer.status_code != httpx.codes.OK:
+            raise error_of(answer.status_code, answer.content, str(answer.url))
+        if answer.headers.get("content-type") == FRAME_MEDIA_TYPE:
+            return answer.content
+        try:
+            return answer.json()
+        except (ValueError, RecursionError):
+            raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+
+def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
+    """The error that an answer other than 200 stands for."""
+    problem = _problem_of(body)
+    detail = problem.get("detail", body[:200].decode(errors="replace"))
+    return known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
+
+
+def _problem_of(body: bytes) -> dict[str, str]:
+    """The fields of a problem+json body, {} when it is none."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, str)} if isinstance(content, dict) else {}
+
+
+def _record(kind: type[_Record], fields: Any) -> _Record:
+    """A record from JSON; fields that a newer server adds are ignored."""
+    hints = get_type_hints(kind)
+    if not isinstance(fields, dict) or not set(hints) <= set(fields):
+        raise ProtocolError(f"the server's answer lacks some of {', '.join(hints)}: is it a loader server?")
+    for name, hint in hints.items():
+        if not _fits(fields[name], hint):
+            raise ProtocolError(f"the server says that {name} is {short(fields[name])}: is it a loader server?")
+    return kind(**{name: fields[name] for name in hints})
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value is of the type of a record's field."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    return type(value) is hint

@@ -1,0 +1,245 @@
+"""Where batches arrive: threads that receive put them in, in any order; the training loop takes them in order."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from teleloader.session import HEDGE_LEAST, Range, Session
+from teleloader_shared.codec import End, Frame
+from teleloader_shared.errors import (
+    CorruptFrame,
+    LoaderTimeout,
+    ServerUnavailable,
+    TeleloaderError,
+    UnknownLoader,
+)
+
+logger = logging.getLogger("teleloader")
+
+BROKEN: Final = (OSError, http.client.HTTPException, CorruptFrame, UnknownLoader, ServerUnavailable)
+"""What asking again mends."""
+
+
+class Inbox:
+    """What has arrived of an epoch, and why no more can come.
+
+    Args:
+        session: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
+        urls: The servers that there are.
+        complete: Whether it is known how far the epoch goes, or a server will tell.
+        stays: Whether those who receive are needed when all has arrived, until `close`.
+    """
+
+    def __init__(self, session: Session, urls: list[str], *, complete: bool, stays: bool) -> None:
+        self.session = session
+        self.changed = threading.Condition()
+        self.closed = False
+        self._complete = complete
+        self._stays = stays
+        self._indices: dict[int, bytes] = {}
+        """For an order of the client's own: what the batches hold that have not arrived."""
+        self._early: dict[int, tuple[Frame, str]] = {}
+        """What has arrived before a batch that comes first."""
+        self._batches: deque[tuple[Frame, str]] = deque()
+        """What the loop may take, and from which server it is."""
+        self._starved = False
+        self._callback: Callable[[], object] | None = None
+        self._sated = 0
+        """How many of those who receive have nothing to ask for."""
+        self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
+        """Why nothing comes from a server, for those that it is no use to wait for."""
+        self._error: Exception | None = None
+        self._on_end: list[Callable[[], object]] = []
+
+    # -- in the training loop's thread
+
+    @property
+    def head(self) -> Frame | None:
+        """What `take` would give, if it has arrived."""
+        return self._batches[0][0] if self._batches else None
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the next batch, or the failure in its place, has arrived.
+
+        Args:
+            timeout: Seconds to wait for it; 0 waits as long as a server is there.
+
+        Raises:
+            LoaderTimeout: When it did not come in time; it may come later.
+            Exception: Why no more batches can come.
+        """
+        if not self._batches:
+            self._await_batch(timeout)
+
+    def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
+        """Have `callback` called, in whichever thread, once `wait` would not wait any more; None takes it back."""
+        with self.changed:
+            if callback is None:
+                self._callback = None
+                self._starved = self.session.waiting = False
+                return
+            # said before it is looked: the other thread looks after it has delivered
+            self._callback = callback
+            self._starved = self.session.waiting = True
+            self.changed.notify_all()
+            if self._batches or self._error or self.closed:
+                self._wake()
+
+    def take(self) -> tuple[Frame, str]:
+        """The batch that has arrived, and the URL of the server that sent it."""
+        taken = self._batches.popleft()
+        self.session.taken += 1
+        if self._sated and self.session.has_room:
+            with self.changed:
+                self.changed.notify_all()
+        return taken
+
+    def feed(self, indices: dict[int, bytes]) -> None:
+        """Tell what further batches hold, in an order of the client's own; they are asked for in their turn."""
+        if indices:
+            with self.changed:
+                self._indices.update(indices)
+                self.session.extend(max(indices) + 1)
+                self.changed.notify_all()
+
+    def complete(self) -> None:
+        """No more will be fed."""
+        with self.changed:
+            self._complete = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody will take any more."""
+        with self.changed:
+            self.closed = True
+            self._wake()
+            self._end()
+        self._batches.clear()
+
+    def _await_batch(self, timeout: float) -> None:
+        with self.changed:
+            self._starved = self.session.waiting = True
+            if self._sated and self.session.has_room:
+                self.changed.notify_all()
+            try:
+                arrived = self.changed.wait_for(
+                    lambda: self._batches or self._error or self.closed, timeout if timeout > 0 else None
+                )
+            finally:
+                self._starved = self.session.waiting = False
+        if self._batches:
+            return
+        if self._error is not None:
+            raise self._error
+        if not arrived:
+            raise timed_out(timeout)
+        raise TeleloaderError("this iterator was closed; iter(loader) makes another one")
+
+    # -- in the threads that receive
+
+    def is_over(self) -> bool:
+        """Whether there is nothing more to receive."""
+        all_here = self._complete and self.session.finished and not self._stays
+        return self.closed or all_here or self._error is not None
+
+    def on_end(self, interrupt: Callable[[], object]) -> None:
+        """Have `interrupt` called when there is nothing more to receive, to end a thread that waits for it."""
+        with self.changed:
+            self._on_end.append(interrupt)
+            if self.is_over():
+                interrupt()
+
+    def next_range(self, server: int) -> Range | None:
+        """What to ask a server for now."""
+        with self.changed:
+            return self.session.next_range(server, time.monotonic())
+
+    def indices_of(self, wanted: Range) -> bytes:
+        """For an order of the client's own: the frames that list what the batches hold."""
+        with self.changed:
+            return b"".join(self._indices.get(k, b"") for k in range(wanted.start, wanted.stop))
+
+    def await_work(self, server: int, timeout: float | None) -> None:
+        """Wait until there may be something to ask a server for, or so long."""
+        if self.session.shared:  # what another server is late with tells nobody of it
+            timeout = HEDGE_LEAST
+        with self.changed:
+            self._sated += 1
+            self.changed.wait_for(lambda: self.is_over() or self.session.has_work(server, time.monotonic()), timeout)
+            self._sated -= 1
+
+    def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
+        """The first batches of what a server was asked for have arrived; what is left to ask for of it."""
+        now = time.monotonic()
+        with self.changed:
+            self._failing[url] = None
+            session, first = self.session, self.session.received
+            for frame in frames:
+                k = frame.address.batch
+                if session.is_missing(k):
+                    self._early[k] = (frame, url)
+                    if isinstance(frame.content, End):
+                        session.shard_ended(k)
+            rest = session.arrived(len(frames), nbytes, server, now)
+            session.paced(now)
+            for k in range(first, session.received):
+                self._indices.pop(k, None)
+                self._batches.append(self._early.pop(k))
+            if self._starved and self._batches:
+                self._wake()
+            if self.is_over():
+                self._end()
+        return rest
+
+    def joined(self, server: int, url: str, num_workers: int) -> None:
+        """A server knows the loader, and has so many workers."""
+        with self.changed:
+            self._failing[url] = None
+            self.session.joined(server, num_workers)
+
+    def lost(self, server: int) -> None:
+        """What a server was asked for must be asked for again."""
+        with self.changed:
+            self.session.lost(server)
+            self.changed.notify_all()
+
+    def give_up(self, url: str, error: Exception) -> bool:
+        """It is no use to wait for a server any longer; False when there is another one."""
+        with self.changed:
+            self._failing[url] = error
+            if not all(self._failing.values()):
+                return False
+            final = (error for error in self._failing.values() if not isinstance(error, BROKEN))
+            self._error = next(final, error)
+            self._wake()
+            self._end()
+            return True
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or until there is nothing more to receive."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_over(), seconds)
+
+    def _wake(self) -> None:
+        """Tell whoever waits, in this thread or another."""
+        self.changed.notify_all()
+        if self._callback is not None:
+            callback, self._callback = self._callback, None
+            self._starved = self.session.waiting = False
+            callback()
+
+    def _end(self) -> None:
+        self.changed.notify_all()
+        for interrupt in self._on_end:
+            interrupt()
+
+
+def timed_out(timeout: float) -> LoaderTimeout:
+    """The error of a batch that did not come in so many seconds, in torch's words."""
+    return LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds")

@@ -1,0 +1,234 @@
+"""A background thread that asks a server for batches, receives and decodes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from teleloader.backoff import LAST_DELAY, Backoff
+from teleloader.buffers import Buffer, BufferPool
+from teleloader.control import Server
+from teleloader.inbox import BROKEN, Inbox
+from teleloader.session import Range
+from teleloader.transport import BatchConnection, SilentConnection
+from teleloader_shared import codec
+from teleloader_shared.codec import Address, Frame, MakeArray
+from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
+from teleloader_shared.messages import READY_BYTES, batches_path
+from teleloader_shared.spec import LoaderSpec
+
+logger = logging.getLogger("teleloader")
+
+MAX_DAMAGED: Final = 3
+"""Damaged answers in a row after which something is wrong that asking again does not mend."""
+TOUCH_EVERY: Final = 10.0
+"""Seconds after which the server of a session is told that its client, which asks for nothing, is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is received, and into what."""
+
+    spec: LoaderSpec
+    key: str
+    """The spec's."""
+    epoch: int
+    consumer: str
+    """What servers call this iterator."""
+    make_array: MakeArray
+    pool: BufferPool
+    max_batch_bytes: int
+    """The largest frame that is accepted."""
+    reconnect_timeout: float
+
+
+class Source:
+    """Receives from one server, or from one of several at a time.
+
+    Args:
+        number: What the session calls it.
+        servers: Where to receive from; when one fails, from the next.
+        wanted: What.
+        inbox: Where to put it.
+        is_registered: Whether the first server knows the loader.
+    """
+
+    def __init__(
+        self, number: int, servers: list[Server], wanted: Wanted, inbox: Inbox, *, is_registered: bool
+    ) -> None:
+        self._number = number
+        self._servers = deque(servers)
+        self._wanted = wanted
+        self._inbox = inbox
+        self._is_registered = is_registered
+        self.registered_at = {servers[0]} if is_registered else set()
+        """The servers that have been told of the loader."""
+        self._lanes: deque[tuple[BatchConnection, Range]] = deque()
+        """What is asked for, in the order in which it is received."""
+        self._idle: list[BatchConnection] = []
+        self._connections: list[BatchConnection] = []
+        self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
+        self.thread.start()
+
+    def interrupt(self) -> None:
+        """Wake the thread from whatever it waits for, to find that it is over; called under the inbox's lock."""
+        for connection in self._connections:
+            connection.shut_down()
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        self._inbox.on_end(self.interrupt)
+        try:
+            self._receive_epoch()
+        finally:
+            self._drop_connections()
+
+    def _receive_epoch(self) -> None:
+        """Receive until nothing more is to be received, beginning again where something broke."""
+        backoff = Backoff(self._wanted.reconnect_timeout, self._inbox.sleep)
+        damaged = 0
+        while not self._inbox.is_over():
+            self._has_received = False
+            try:
+                self._receive_connected()
+            except Exception as error:  # noqa: BLE001 - raised in the training loop, which is where the user looks
+                if self._inbox.is_over():
+                    return
+                if self._has_received:
+                    backoff.reset()
+                    damaged = 0
+                damaged = damaged + 1 if isinstance(error, CorruptFrame) else 0
+                self._drop_connections()
+                self._inbox.lost(self._number)
+                self._is_registered = False
+                self._pause(backoff, error, damaged)
+                self._servers.rotate(-1)
+
+    def _pause(self, backoff: Backoff, error: Exception, damaged: int) -> None:
+        """Wait before the server is tried again, or give it up."""
+        server, timeout = self._servers[0], self._wanted.reconnect_timeout
+        if damaged >= MAX_DAMAGED:
+            error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {error}")
+        if backoff.first:
+            logger.warning(
+                "%s does not send batch %d (%s); trying again for %g s",
+                server.url, self._inbox.session.received, error or type(error).__name__, timeout,
+            )  # fmt: skip
+        if isinstance(error, BROKEN):
+            if backoff.pause():
+                return
+            error = self._unavailable(error)
+        if not self._inbox.give_up(server.url, error):
+            self._inbox.sleep(LAST_DELAY)  # others are there: look now and then whether this one is too
+
+    def _receive_connected(self) -> None:
+        if not self._is_registered:
+            self._register()
+        while not self._inbox.is_over():
+            self._ask()
+            if not self._lanes:
+                self._await_work()
+                continue
+            connection, wanted = self._lanes[0]
+            try:
+                buffer = connection.receive(self._wanted.pool, self._wanted.max_batch_bytes + READY_BYTES)
+            except SilentConnection:
+                connection.close()
+                self._lanes[0] = (self._send(self._connect(), wanted), wanted)
+                continue
+            frames = self._decode(buffer, wanted)
+            self._has_received = True
+            rest = self._inbox.deliver(self._number, self._servers[0].url, frames, len(buffer))
+            # the answer may be shorter than the range: what was not ready is asked for again, before anything else
+            if rest is not None:
+                self._lanes[0] = (self._send(self._usable(connection), rest), rest)
+            else:
+                self._lanes.popleft()
+                self._idle.append(connection)
+
+    def _register(self) -> None:
+        server = self._servers[0]
+        registered = server.register(self._wanted.spec)
+        self._is_registered = True
+        self.registered_at.add(server)
+        self._inbox.joined(self._number, server.url, registered.num_workers)
+
+    def _ask(self) -> None:
+        while len(self._lanes) < self._inbox.session.connections:
+            wanted = self._inbox.next_range(self._number)
+            if wanted is None:
+                return
+            connection = self._usable(self._idle.pop() if self._idle else None)
+            self._lanes.append((self._send(connection, wanted), wanted))
+
+    def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
+        listed = self._inbox.indices_of(wanted) if self._wanted.spec.order == "client" else None
+        connection.ask(wanted, listed)
+        return connection
+
+    def _usable(self, connection: BatchConnection | None) -> BatchConnection:
+        """The connection, or another one where the server has closed it."""
+        if connection is not None and connection.is_usable:
+            return connection
+        if connection is not None:
+            self._close(connection)
+        return self._connect()
+
+    def _connect(self) -> BatchConnection:
+        path = batches_path(self._wanted.key, self._wanted.epoch)
+        connection = BatchConnection(self._servers[0], path, self._wanted.consumer)
+        with self._inbox.changed:
+            self._connections.append(connection)
+            if self._inbox.is_over():  # while it was being made
+                connection.shut_down()
+        return connection
+
+    def _await_work(self) -> None:
+        if self._wanted.spec.session is None:
+            self._inbox.await_work(self._number, None)
+            return
+        began = time.monotonic()
+        self._inbox.await_work(self._number, TOUCH_EVERY)
+        if time.monotonic() - began >= TOUCH_EVERY:
+            self._servers[0].touch(self._wanted.key)
+
+    def _decode(self, buffer: Buffer, wanted: Range) -> list[Frame]:
+        """The frames of an answer, which must be the first batches of the range that was asked for."""
+        frames = []
+        try:
+            for number, raw in enumerate(codec.split(buffer), wanted.start):
+                frame = codec.read(raw, self._wanted.make_array, self._wanted.max_batch_bytes)
+                expected = Address(self._wanted.key, self._wanted.epoch, number)
+                if frame.address != expected:
+                    raise CorruptFrame(f"got {frame.address} where {expected} was asked for")
+                frames.append(frame)
+        except ProtocolError as error:
+            raise CorruptFrame(str(error)) from error
+        if not 0 < len(frames) <= wanted.stop - wanted.start:
+            raise CorruptFrame(f"got {len(frames)} batches, {wanted.stop - wanted.start} were asked for")
+        return frames
+
+    def _close(self, connection: BatchConnection) -> None:
+        with self._inbox.changed:
+            self._connections.remove(connection)
+        connection.close()
+
+    def _drop_connections(self) -> None:
+        with self._inbox.changed:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+        self._lanes.clear()
+        self._idle.clear()
+
+    def _unavailable(self, error: Exception) -> ServerUnavailable:
+        return ServerUnavailable(
+            f"{self._servers[0].url} did not send batch {self._inbox.session.received} of epoch {self._wanted.epoch}: "
+            f"{error or type(error).__name__} (tried for {self._wanted.reconnect_timeout:g} s). "
+            "loader.state_dict() says where to go on, here or on another server"
+        )

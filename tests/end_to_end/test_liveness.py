@@ -1,0 +1,194 @@
+"""Who is still there: a server that is silent, a client that asks for nothing, a process that was forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable, TeleloaderError, source, transport
+from teleloader.control import Server
+from teleloader_server import serve
+from tests.conftest import StartServer
+from tests.end_to_end import hosted
+
+TARGET = "tests.end_to_end.hosted:"
+
+
+def in_a_fork(function: Callable[[], bool]) -> bool:
+    """Whether `function` is true in a fork of this process, which then ends."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if function() else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_server_that_stands_still_is_unavailable(start_server: StartServer) -> None:
+    """Its machine still answers for it: only asking it something tells."""
+    server = start_server(f"{TARGET}many", "--num-workers", "1")
+    dataset = RemoteDataset(server.url, "many", reconnect_timeout=0.2, stall_timeout=0.4)
+    batches = iter(DataLoader(dataset, 10, output="numpy"))
+    seen = next(batches).tolist()
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(ServerUnavailable, match=r"did not send batch \d+ of epoch 0"):
+        seen.extend(i for batch in batches for i in batch.tolist())
+    os.kill(server.pid, signal.SIGCONT)
+    assert seen == list(range(len(seen)))
+
+
+def test_a_server_that_stood_still_goes_on(start_server: StartServer) -> None:
+    """For less than reconnect_timeout: with the very next batch."""
+    server = start_server(f"{TARGET}many", "--num-workers", "1")
+    batches = iter(DataLoader(RemoteDataset(server.url, "many", stall_timeout=0.4), 100, output="numpy"))
+    seen = next(batches).tolist()
+    os.kill(server.pid, signal.SIGSTOP)
+    going_on = threading.Timer(1.5, os.kill, (server.pid, signal.SIGCONT))
+    going_on.start()
+    for batch in batches:
+        seen += batch.tolist()
+    going_on.join()
+    assert seen == list(range(100_000))
+
+
+def test_a_batch_may_take_as_long_as_it_takes(
+    start_server: StartServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the server is silent: it is there, and after a while it is asked on another connection."""
+    gate = tmp_path_factory.mktemp("gate") / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    made: list[object] = []
+    monkeypatch.setattr(transport, "_open", _Watched(made, lambda: len(made) > 2 and gate.touch()))
+    server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
+    dataset = RemoteDataset(server.url, "slow", reconnect_timeout=0, stall_timeout=0.05)
+    batches = DataLoader(dataset, 4, output="numpy")
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class _Watched(set[object]):
+    """The open connections; says when another one is made."""
+
+    def __init__(self, made: list[object], then: Callable[[], object]) -> None:
+        super().__init__()
+        self._made = made
+        self._then = then
+
+    def add(self, connection: object) -> None:
+        self._made.append(connection)
+        self._then()
+        super().add(connection)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_that_thinks_for_long_keeps_its_workers(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, persistent: bool
+) -> None:
+    """The server hears of its client though it is asked for nothing: in the epoch, and between two of them."""
+    touched = threading.Semaphore(0)
+    touch = Server.touch
+
+    def counted(server: Server, key: str) -> None:
+        touch(server, key)
+        touched.release()
+
+    monkeypatch.setattr(source, "TOUCH_EVERY", 0.05)
+    monkeypatch.setattr(Server, "touch", counted)
+    server = start_server(f"{TARGET}stream", "--num-workers", "1")
+    loader = DataLoader(
+        RemoteDataset(server.url, "stream"), 2, num_workers=2, prefetch_factor=1, persistent_workers=persistent,
+        output="numpy",
+    )  # fmt: skip
+    batches = iter(loader)
+    seen = next(batches).tolist()
+    for _ in range(3):
+        assert touched.acquire(timeout=30)
+    seen += [i for batch in batches for i in batch.tolist()]
+    assert sorted(seen) == list(range(25))
+    if persistent:
+        while touched.acquire(blocking=False):
+            pass
+        assert touched.acquire(timeout=30)
+        assert sorted(i for batch in loader for i in batch.tolist()) == list(range(25))
+
+
+def test_an_idle_connection_that_the_server_closed_is_made_anew(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word: a trainer may think for longer than servers and proxies keep connections."""
+    server = start_server(f"{TARGET}many", "--num-workers", "1")
+    dataset = RemoteDataset(server.url, "many", reconnect_timeout=0)
+    batches = iter(DataLoader(dataset, 10, prefetch_factor=1, num_workers=1, output="numpy"))
+    seen = next(batches).tolist()
+    for connection in list(transport._open):
+        connection.shut_down()  # as it looks when the other side has closed it
+    seen += [i for _ in range(50) for i in next(batches).tolist()]
+    assert seen == list(range(510))
+
+
+# --- Forks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that hosts 100 samples."""
+    with serve(hosted.Samples(int, 100), num_workers=1) as url:
+        yield url
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_iterates_for_itself(start_server: StartServer) -> None:
+    """As Lightning, notebooks and torch's own workers fork: loader and parent go on, each on its own connections."""
+    server = start_server(f"{TARGET}many", "--num-workers", "1")
+    loader = DataLoader(RemoteDataset(server.url, "many"), 1000, output="numpy")
+    batches = iter(loader)
+    seen = next(batches).tolist()
+    assert in_a_fork(lambda: [i for batch in loader for i in batch.tolist()] == list(range(100_000)))
+    for batch in batches:
+        seen += batch.tolist()
+    assert seen == list(range(100_000))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_cannot_go_on_with_an_iterator(url: str) -> None:
+    """Its thread is the parent's: that is an error, and no hang."""
+    batches = iter(DataLoader(RemoteDataset(url), 10, output="numpy"))
+    next(batches)
+
+    def goes_on() -> bool:
+        try:
+            next(batches)
+        except TeleloaderError as error:
+            return f"belongs to process {os.getppid()}" in str(error)
+        return False
+
+    assert in_a_fork(goes_on)
+    assert len(list(batches)) == 9
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_keeps_no_connection_open(start_server: StartServer) -> None:
+    """When the parent closes it, the server learns of it though the child lives."""
+    server = start_server(f"{TARGET}many", "--num-workers", "1")
+    loader = DataLoader(RemoteDataset(server.url, "many"), 1, output="numpy")
+    batches = iter(loader)
+    next(batches)
+    files = {os.readlink(f"/proc/self/fd/{connection._socket.fileno()}") for connection in transport._open}
+    assert files
+
+    def has_none() -> bool:
+        mine = set()
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+            except FileNotFoundError:
+                continue  # the one that lists them
+        return not files & mine
+
+    assert in_a_fork(has_none)
+    next(batches)
