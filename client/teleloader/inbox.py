@@ -39,7 +39,8 @@ class Inbox:
     def __init__(self, session: Session, urls: list[str], *, complete: bool, stays: bool) -> None:
         self.session = session
         self.changed = threading.Condition()
-        self.closed = False
+        self.closed: BaseException | None = None
+        """What to raise where somebody waits for a batch of an iterator that was closed."""
         self._complete = complete
         self._stays = stays
         self._indices: dict[int, bytes] = {}
@@ -114,10 +115,10 @@ class Inbox:
             self._complete = True
             self.changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, why: BaseException | None = None) -> None:
         """Nobody will take any more."""
         with self.changed:
-            self.closed = True
+            self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
             self._wake()
             self._end()
         self._batches.clear()
@@ -137,16 +138,17 @@ class Inbox:
             return
         if self._error is not None:
             raise self._error
+        if self.closed is not None:
+            raise self.closed
         if not arrived:
             raise timed_out(timeout)
-        raise TeleloaderError("this iterator was closed; iter(loader) makes another one")
 
     # -- in the threads that receive
 
     def is_over(self) -> bool:
         """Whether there is nothing more to receive."""
         all_here = self._complete and self.session.finished and not self._stays
-        return self.closed or all_here or self._error is not None
+        return self.closed is not None or all_here or self._error is not None
 
     def on_end(self, interrupt: Callable[[], object]) -> None:
         """Have `interrupt` called when there is nothing more to receive, to end a thread that waits for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import socket
@@ -15,6 +16,7 @@ from teleloader.failures import exception_of
 from teleloader.inbox import Inbox, timed_out
 from teleloader.lengths import Lengths
 from teleloader.receiver import Receiver
+from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
 from teleloader.state import Position
@@ -61,10 +63,12 @@ class Progress:
         return Position(self.next.epoch + 1, base_seed=self.next.base_seed if self.keeps_base_seed else None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """All that a pass through an epoch is made of."""
 
+    dataset: RemoteDataset
+    """Kept: the server of an object of this process goes with it."""
     spec: LoaderSpec
     key: str
     """The spec's."""
@@ -137,8 +141,11 @@ class LoaderIterator:
             self._finalizer.detach()
         if self._pass is not None:
             self._pass.receiver.close()
+            _passes.discard(self._pass)
         self._pass = pass_
-        self._finalizer = weakref.finalize(self, _end, pass_, os.getpid())
+        self._finalizer = weakref.finalize(self, _end, pass_)
+        self._finalizer.atexit = False  # see `_leave`
+        _passes.add(pass_)
 
     @property
     def is_copy(self) -> bool:
@@ -244,10 +251,27 @@ async def _arrival(inbox: Inbox) -> None:
     inbox.wait(0)  # raises what has come in place of a batch
 
 
-def _end(pass_: Pass, pid: int) -> None:
+_passes: set[Pass] = set()
+"""Those of this process that have not ended."""
+
+
+def _end(pass_: Pass) -> None:
     """Nobody will go on with a pass, nor begin another one on its session."""
-    if os.getpid() != pid:
+    if pass_ not in _passes:
         return  # a forked copy: it is the parent's
+    _passes.remove(pass_)
     pass_.receiver.close()
     if pass_.spec.session is not None:
         pass_.receiver.end_session()
+
+
+def _leave() -> None:
+    """The interpreter ends: so do threads that still iterate, without a word."""
+    while _passes:
+        pass_ = next(iter(_passes))
+        pass_.receiver.close(SystemExit())
+        _end(pass_)
+
+
+atexit.register(_leave)
+os.register_at_fork(after_in_child=_passes.clear)

@@ -366,6 +366,7 @@ class DataLoader:
         stays = spec.session is not None and self._keeps_workers
         receiver = Receiver(self._remote, server, wanted, asking, stays=stays)
         return Pass(
+            dataset=self._remote,
             spec=spec,
             key=registered.key,
             progress=progress,

@@ -39,9 +39,9 @@ class Receiver:
             Source(number, group, wanted, self.inbox, is_registered=number == 0) for number, group in enumerate(groups)
         ]
 
-    def close(self) -> None:
-        """End the threads and their connections."""
-        self.inbox.close()
+    def close(self, why: BaseException | None = None) -> None:
+        """End the threads and their connections; `why` is raised where somebody waits for a batch."""
+        self.inbox.close(why)
         for source in self._sources:
             if threading.current_thread() is not source.thread and not local.is_server_thread():
                 # a daemon thread that is in torch's code when the interpreter ends would abort the process

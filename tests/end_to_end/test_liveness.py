@@ -64,7 +64,7 @@ def test_a_batch_may_take_as_long_as_it_takes(
     gate = tmp_path_factory.mktemp("gate") / "gate"
     monkeypatch.setenv("GATE", str(gate))
     made: list[object] = []
-    monkeypatch.setattr(transport, "_open", _Watched(made, lambda: len(made) > 2 and gate.touch()))
+    monkeypatch.setattr(transport, "_open", _Watched(made, lambda: gate.touch() if len(made) > 2 else None))
     server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
     dataset = RemoteDataset(server.url, "slow", reconnect_timeout=0, stall_timeout=0.05)
     batches = DataLoader(dataset, 4, output="numpy")
