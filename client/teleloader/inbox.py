@@ -101,6 +101,11 @@ class Inbox:
                 self.changed.notify_all()
         return taken
 
+    def coming(self, count: int) -> list[Frame]:
+        """As many as have arrived of the `count` batches that the loop may take next."""
+        # by index: a deque that grows meanwhile cannot be iterated
+        return [self._batches[i][0] for i in range(min(count, len(self._batches)))]
+
     def feed(self, indices: dict[int, bytes]) -> None:
         """Tell what further batches hold, in an order of the client's own; they are asked for in their turn."""
         if indices:

@@ -19,6 +19,7 @@ from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
+from teleloader.staging import AHEAD, Staging
 from teleloader.state import Position
 from teleloader_shared.codec import Address, End, Failure, Frame
 from teleloader_shared.errors import TeleloaderError
@@ -84,6 +85,8 @@ class Pass:
     """For an iterable-style dataset."""
     convert: Callable[[Any], Any] | None
     """What is made of a batch in the training loop's own thread."""
+    staging: Staging | None
+    """Where batches go to an accelerator."""
 
     @property
     def inbox(self) -> Inbox:
@@ -115,6 +118,12 @@ class Pass:
         drawn_all = self.lists is None or self.lists.exhausted
         return drawn_all and self.progress.batch >= self.session.stop
 
+    def close(self) -> None:
+        """Nobody will take any more of its batches."""
+        self.receiver.close()
+        if self.staging is not None:
+            self.staging.close()
+
 
 class LoaderIterator:
     """Iterates over the batches of a pass; ends what belongs to it when it ends, or is not referred to any more."""
@@ -140,7 +149,7 @@ class LoaderIterator:
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._pass is not None:
-            self._pass.receiver.close()
+            self._pass.close()
             _passes.discard(self._pass)
         self._pass = pass_
         self._finalizer = weakref.finalize(self, _end, pass_)
@@ -172,6 +181,8 @@ class LoaderIterator:
             raise exception_of(frame.content, frame.address, server)
         if current.lengths is not None:
             current.lengths.yielded(frame.address.batch, frame.content)
+        if current.staging is not None:
+            return current.staging.take(frame, current.inbox.coming(AHEAD))
         return frame.content if current.convert is None else current.convert(frame.content)
 
     async def __anext__(self) -> Any:
@@ -260,7 +271,7 @@ def _end(pass_: Pass) -> None:
     if pass_ not in _passes:
         return  # a forked copy: it is the parent's
     _passes.remove(pass_)
-    pass_.receiver.close()
+    pass_.close()
     if pass_.spec.session is not None:
         pass_.receiver.end_session()
 

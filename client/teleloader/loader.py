@@ -34,6 +34,7 @@ from teleloader.sampling import (
 )
 from teleloader.session import Session
 from teleloader.source import Wanted
+from teleloader.staging import Staging, Transform, accelerator_of
 from teleloader.state import Position
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -102,6 +103,11 @@ class DataLoader:
         checksum: Whether each batch carries a checksum, so that what the network damaged is asked for again.
         compression: ``"zstd"`` or ``"lz4"``: the workers compress arrays, for slow networks.
         max_batch_bytes: The largest batch that is accepted from the server, in bytes.
+        device: Where the batches' tensors shall be, e.g. ``"cuda:0"``; None is main memory. They are received into
+            page-locked memory and copied on a stream of their own, two batches ahead of use. The copies are
+            asynchronous to the host, and the current stream waits for them: a batch can be used at once, and kept.
+        device_transform: Called with each batch on the device, on the copies' stream, ahead of use; its result is the
+            batch. A cast, say: ``uint8`` travels, and becomes floating-point there.
 
     Raises:
         ValueError: For arguments that exclude each other or are out of range, and functions that the server does not
@@ -137,6 +143,8 @@ class DataLoader:
         checksum: bool = True,
         compression: Compression | None = None,
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+        device: Any = None,
+        device_transform: Transform | None = None,
     ) -> None:
         remote = dataset if isinstance(dataset, RemoteDataset) else host_here(dataset)
         check(
@@ -169,10 +177,13 @@ class DataLoader:
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = False if batch_sampler is not None else drop_last
         self._output: Output = choose_output(output)
-        if pin_memory and self._output != "torch":
-            raise TeleloaderError(
-                "pin_memory=True needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
-            )
+        for option, value in (("pin_memory", pin_memory), ("device", device)):
+            if value and self._output != "torch":
+                raise TeleloaderError(
+                    f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
+                )
+        self.device = device
+        self._accelerator = accelerator_of(device, device_transform)
         self._own_sampler = sampler if batch_sampler is None else batch_sampler
         self._shuffle = bool(shuffle)
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -198,8 +209,9 @@ class DataLoader:
         )
         # looked up when it is needed: the loader may be made before the process group
         self._distributed = rank is None and world_size is None and not brings_order
-        self._make_array = array_maker(self._output, pin_memory=pin_memory and accelerator_found())
-        self._pool = BufferPool(allocate_pinned if pin_memory and accelerator_found() else allocate)
+        pinned = self._accelerator is not None or (pin_memory and accelerator_found())
+        self._make_array = array_maker(self._output, pin_memory=pinned)
+        self._pool = BufferPool(allocate_pinned if pinned else allocate)
         self._max_batch_bytes = max_batch_bytes
         self._next = Position()
         """Where the next iter() begins."""
@@ -377,6 +389,7 @@ class DataLoader:
             stays=stays,
             lengths=self._lengths() if order == "iterable" else None,
             convert=to_jax if self._output == "jax" else None,
+            staging=None if self._accelerator is None else Staging(self._accelerator),
         )
 
     @property

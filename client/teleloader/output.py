@@ -76,15 +76,19 @@ def to_jax(batch: Any) -> Any:
     """
     import jax.numpy
 
-    tree, leaves = flatten(batch)
-    arrays = iter([leaf.array for leaf in leaves if isinstance(leaf, ArrayLeaf)])
-
-    def make(dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        array = _make_numpy(next(arrays), dtype_name, kind)
+    def make(bits: NDArray[Any], dtype_name: str, kind: str) -> Any:
+        array = _make_numpy(bits, dtype_name, kind)
         # copied: JAX arrays never change, and the memory of this one is used again
         return jax.numpy.array(array) if kind == "tensor" else array
 
-    return unflatten(tree, make)
+    return remade(batch, make)
+
+
+def remade(batch: Any, make: MakeArray) -> Any:
+    """The batch with what `make` makes of its arrays."""
+    tree, leaves = flatten(batch)
+    arrays = iter([leaf.array for leaf in leaves if isinstance(leaf, ArrayLeaf)])
+    return unflatten(tree, lambda dtype_name, _shape, kind: make(next(arrays), dtype_name, kind))
 
 
 def _torch_maker(*, pin_memory: bool) -> MakeArray:
