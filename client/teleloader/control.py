@@ -13,7 +13,8 @@ import httpx
 
 from teleloader.failures import known_error
 from teleloader_shared import local
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch, WorkerDied
 from teleloader_shared.messages import (
     DATASETS_PATH,
     FRAME_MEDIA_TYPE,
@@ -28,6 +29,7 @@ from teleloader_shared.messages import (
 )
 from teleloader_shared.spec import LoaderSpec
 
+MAX_JSON_BYTES: Final = 16 * 2**20
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
 
@@ -74,7 +76,7 @@ class Server:
         registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{self.url} speaks protocol version {registered.protocol} and this client {PROTOCOL_VERSION}: install "
+                f"{self.url} speaks protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: install "
                 "the same release of teleloader on both sides"
             )
         return registered
@@ -116,12 +118,16 @@ class Server:
         return True
 
     def _request(self, method: str, path: str, **options: Any) -> Any:
-        options = {"timeout": self.timeout, "headers": {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}, **options}
+        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity"}
+        options = {"timeout": self.timeout, "headers": headers, **options}
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
             # of proxies is ignored, because the batches themselves do not go through one either
-            with httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client:
-                answer = client.request(method, self.url + path, **options)
+            with (
+                httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client,
+                client.stream(method, self.url + path, **options) as answer,
+            ):
+                body = _body_of(answer)
         except httpx.TransportError as error:
             raise ServerUnavailable(
                 f"no loader server answers at {self.url}: {error or type(error).__name__}"
@@ -129,20 +135,34 @@ class Server:
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
         if answer.status_code != httpx.codes.OK:
-            raise error_of(answer.status_code, answer.content, str(answer.url))
+            raise error_of(answer.status_code, body, str(answer.url))
         if answer.headers.get("content-type") == FRAME_MEDIA_TYPE:
-            return answer.content
+            return body
         try:
-            return answer.json()
+            return json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
 
 
+def _body_of(answer: httpx.Response) -> bytes:
+    """The body as it came: what was compressed unasked is not unpacked, because a little can unpack to very much."""
+    most = DEFAULT_MAX_BATCH_BYTES if answer.headers.get("content-type") == FRAME_MEDIA_TYPE else MAX_JSON_BYTES
+    body = bytearray()
+    for piece in answer.iter_raw():
+        body += piece
+        if len(body) > most:
+            raise ProtocolError(f"{answer.url} answers with more than {most:,} bytes: no loader server?")
+    return bytes(body)
+
+
 def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
-    """The error that an answer other than 200 stands for."""
+    """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now."""
     problem = _problem_of(body)
     detail = problem.get("detail", body[:200].decode(errors="replace"))
-    return known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
+    error = known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
+    if status >= httpx.codes.INTERNAL_SERVER_ERROR and not isinstance(error, WorkerDied):
+        return ServerUnavailable(str(error))
+    return error
 
 
 def _problem_of(body: bytes) -> dict[str, str]:

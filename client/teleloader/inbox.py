@@ -124,9 +124,9 @@ class Inbox:
         """Nobody will take any more."""
         with self.changed:
             self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
+            self._batches.clear()
             self._wake()
             self._end()
-        self._batches.clear()
 
     def _await_batch(self, timeout: float) -> None:
         with self.changed:
@@ -165,12 +165,7 @@ class Inbox:
     def next_range(self, server: int) -> Range | None:
         """What to ask a server for now."""
         with self.changed:
-            return self.session.next_range(server, time.monotonic())
-
-    def indices_of(self, wanted: Range) -> bytes:
-        """For an order of the client's own: the frames that list what the batches hold."""
-        with self.changed:
-            return b"".join(self._indices.get(k, b"") for k in range(wanted.start, wanted.stop))
+            return self._listed(self.session.next_range(server, time.monotonic()))
 
     def await_work(self, server: int, timeout: float | None) -> None:
         """Wait until there may be something to ask a server for, or so long."""
@@ -185,6 +180,8 @@ class Inbox:
         """The first batches of what a server was asked for have arrived; what is left to ask for of it."""
         now = time.monotonic()
         with self.changed:
+            if self.closed is not None:
+                return None
             self._failing[url] = None
             session, first = self.session, self.session.received
             for frame in frames:
@@ -202,7 +199,7 @@ class Inbox:
                 self._wake()
             if self.is_over():
                 self._end()
-        return rest
+            return self._listed(rest)
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
         """A server knows the loader, and has so many workers."""
@@ -232,6 +229,12 @@ class Inbox:
         """Wait so long, or until there is nothing more to receive."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
+
+    def _listed(self, wanted: Range | None) -> Range | None:
+        """With what the batches hold, for an order of the client's own: once they are here it is forgotten."""
+        if wanted is None or not self._indices:
+            return wanted
+        return wanted._replace(listed=b"".join(self._indices[k] for k in range(wanted.start, wanted.stop)))
 
     def _wake(self) -> None:
         """Tell whoever waits, in this thread or another."""

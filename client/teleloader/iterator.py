@@ -9,6 +9,7 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -93,22 +94,30 @@ class Pass:
         """Where its batches arrive."""
         return self.receiver.inbox
 
-    def feed(self) -> None:
-        """Draw further index lists: not for each batch that the loop takes, but for some of them at once."""
+    def feed(self, *, taking: bool = False) -> None:
+        """Draw further index lists: not for each batch that the loop takes, but for some of them at once.
+
+        Args:
+            taking: Whether the loop is about to take a batch: what is drawn after it is drawn before, because drawing
+                is user code, which may be interrupted, and the batch would be lost.
+        """
         lists, window = self.lists, self.session.window
         # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
         # as torch does; ours is drawn from for some batches at once
         step = max(1, window // 4) if self.session.adaptive else 1
-        if lists is None or self.progress.batch + window - lists.drawn < step:
+        goal = self.progress.batch + taking + window
+        if lists is None or goal - lists.drawn < step:
             return
         key, epoch = self.key, self.progress.next.epoch
         frames = {}
-        for k, indices in lists.draw(self.progress.batch + window):
-            try:
-                frames[k] = index_frame(Address(key, epoch, k), indices)
-            except TypeError as error:
-                lists.fail(k, error)
-        self.inbox.feed(frames)
+        try:
+            for k, indices in lists.draw(goal):
+                try:
+                    frames[k] = index_frame(Address(key, epoch, k), indices)
+                except TypeError as error:
+                    lists.fail(k, error)
+        finally:
+            self.inbox.feed(frames)
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
             self.inbox.complete()
@@ -136,6 +145,7 @@ class LoaderIterator:
         self.session: str | None = None
         """With persistent workers: whose they are."""
         self._pid = os.getpid()
+        self._is_awaited = False
         self._pass: Pass | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
@@ -173,10 +183,10 @@ class LoaderIterator:
             current.inbox.wait(current.timeout)
         if current.over():
             self._finish(current)
+        if not current.session.on_demand:
+            current.feed(taking=True)
         frame, server = current.inbox.take()
         current.progress.advance(frame, current.spec.shards)
-        if not current.session.on_demand:
-            current.feed()
         if isinstance(frame.content, Failure):
             raise exception_of(frame.content, frame.address, server)
         if current.lengths is not None:
@@ -186,6 +196,15 @@ class LoaderIterator:
         return frame.content if current.convert is None else current.convert(frame.content)
 
     async def __anext__(self) -> Any:
+        if self._is_awaited:
+            raise RuntimeError("anext(): asynchronous iterator is already running")
+        self._is_awaited = True
+        try:
+            return await self._next()
+        finally:
+            self._is_awaited = False
+
+    async def _next(self) -> Any:
         current = self._current
         if current is not None and not current.progress.finished:
             current.progress.is_unused = False
@@ -254,7 +273,12 @@ async def _arrival(inbox: Inbox) -> None:
     """Wait without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
-    inbox.call_when_arrived(lambda: loop.call_soon_threadsafe(arrived.set))
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(arrived.set)
+
+    inbox.call_when_arrived(tell)
     try:
         await arrived.wait()
     finally:
@@ -270,7 +294,7 @@ def _end(pass_: Pass) -> None:
     """Nobody will go on with a pass, nor begin another one on its session."""
     if pass_ not in _passes:
         return  # a forked copy: it is the parent's
-    _passes.remove(pass_)
+    _passes.discard(pass_)
     pass_.close()
     if pass_.spec.session is not None:
         pass_.receiver.end_session()
@@ -278,8 +302,7 @@ def _end(pass_: Pass) -> None:
 
 def _leave() -> None:
     """The interpreter ends: so do threads that still iterate, without a word."""
-    while _passes:
-        pass_ = next(iter(_passes))
+    for pass_ in _passes.copy():
         pass_.receiver.close(SystemExit())
         _end(pass_)
 

@@ -45,12 +45,12 @@ class Receiver:
         for source in self._sources:
             if threading.current_thread() is not source.thread and not local.is_server_thread():
                 # a daemon thread that is in torch's code when the interpreter ends would abort the process
-                source.thread.join(CLOSE_TIMEOUT)
+                source.join(CLOSE_TIMEOUT)
 
     def end_session(self) -> None:
         """Tell the servers that the loader's own workers are not needed any more."""
         for source in self._sources:
-            for server in source.registered_at:
+            for server in source.registered_at.copy():
                 if local.is_server_thread():  # it must not wait for its own answer
                     threading.Thread(target=server.end_session, args=(self._key,), daemon=True).start()
                 else:

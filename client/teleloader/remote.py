@@ -64,6 +64,8 @@ class RemoteDataset:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, was {stall_timeout!r}")
         self.servers = tuple(Server(url, stall_timeout) for url in urls)
         self.reconnect_timeout = reconnect_timeout
+        self._passed_over = 0
+        """How many servers did not answer before the one that did, when a loader was registered the last time."""
         self._info = self._persistently(lambda: self._found(name))
 
     @property
@@ -162,11 +164,15 @@ class RemoteDataset:
         errors: list[TeleloaderError] = []
         count = len(self.servers)
         for i in range(count):
-            number = (spec.rank + i) % count  # not the shards of all ranks on the same server
+            # not the shards of all ranks on the same server; and not first at one that was silent the last time
+            number = (spec.rank + self._passed_over + i) % count
             try:
-                return number, self.servers[number].register(spec)
+                registered = self.servers[number].register(spec)
             except TeleloaderError as error:
                 errors.append(error)
+                continue
+            self._passed_over = (self._passed_over + i) % count
+            return number, registered
         raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
     def _found(self, name: str | None) -> DatasetInfo:
@@ -203,7 +209,7 @@ class RemoteDataset:
             try:
                 return request()
             except ServerUnavailable as error:
-                if backoff.first:
+                if backoff.failed():
                     logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
                 if not backoff.pause():
                     raise ServerUnavailable(

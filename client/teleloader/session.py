@@ -42,6 +42,8 @@ class Range(NamedTuple):
     start: int
     stop: int
     ahead: int
+    listed: bytes | None = None
+    """For an order of the client's own: the frames that list what they hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +54,8 @@ class _Ask:
     stop: int
     ahead: int
     since: float
-    hedged: bool = False
-    """Whether another server was asked for the same since."""
     is_hedge: bool = False
+    """Whether another server had been asked for the same."""
 
 
 @dataclass(slots=True)
@@ -130,6 +131,11 @@ class Session:
         return 1 if self._shards else 2
 
     @property
+    def has_shards(self) -> bool:
+        """Whether the batches come from shards, each of which ends for itself."""
+        return self._shards > 0
+
+    @property
     def shared(self) -> bool:
         """Whether the batches are spread over several servers."""
         return len(self._servers) > 1
@@ -179,14 +185,10 @@ class Session:
         if self.has_room:
             return self._ask(server, self._further(server), now)
         late = self._to_hedge(server, now)
-        if late is None:
-            return None
-        late.hedged = True
-        self._servers[server].asks.append(_Ask(late.start, late.stop, 0, now, hedged=True, is_hedge=True))
-        return Range(late.start, late.stop, 0)
+        return None if late is None else self._ask(server, late, now, is_hedge=True)
 
-    def _ask(self, server: int, wanted: Range, now: float) -> Range:
-        self._servers[server].asks.append(_Ask(*wanted, now))
+    def _ask(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
+        self._servers[server].asks.append(_Ask(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))
         return wanted
 
     def _further(self, server: int) -> Range:
@@ -224,16 +226,20 @@ class Session:
         asks = (ask for server in self._servers for ask in server.asks)
         return any(ask.start <= wanted.start and wanted.stop <= ask.stop for ask in asks)
 
-    def _to_hedge(self, server: int, now: float) -> _Ask | None:
-        """The ask of another server that holds the loop up, if that has gone on for too long."""
-        if not self.shared:
+    def _to_hedge(self, server: int, now: float) -> Range | None:
+        """What is missing of an ask that holds the loop up, if one other server has been at it for too long."""
+        holding = [
+            (other, ask)
+            for other, state in enumerate(self._servers)
+            for ask in state.asks
+            if ask.start <= self.received < ask.stop
+        ]
+        if len(holding) != 1:
             return None
-        for other in self._servers:
-            for ask in other.asks:
-                if ask.start <= self.received < ask.stop:
-                    late = not ask.hedged and now - ask.since >= self._patience
-                    return ask if late and other is not self._servers[server] else None
-        return None
+        ((other, late),) = holding
+        if other == server or now - late.since < self._patience:
+            return None
+        return self._missing(Range(late.start, late.stop, 0))
 
     @property
     def _patience(self) -> float:

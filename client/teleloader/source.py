@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +18,7 @@ from teleloader.inbox import BROKEN, Inbox
 from teleloader.session import Range
 from teleloader.transport import BatchConnection, SilentConnection
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, Frame, MakeArray
+from teleloader_shared.codec import Address, End, Frame, MakeArray
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES, batches_path
 from teleloader_shared.spec import LoaderSpec
@@ -71,6 +73,12 @@ class Source:
         """What is asked for, in the order in which it is received."""
         self._idle: list[BatchConnection] = []
         self._connections: list[BatchConnection] = []
+        self._has_received = False
+        """Whether the server has done something since it was last tried."""
+        self._calls = False
+        """Whether the thread waits for a server in a way that `interrupt` does not end."""
+        self._heard = time.monotonic()
+        """When the server was last asked for something."""
         self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self.thread.start()
 
@@ -78,6 +86,11 @@ class Source:
         """Wake the thread from whatever it waits for, to find that it is over; called under the inbox's lock."""
         for connection in self._connections:
             connection.shut_down()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended, unless it waits for a server: it ends when that has answered, or has not."""
+        if not self._calls:
+            self.thread.join(timeout)
 
     # -- in the thread
 
@@ -107,23 +120,24 @@ class Source:
                 self._inbox.lost(self._number)
                 self._is_registered = False
                 self._pause(backoff, error, damaged)
-                self._servers.rotate(-1)
+                if not self._has_received or isinstance(error, ServerUnavailable):
+                    self._servers.rotate(-1)
 
     def _pause(self, backoff: Backoff, error: Exception, damaged: int) -> None:
         """Wait before the server is tried again, or give it up."""
         server, timeout = self._servers[0], self._wanted.reconnect_timeout
         if damaged >= MAX_DAMAGED:
             error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {error}")
-        if backoff.first:
+        if backoff.failed():
             logger.warning(
-                "%s does not send batch %d (%s); trying again for %g s",
+                "%s does not send batch %d (%s); trying again, for %g s unless another server does",
                 server.url, self._inbox.session.received, error or type(error).__name__, timeout,
             )  # fmt: skip
         if isinstance(error, BROKEN):
             if backoff.pause():
                 return
             error = self._unavailable(error)
-        if not self._inbox.give_up(server.url, error):
+        if not self._inbox.give_up(server.url, error) and len(self._servers) == 1:
             self._inbox.sleep(LAST_DELAY)  # others are there: look now and then whether this one is too
 
     def _receive_connected(self) -> None:
@@ -138,7 +152,7 @@ class Source:
             try:
                 buffer = connection.receive(self._wanted.pool, self._wanted.max_batch_bytes + READY_BYTES)
             except SilentConnection:
-                connection.close()
+                self._close(connection)
                 self._lanes[0] = (self._send(self._connect(), wanted), wanted)
                 continue
             frames = self._decode(buffer, wanted)
@@ -153,10 +167,20 @@ class Source:
 
     def _register(self) -> None:
         server = self._servers[0]
-        registered = server.register(self._wanted.spec)
+        with self._calling():
+            registered = server.register(self._wanted.spec)
+        self._heard = time.monotonic()
         self._is_registered = True
         self.registered_at.add(server)
         self._inbox.joined(self._number, server.url, registered.num_workers)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._calls = True
+        try:
+            yield
+        finally:
+            self._calls = False
 
     def _ask(self) -> None:
         while len(self._lanes) < self._inbox.session.connections:
@@ -167,8 +191,8 @@ class Source:
             self._lanes.append((self._send(connection, wanted), wanted))
 
     def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
-        listed = self._inbox.indices_of(wanted) if self._wanted.spec.order == "client" else None
-        connection.ask(wanted, listed)
+        connection.ask(wanted)
+        self._heard = time.monotonic()
         return connection
 
     def _usable(self, connection: BatchConnection | None) -> BatchConnection:
@@ -181,7 +205,8 @@ class Source:
 
     def _connect(self) -> BatchConnection:
         path = batches_path(self._wanted.key, self._wanted.epoch)
-        connection = BatchConnection(self._servers[0], path, self._wanted.consumer)
+        with self._calling():
+            connection = BatchConnection(self._servers[0], path, self._wanted.consumer)
         with self._inbox.changed:
             self._connections.append(connection)
             if self._inbox.is_over():  # while it was being made
@@ -192,10 +217,11 @@ class Source:
         if self._wanted.spec.session is None:
             self._inbox.await_work(self._number, None)
             return
-        began = time.monotonic()
         self._inbox.await_work(self._number, TOUCH_EVERY)
-        if time.monotonic() - began >= TOUCH_EVERY:
-            self._servers[0].touch(self._wanted.key)
+        if time.monotonic() - self._heard >= TOUCH_EVERY:
+            with self._calling():
+                self._servers[0].touch(self._wanted.key)
+            self._heard, self._has_received = time.monotonic(), True
 
     def _decode(self, buffer: Buffer, wanted: Range) -> list[Frame]:
         """The frames of an answer, which must be the first batches of the range that was asked for."""
@@ -206,6 +232,8 @@ class Source:
                 expected = Address(self._wanted.key, self._wanted.epoch, number)
                 if frame.address != expected:
                     raise CorruptFrame(f"got {frame.address} where {expected} was asked for")
+                if isinstance(frame.content, End) and not self._inbox.session.has_shards:
+                    raise CorruptFrame(f"got an end in the place of batch {number}, and there are no shards to end")
                 frames.append(frame)
         except ProtocolError as error:
             raise CorruptFrame(str(error)) from error

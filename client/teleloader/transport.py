@@ -7,17 +7,18 @@ while here the kernel writes to the buffer in which the batch will stay.
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import select
 import socket
 import ssl
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 from teleloader.buffers import Buffer, BufferPool
 from teleloader.control import Server, error_of
 from teleloader.session import Range
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, WorkerDied
+from teleloader_shared.errors import ProtocolError, ServerUnavailable
 from teleloader_shared.messages import CONSUMER_HEADER
 
 KEEPALIVE_IDLE: Final = 5
@@ -60,6 +61,7 @@ class BatchConnection:
         else:
             self._http = http.client.HTTPConnection(parts.netloc, timeout=server.timeout)
         self._http.connect()
+        self._http.response_class = self._answer  # type: ignore[assignment]
         self._http.auto_open = 0  # a connection that broke is not made anew behind our back
         self._socket: socket.socket = self._http.sock
         self._arrival = select.poll()
@@ -81,18 +83,14 @@ class BatchConnection:
         """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
         return self._http.sock is not None and not self._arrival.poll(0)
 
-    def ask(self, wanted: Range, indices: bytes | None = None) -> None:
+    def ask(self, wanted: Range) -> None:
         """Send the request for a range; `receive` takes the answer.
-
-        Args:
-            wanted: Which batches.
-            indices: For an order of the client's own: the frames that list what each of them holds.
 
         Raises:
             OSError: When the connection broke.
         """
-        if indices is not None:
-            self._http.request("POST", f"{self._path}?start={wanted.start}", body=indices, headers=self._headers)
+        if wanted.listed is not None:
+            self._http.request("POST", f"{self._path}?start={wanted.start}", body=wanted.listed, headers=self._headers)
             return
         query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
         self._http.request("GET", f"{self._path}?{query}", headers=self._headers)
@@ -107,14 +105,9 @@ class BatchConnection:
             http.client.HTTPException: When the answer is cut off or no HTTP.
             TeleloaderError: When the server refused.
         """
-        self._await_answer()
         answer = self._http.getresponse()
         if answer.status != http.client.OK:
-            body = answer.read(MAX_PROBLEM_BYTES)
-            error = error_of(answer.status, body, self._path)
-            if answer.status >= http.client.INTERNAL_SERVER_ERROR and not isinstance(error, WorkerDied):
-                raise ServerUnavailable(str(error))
-            raise error
+            raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
         size = answer.length
         if size is None or not 0 < size <= max_bytes:
             raise ProtocolError(
@@ -131,14 +124,35 @@ class BatchConnection:
         answer.close()
         return buffer
 
-    def _await_answer(self) -> None:
+    def _answer(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
+        """The answer, of which something has come."""
+        answer = http.client.HTTPResponse(*args, **options)
+        self._await(answer.fp)
+        return answer
+
+    def _await(self, arriving: io.BufferedReader) -> None:
         """A batch may take as long as it takes; that the server is there can be seen by asking something else."""
         for _ in range(2 * SILENT_TIMEOUTS):
             if self._arrival.poll(1000 * self._server.timeout / 2):
-                return
+                if self._has_begun(arriving):
+                    return
+                continue
             if not self._server.is_alive():
                 raise ServerUnavailable(f"{self._server.url} has sent nothing for {self._server.timeout:g} s")
         raise SilentConnection
+
+    def _has_begun(self, arriving: io.BufferedReader) -> bool:
+        """Whether it is the answer that comes: over TLS, what the two sides say to each other may come first."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return True
+        self._socket.settimeout(0)
+        try:
+            arriving.peek(1)
+        except ssl.SSLWantReadError:
+            return False
+        finally:
+            self._socket.settimeout(self._server.timeout)
+        return True
 
     def shut_down(self) -> None:
         """Break the connection, from any thread: whoever is waiting in it wakes with an error."""
@@ -154,7 +168,9 @@ class BatchConnection:
 
     def close_copy(self) -> None:
         """In a forked process: close its copy, which would keep the connection open after its owner's end."""
-        os.close(self._socket.detach())
+        descriptor = self._socket.detach()
+        if descriptor >= 0:  # a server may have ended it after its last answer
+            os.close(descriptor)
 
 
 def _close_copies() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, to_bytes
-from teleloader_shared.messages import DATASETS_PATH, LOADERS_PATH
+from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
 from teleloader_shared.spec import LoaderSpec
 
 INFO = {
@@ -75,10 +75,23 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def fake_server(
-    answer: Answer, info: dict[str, Any] = INFO, session_ended: Callable[[str], object] = lambda key: None
+    answer: Answer,
+    info: dict[str, Any] = INFO,
+    session_ended: Callable[[str], object] = lambda key: None,
+    *,
+    registering: Callable[[], int] = lambda: 200,
+    touched: Callable[[], int] = lambda: 200,
 ) -> Iterator[str]:
-    """A server with one dataset, of 8 samples unless told otherwise, whose batches `answer` makes; yields its URL."""
-    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended))
+    """A server with one dataset, of 8 samples unless told otherwise; yields its URL.
+
+    Args:
+        answer: Makes the batches.
+        info: The dataset.
+        session_ended: Called with the key of each session that is ended.
+        registering: The status of a registration's answer.
+        touched: The status of the answer to a session's sign of life.
+    """
+    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched))
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -89,8 +102,12 @@ def fake_server(
         server.server_close()
 
 
-def _handler(
-    answer: Answer, info: dict[str, Any], session_ended: Callable[[str], object]
+def _handler(  # noqa: C901 - a class
+    answer: Answer,
+    info: dict[str, Any],
+    session_ended: Callable[[str], object],
+    registering: Callable[[], int],
+    touched: Callable[[], int],
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -100,12 +117,18 @@ def _handler(
         def do_GET(self) -> None:
             if self.path == DATASETS_PATH:
                 self.reply(200, json.dumps([info]).encode())
+            elif self.path == HEALTH_PATH:
+                self.reply(200, b"{}")
+            elif "/epochs/" not in self.path:
+                self.reply(touched(), b"{}")
             else:
                 self.answer(b"")
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            if self.path == LOADERS_PATH:
+            if self.path == LOADERS_PATH and (status := registering()) != 200:
+                self.reply(status, b"<html>a proxy's page</html>")
+            elif self.path == LOADERS_PATH:
                 self.reply(200, json.dumps(_registered(LoaderSpec.from_json(json.loads(body)), info)).encode())
             else:
                 self.answer(body)

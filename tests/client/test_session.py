@@ -159,7 +159,8 @@ def test_consecutive_ranges_go_to_whichever_server_asks() -> None:
     """Each is given as many batches as it has workers; none is made ahead, for it may be another server's."""
     session = Session(0, 1000, prefetch_factor=2, num_workers=3, servers=2)
     session.joined(1, 2)
-    assert [session.next_range(server) for server in (0, 1, 1, 0)] == [(0, 3, 0), (3, 5, 0), (5, 7, 0), (7, 10, 0)]
+    wanted = [session.next_range(server) for server in (0, 1, 1, 0)]
+    assert wanted == [Range(0, 3, 0), Range(3, 5, 0), Range(5, 7, 0), Range(7, 10, 0)]
     assert session.window == 10
 
 
@@ -171,8 +172,8 @@ def test_what_a_lost_server_was_asked_for_is_asked_of_another() -> None:
     session.next_range(1, 30.0)
     session.arrived(1, READY_BYTES, 0, 30.01)
     session.lost(0)
-    assert session.next_range(1, 30.02) == (at + 1, at + 3, 0)
-    assert session.next_range(1, 30.02) == (at + 6, at + 9, 0)
+    assert session.next_range(1, 30.02) == Range(at + 1, at + 3, 0)
+    assert session.next_range(1, 30.02) == Range(at + 6, at + 9, 0)
 
 
 def test_an_ask_that_holds_the_loop_up_is_hedged() -> None:
@@ -198,6 +199,17 @@ def test_an_ask_that_holds_the_loop_up_is_hedged() -> None:
     assert session.received == before
 
 
+def test_a_hedge_that_is_lost_is_asked_again() -> None:
+    """As long as the first one is held up."""
+    session = of_two()
+    held = session.next_range(0, 30.0)
+    while session.next_range(1, 30.0) is not None:
+        session.arrived(3, READY_BYTES, 1, 30.01)
+    for late in (31.0, 32.0):
+        assert session.next_range(1, late) == held
+        session.lost(1)
+
+
 def test_an_ask_that_holds_nobody_up_is_not_hedged() -> None:
     """The next batch of the loop is what counts."""
     session = of_two()
@@ -219,7 +231,7 @@ def test_until_it_is_known_how_long_answers_take_an_ask_is_hedged_late() -> None
     session.next_range(1, 0.0)
     session.arrived(1, READY_BYTES, 1, 0.1)
     assert session.next_range(1, 0.9 * HEDGE_UNKNOWN) is None
-    assert session.next_range(1, HEDGE_UNKNOWN) == (0, 1, 0)
+    assert session.next_range(1, HEDGE_UNKNOWN) == Range(0, 1, 0)
 
 
 def be_late(session: Session, now: float) -> float:

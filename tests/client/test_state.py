@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from teleloader import state
-from teleloader.control import Server, error_of
+from teleloader.control import MAX_JSON_BYTES, Server, error_of
 from teleloader_shared.errors import ProtocolError, StateMismatch
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO
@@ -90,3 +95,42 @@ def test_a_registration_with_a_value_of_another_type_is_refused(name: str) -> No
 def test_an_error_without_a_sense_is_a_protocol_error(body: bytes) -> None:
     """Whatever an answer that is no 200 has for a body."""
     assert type(error_of(500, body, "http://server")) is ProtocolError
+
+
+@contextmanager
+def answering(body: bytes, **headers: str) -> Iterator[Server]:
+    """A server that answers a GET with this body, as far as it is read."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            with suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """Silent."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        yield Server(f"http://127.0.0.1:{server.server_address[1]}", 5)
+        thread.join()
+
+
+def test_what_is_compressed_unasked_is_not_unpacked() -> None:
+    """A megabyte may unpack to a gigabyte; nor does a body that cannot be unpacked lead to another error."""
+    for body in (gzip.compress(json.dumps([INFO]).encode()), b"not gzip"):
+        with answering(body, Content_Encoding="gzip") as server, pytest.raises(ProtocolError, match="is not JSON"):
+            server.datasets()
+
+
+def test_an_answer_has_a_limit() -> None:
+    """A server that sends for ever is not read for ever."""
+    with (
+        answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,
+        pytest.raises(ProtocolError, match="more than 16,777,216"),
+    ):
+        server.datasets()
