@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from teleloader_server.engine import BatchStream
 from teleloader_server.pool import Lease
-from teleloader_server.problems import Problem
+from teleloader_server.problems import Problem, Refusal
 from teleloader_server.service import LoaderService
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
@@ -42,6 +42,10 @@ MAX_AHEAD: Final = 4096
 MAX_SPEC_BYTES: Final = 2**20
 MAX_INDEX_BYTES: Final = 64 * 2**20
 """Index lists of one request: those of a batch of 2**20 samples take 9 MB."""
+MAX_HELD_BYTES: Final = 4 * MAX_INDEX_BYTES
+"""Bodies that are held at a time: connections are many, and each may send one."""
+LARGE_BODY: Final = 256 * 1024
+"""Bodies from this size on are taken apart in a thread: others wait for the event loop."""
 LINGER: Final = 0.005
 """Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
 WRITE_BYTES: Final = 256 * 1024
@@ -60,17 +64,19 @@ Consumer = Annotated[
 class FrameResponse(Response):
     """Frames as the body, written from where they are: shared memory goes to the socket without a copy."""
 
-    def __init__(self, frames: list[Lease], headers: dict[str, str]) -> None:
+    def __init__(self, service: LoaderService, frames: list[Lease], headers: dict[str, str]) -> None:
+        self._service = service
         self._frames = frames
-        size = sum(len(frame) for frame in frames)
-        super().__init__(headers={**headers, "content-length": str(size)}, media_type=FRAME_MEDIA_TYPE)
+        self._size = sum(len(frame) for frame in frames)
+        super().__init__(headers={**headers, "content-length": str(self._size)}, media_type=FRAME_MEDIA_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head and frames."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for piece in joined(self._frames):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with self._service.sending(self._size):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for piece in joined(self._frames):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class StreamResponse(Response):
@@ -91,9 +97,13 @@ class StreamResponse(Response):
         async with self._service.batches(*self._request) as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while not stream.exhausted:
-                for piece in joined(await unless(gone, ready_frames(stream)), split=True):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await self._send_frames(await unless(gone, ready_frames(stream)), send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_frames(self, frames: list[Lease], send: Send) -> None:
+        with self._service.sending(sum(len(frame) for frame in frames)):
+            for piece in joined(frames, split=True):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 @asynccontextmanager
@@ -129,10 +139,12 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
-async def ready_answer(request: Request, batches: AbstractAsyncContextManager[BatchStream]) -> FrameResponse:
+async def ready_answer(
+    request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
+) -> FrameResponse:
     """The first of `batches` that are ready, at least one."""
     async with batches as stream, departure(request.receive) as gone:
-        return FrameResponse(await unless(gone, ready_frames(stream)), MUTABLE)
+        return FrameResponse(service, await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
@@ -176,13 +188,14 @@ def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview |
 def make_router(service: LoaderService) -> APIRouter:
     """The endpoints of `service`."""
     router = APIRouter()
-    _add_loaders(router, service)
-    _add_batches(router, service)
+    bodies = Bodies()
+    _add_loaders(router, service, bodies)
+    _add_batches(router, service, bodies)
     _add_status(router, service)
     return router
 
 
-def _add_loaders(router: APIRouter, service: LoaderService) -> None:
+def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
 
     @router.get(DATASETS_PATH, summary="The datasets that are hosted")
     async def datasets() -> list[DatasetInfo]:
@@ -210,9 +223,16 @@ def _add_loaders(router: APIRouter, service: LoaderService) -> None:
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        if service.draining:
-            raise ServerUnavailable("the server is stopping: connect to another one, or wait until it is back")
-        return await service.register(LoaderSpec.from_json(await read_json(request)))
+        async with bodies.read(request, MAX_SPEC_BYTES) as body:
+            spec = LoaderSpec.from_json(parsed_json(body))
+        return await service.register(spec)
+
+    @router.get(
+        LOADERS_PATH + "/{key}",
+        summary="What was answered when the loader was registered; a session that is asked for is not idle",
+    )
+    async def registration(key: str) -> Registration:
+        return service.registration(key)
 
     @router.delete(
         LOADERS_PATH + "/{key}",
@@ -223,7 +243,7 @@ def _add_loaders(router: APIRouter, service: LoaderService) -> None:
         await service.end_session(key)
 
 
-def _add_batches(router: APIRouter, service: LoaderService) -> None:
+def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
         summary="One batch, as a frame",
@@ -242,7 +262,7 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         who = consumer or address_of(request)
         async with service.batches(who, key, epoch, k, k + 1, ahead) as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
-            return FrameResponse([frame.raw], MUTABLE if frame.failed else immutable)
+            return FrameResponse(service, [frame.raw], MUTABLE if frame.failed else immutable)
 
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
@@ -265,9 +285,11 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         if stop <= start:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
         who = consumer or address_of(request)
+        if not ready and request.scope["http_version"] == "1.0":
+            raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
         if not ready:
             return StreamResponse(service, (who, key, epoch, start, stop, ahead))
-        return await ready_answer(request, service.batches(who, key, epoch, start, stop, ahead))
+        return await ready_answer(request, service, service.batches(who, key, epoch, start, stop, ahead))
 
     @router.post(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
@@ -284,9 +306,15 @@ def _add_batches(router: APIRouter, service: LoaderService) -> None:
         consumer: Consumer = "",
     ) -> Response:
         service.loader(key, epoch, start)
-        indices = indices_by_batch(await read_body(request, MAX_INDEX_BYTES), Address(key, epoch, start))
-        who = consumer or address_of(request)
-        return await ready_answer(request, service.batches(who, key, epoch, start, start + len(indices), 0, indices))
+        first = Address(key, epoch, start)
+        async with bodies.read(request, MAX_INDEX_BYTES) as body:
+            if len(body) < LARGE_BODY:
+                indices = indices_by_batch(body, first)
+            else:
+                indices = await asyncio.to_thread(indices_by_batch, body, first)
+            stop = start + len(indices)
+            who = consumer or address_of(request)
+            return await ready_answer(request, service, service.batches(who, key, epoch, start, stop, 0, indices))
 
 
 def _add_status(router: APIRouter, service: LoaderService) -> None:
@@ -311,37 +339,55 @@ def indices_by_batch(body: bytes, first: Address) -> dict[int, bytes]:
     Raises:
         InvalidSpec: When they do not.
     """
-    found = {}
+    found: dict[int, bytes] = {}
     try:
         for k, raw in enumerate(codec.split(np.frombuffer(body, np.uint8)), first.batch):
             frame = codec.read(raw, lambda bits, _dtype, _kind: bits, MAX_INDEX_BYTES)
             if frame.address != Address(first.loader, first.epoch, k):
                 raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {k}")
+            if len(found) == MAX_AHEAD:
+                raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists more")
             found[k] = raw.tobytes()
     except ProtocolError as error:
         raise InvalidSpec(f"the body lists no indices: {error}") from None
-    if not 0 < len(found) <= MAX_AHEAD:
-        raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists {len(found)}")
+    if not found:
+        raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists none")
     return found
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, when it is of a sane size.
+class Bodies:
+    """The bodies of requests that are held now, which together have a limit."""
 
-    Raises:
-        InvalidSpec: When it is not.
-    """
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise InvalidSpec(f"the body is larger than the {limit:,} bytes that are allowed")
-    return bytes(body)
+    def __init__(self) -> None:
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """The body, which counts as held until the context ends.
+
+        Raises:
+            Refusal: When it is larger than `limit`.
+            ServerUnavailable: When all bodies together are too large.
+        """
+        body = bytearray()
+        too_large = Refusal(413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed")
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_large
+        try:
+            async for piece in request.stream():
+                if len(body) + len(piece) > limit:
+                    raise too_large
+                if self._held + len(piece) > MAX_HELD_BYTES:
+                    raise ServerUnavailable(f"the server holds {self._held:,} bytes of requests: try again later")
+                self._held += len(piece)
+                body += piece
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
 
 
-async def read_json(request: Request) -> object:
-    """The body, when it is JSON of a sane size."""
-    body = await read_body(request, MAX_SPEC_BYTES)
+def parsed_json(body: bytes) -> object:
+    """The body, when it is JSON."""
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, suppress
+from typing import Final, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from teleloader_server.api_http import make_router
+from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
+from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.problems import handle_problems
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -21,6 +23,9 @@ from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
 """Seconds that an idle connection stays open: a trainer may think for a while between two batches."""
+DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""The kernel drops an idle connection whose other machine has not answered for 20 s. (With TCP_USER_TIMEOUT, Linux does
+not count tries; that an answer is not taken, whatever the cause, is seen by the connection itself.)"""
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +44,37 @@ def create_app(service: LoaderService) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with `listening` set when it does and the service told when it stops."""
+    """uvicorn with connections that keep to limits, `listening` set when it does, and an end that loses no answer.
 
-    def __init__(self, service: LoaderService, host: str, port: int, grace: float = DEFAULT_SHUTDOWN_GRACE) -> None:
+    Args:
+        service: What it serves.
+        host: The address that is bound.
+        port: The port that is bound.
+        grace: Seconds that answers have to be finished when the server stops.
+        limits: What connections may take; None takes what the limit of open files allows.
+
+    Raises:
+        ConfigError: When the limit of open files is too low for a server.
+    """
+
+    def __init__(
+        self,
+        service: LoaderService,
+        host: str,
+        port: int,
+        grace: float = DEFAULT_SHUTDOWN_GRACE,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        if limits is None:
+            most = connections_for(service.limits.num_workers)
+            limits = ConnectionLimits(max_connections=most, body_bytes=MAX_INDEX_BYTES)
+        self._watch = Watch(limits, lambda: service.sends_too_much)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
                 host=host,
                 port=port,
-                http="httptools",
+                http=cast("type[asyncio.Protocol]", functools.partial(Connection, self._watch)),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -70,17 +97,34 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
         await super().startup(sockets)
+        self._watching = asyncio.create_task(self._watch.keep())
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more loaders, finish what was asked, close."""
+        """Take nothing new, finish what was asked, close.
+
+        Until that is done the server still listens, and says that it is stopping: a client knows at once that it should
+        go elsewhere. What is not done when the grace ends is broken off, clients that do not read among it.
+        """
         self._service.draining = True
-        # before uvicorn's own patience ends, which would cancel what is left with a traceback for each
-        stopping = ServerUnavailable("the server is stopping: ask another one, or later")
-        telling = asyncio.get_running_loop().call_later(0.8 * self._grace, self._service.give_up, stopping)
+        self._watch.drain()
+        # told in time, whoever still waits for a batch gets an answer that says so
+        if not await self._answered(0.8 * self._grace):
+            self._service.give_up(ServerUnavailable("the server is stopping: ask another one, or later"))
+            await self._answered(0.1 * self._grace)
+        self._watch.abort()
         await super().shutdown(sockets)
-        telling.cancel()
-        self._service.give_up(stopping)
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+
+    async def _answered(self, seconds: float) -> bool:
+        """Wait until all answers are sent, so long, or until nobody wants to wait any more; whether they are."""
+        answered = asyncio.create_task(self._watch.answered(seconds))
+        while not answered.done() and not self.force_exit:
+            await asyncio.wait({answered}, timeout=0.05)
+        answered.cancel()
+        return answered.done() and answered.result()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,6 +139,11 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in DEAD_PEER.items():
+            if hasattr(socket, option):
+                # accepted connections have it from the socket that listens
+                bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         bound.bind(address)
     except OSError:
         bound.close()

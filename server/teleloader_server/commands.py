@@ -14,6 +14,7 @@ import uvloop
 
 from teleloader_server.app import Server, bind, url_of
 from teleloader_server.config import (
+    DEFAULT_BATCH_TIMEOUT,
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_SHUTDOWN_GRACE,
@@ -25,6 +26,7 @@ from teleloader_server.config import (
     parse_size,
     read_toml,
 )
+from teleloader_server.connections import raise_file_limit
 from teleloader_server.hosts import ConfiguredHost
 from teleloader_server.service import LoaderService
 from teleloader_shared.version import VERSION
@@ -95,6 +97,20 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     "--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="The largest batch that is sent."
 )
 @click.option(
+    "--batch-timeout", default=DEFAULT_BATCH_TIMEOUT, show_default=True, type=click.FloatRange(0),
+    help="Seconds that a worker may take for one batch, or to start. Then it is killed, and the batch is an error that "
+    "shows where it hung; 0 is no limit.",
+)  # fmt: skip
+@click.option(
+    "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
+    help="Replace a worker by a fresh process after so many batches and those that it has by then, for datasets that "
+    "leak. Workers of iterable-style datasets are never replaced: their place in the stream would be lost.",
+)  # fmt: skip
+@click.option(
+    "--max-worker-memory", default=0, show_default="never", type=Size(),
+    help="Replace a worker that has more resident memory, what it shares with others included, in the same way.",
+)  # fmt: skip
+@click.option(
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
     help="Seconds that answers have to be finished when the server is told to stop.",
 )  # fmt: skip
@@ -113,6 +129,9 @@ def server(
     num_workers: int,
     memory_budget: int,
     max_batch_bytes: int,
+    batch_timeout: float,
+    max_batches_per_worker: int,
+    max_worker_memory: int,
     shutdown_grace: float,
     debug: bool,
     log_level: str,
@@ -142,7 +161,13 @@ def server(
     try:
         configs = [*config, *(DatasetConfig.parse(text) for text in datasets), *(DEMO if demo else ())]
         limits = Limits(
-            num_workers=num_workers, memory_budget=memory_budget, max_batch_bytes=max_batch_bytes, debug=debug
+            num_workers=num_workers,
+            memory_budget=memory_budget,
+            max_batch_bytes=max_batch_bytes,
+            batch_timeout=batch_timeout,
+            max_batches_per_worker=max_batches_per_worker,
+            max_worker_memory=max_worker_memory,
+            debug=debug,
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
@@ -167,7 +192,12 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         return EXIT_USAGE
     service = LoaderService(ConfiguredHost(configs, limits), limits)
-    web = Server(service, host, port, grace)
+    raise_file_limit()
+    try:
+        web = Server(service, host, port, grace)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
     starting = asyncio.create_task(service.start())
 
     def stop() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -17,6 +18,7 @@ DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
+DEFAULT_BATCH_TIMEOUT: Final = 600.0
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -93,12 +95,19 @@ class Limits:
     """Bytes that encoded batches may take together before work ahead waits."""
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
     """Bytes of the largest batch that is sent."""
+    batch_timeout: float = DEFAULT_BATCH_TIMEOUT
+    """Seconds that a worker may take for one batch, or to start, before it is killed; 0 is no limit."""
+    max_batches_per_worker: int = 0
+    """After so many batches a worker is replaced by a fresh process, for datasets that leak; 0 is never."""
+    max_worker_memory: int = 0
+    """Bytes of resident memory at which a worker is replaced by a fresh process; 0 is never."""
     debug: bool = False
     """Whether clients may have batches made in the server's own process, where they hold up everything else."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
-        for name in ("num_workers", "memory_budget", "max_batch_bytes"):
+        whole = ("num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory")
+        for name in whole:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} must be a whole number, was {value!r}")
@@ -108,6 +117,12 @@ class Limits:
             raise ConfigError(f"memory_budget must be at least 1 MiB, was {self.memory_budget} bytes")
         if self.max_batch_bytes < 2**10:
             raise ConfigError(f"max_batch_bytes must be at least 1 KiB, was {self.max_batch_bytes} bytes")
+        for name in ("max_batches_per_worker", "max_worker_memory"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, was {getattr(self, name)}")
+        timeout = self.batch_timeout
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 <= timeout < math.inf:
+            raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, was {timeout!r}")
 
 
 def default_num_workers() -> int:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
 
 Run = tuple[str, int]
@@ -156,6 +157,10 @@ class Dispatcher:
         """Failures that were sent."""
         self._queues: dict[int, deque[Address]] = {}
         """What each worker has to do, in its order."""
+        self._worn: set[int] = set()
+        """Workers that finish what they have, and will be replaced then."""
+        self._held_up: set[int] = set()
+        """Workers whose batch takes long: nothing is given to them that would wait behind it."""
         self._consumers: dict[tuple[str, Run], Consumer] = {}
         self._active: dict[Consumer, None] = {}
         """Those for whom there may be something to begin; the many idle ones are not looked at."""
@@ -241,11 +246,37 @@ class Dispatcher:
     # -- what happened: workers
 
     def worker_ready(self, worker: int) -> None:
-        """A worker can take batches."""
+        """A worker, which has nothing to do, can take batches."""
         self._queues[worker] = deque()
+        self._worn.discard(worker)
+        self._held_up.discard(worker)
 
-    def worker_lost(self, worker: int) -> list[Address]:
-        """A worker died. What it had is made again, but for a batch that has killed too many.
+    def worker_worn(self, worker: int) -> None:
+        """A worker finishes what it has and takes nothing more, until another is ready in its place."""
+        self._worn.add(worker)
+
+    def worker_held_up(self, worker: int, waiting: Iterable[Address]) -> bool:
+        """What a worker makes takes long: what waits behind it is made by others, and it gets nothing more meanwhile.
+
+        Returns:
+            Whether that is so: where workers make batches in turn, no other one may make them.
+        """
+        if self._in_turn:
+            return False
+        self._held_up.add(worker)
+        for address in waiting:
+            self._queues[worker].remove(address)
+            self._remove(address)
+        return True
+
+    def worker_goes_on(self, worker: int) -> None:
+        """A worker that was held up can take batches again."""
+        self._held_up.discard(worker)
+
+    def worker_lost(self, worker: int, blame: Blame = "unknown") -> list[Address]:
+        """A worker is gone. What it had is made again, but for a batch that has killed too many, or that hung.
+
+        A batch that hung is not tried again: most likely it hangs each time, and each time costs the whole limit.
 
         Returns:
             The batches that are given up; `finished` must be told what stands in their place.
@@ -253,10 +284,11 @@ class Dispatcher:
         queue = self._queues.pop(worker, deque())
         given_up = []
         for address in queue:
-            # Of several batches it cannot be told which one did it: from now on each is given to a worker that has
-            # nothing else, and then it can.
-            self._deaths[address] = self._deaths.get(address, 0) + (len(queue) == 1)
-            if self._deaths[address] >= MAX_ATTEMPTS:
+            if blame == "unknown":
+                # Of several batches it cannot be told which one did it: from now on each is given to a worker that
+                # has nothing else, and then it can.
+                self._deaths[address] = self._deaths.get(address, 0) + (len(queue) == 1)
+            if address == blame or self._deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
                 self._remove(address)
@@ -387,19 +419,23 @@ class Dispatcher:
         suspect = address in self._deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
-            queue = self._queues.get(owner)
-            if queue is None or (queue and (suspect or queue[-1] in self._deaths)) or len(queue) >= MAX_QUEUE:
-                return None
-            return owner
-        # beside a suspect nothing else is queued, nor a suspect beside anything
-        open_ = [n for n, queue in self._queues.items() if not queue or not (suspect or queue[-1] in self._deaths)]
-        worker = min(open_, key=lambda number: len(self._queues[number]), default=None)
+            open_ = self._takes(owner, suspect=suspect) and len(self._queues[owner]) < MAX_QUEUE
+            return owner if open_ else None
+        open_to_all = [number for number in self._queues if self._takes(number, suspect=suspect)]
+        worker = min(open_to_all, key=lambda number: len(self._queues[number]), default=None)
         if worker is None or not self._queues[worker]:
             return worker
         queue = self._queues[worker]
         seconds = self._seconds.get(queue[-1].loader, QUEUE_SECONDS)
         room = min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
         return worker if len(queue) <= room else None
+
+    def _takes(self, worker: int, *, suspect: bool) -> bool:
+        """Whether the worker is there for more; beside a suspect nothing else is queued, nor a suspect beside it."""
+        queue = self._queues.get(worker)
+        if queue is None or worker in self._worn or worker in self._held_up:
+            return False
+        return not queue or not (suspect or queue[-1] in self._deaths)
 
     # -- memory
 

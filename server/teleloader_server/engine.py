@@ -14,9 +14,9 @@ import numpy as np
 from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
 from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
 from teleloader_server.metrics import Metrics
-from teleloader_server.pool import Lease, Pool, WorkerState
+from teleloader_server.pool import Lease, Loss, Pool, WorkerState
 from teleloader_shared.codec import Address, Failure, to_bytes
-from teleloader_shared.errors import TeleloaderError, UnknownLoader, WorkerDied
+from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -201,17 +201,31 @@ class Engine:
         self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
         self._arrived(task.address, ReadyFrame(lease, report.failed))
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], reason: str) -> None:
-        """What the worker had is done by others; a batch that has killed several workers becomes an error."""
-        given_up = self._dispatcher.worker_lost(worker)
+    def worker_worn(self, worker: int) -> None:
+        """The worker is given nothing more."""
+        self._dispatcher.worker_worn(worker)
+
+    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+        """What waits behind a batch that takes long is done by others."""
+        self._decide_soon()
+        return self._dispatcher.worker_held_up(worker, [task.address for task in tasks])
+
+    def worker_goes_on(self, worker: int) -> None:
+        """It can be given work again."""
+        self._dispatcher.worker_goes_on(worker)
+        self._decide_soon()
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
+        """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
+        given_up = self._dispatcher.worker_lost(worker, loss.blame)
         for task in tasks:
             if task.address not in given_up:
                 self._metrics.retried(task.spec.dataset)
                 continue
             self._metrics.given_up(task.spec.dataset)
             indices = indices_of(task)[:MAX_INDICES]
-            message = f"DataLoader {reason}; this batch ended every worker that tried to load it"
-            failure = Failure(f"{WorkerDied.__module__}.{WorkerDied.__name__}", message, "", indices, worker)
+            kind, message = _told_of(loss)
+            failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
             frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
             self._dispatcher.finished(None, task.address, len(frame), failed=True)
             self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
@@ -256,7 +270,13 @@ class Engine:
         for key in self._loaders.keys() - in_use:
             del self._loaders[key]
             self._dispatcher.forget_loader(key)
+            for address in [address for address in self._indices if address.loader == key]:
+                del self._indices[address]
         self._decide_soon()
+
+    def touch(self) -> None:
+        """Its client is there, though it asks for nothing."""
+        self._last_used = time.monotonic()
 
     # -- what can be seen
 
@@ -279,7 +299,7 @@ class Engine:
 
     @property
     def idle(self) -> float:
-        """Seconds for which nobody has waited for a batch."""
+        """Seconds for which nobody has waited for a batch or said that it will."""
         waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
         return 0.0 if waited_for else time.monotonic() - self._last_used
 
@@ -292,3 +312,10 @@ class Engine:
     def memory_mapped(self) -> int:
         """Shared memory that is mapped for frames, used or free."""
         return self._pool.mapped_bytes()
+
+
+def _told_of(loss: Loss) -> tuple[type[TeleloaderError], str]:
+    """The error that stands in the place of a batch that is given up."""
+    if isinstance(loss.blame, Address):
+        return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
+    return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"

@@ -75,7 +75,10 @@ class ConfiguredHost:
             return None
         if self._processes is None and spec.num_workers == 0:
             return InProcessPool(lambda: open_datasets(mine), self._limits)
-        limits = dataclasses.replace(self._limits, num_workers=spec.shards)
+        # a fresh worker would have to go through its share of the stream from the beginning
+        limits = dataclasses.replace(
+            self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
+        )
         if self._processes is None:
             return ProcessPool(lambda: Template.spawn(mine), limits, spec)
         return ProcessPool(self._processes.split_template, limits, spec)

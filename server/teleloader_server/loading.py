@@ -67,6 +67,7 @@ class Loading:
         torch_loaded: Called when a dataset has loaded torch in the middle of a batch.
         seeds: Whether random numbers are a function of a batch's address; else they are drawn as the generators stand.
         seed_worker: Seeds the worker as at its birth; an iterable-style dataset that begins again draws as before.
+        skipped: Called for each batch of an iterable-style dataset that is only gone through.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Loading:
         max_batch_bytes: int,
         torch_loaded: Callable[[], None] = lambda: None,
         seed_worker: Callable[[], None] = lambda: None,
+        skipped: Callable[[], None] = lambda: None,
         *,
         seeds: bool = True,
     ) -> None:
         self._seeds = seeds
         self._torch_loaded = torch_loaded
         self._seed_worker = seed_worker
+        self._skipped = skipped
         self._shards: dict[tuple[str, int], Shard] = {}
         """The passes through iterable-style datasets, by (loader, epoch)."""
         self.torch_is_seeded = False
@@ -89,7 +92,7 @@ class Loading:
         self._hosted = hosted
         self._worker = worker
         # sys.exit() ends a worker process, but must not end the thread of a server without workers
-        self._caught: type[BaseException] = BaseException if worker < 0 else Exception
+        self._exits = worker >= 0
         self._max_batch_bytes = max_batch_bytes
         self._plan = lru_cache(maxsize=64)(Plan)
 
@@ -122,7 +125,9 @@ class Loading:
             collated = time.perf_counter()
             writer = self._writer(task, batch, padding, shard_state)
             writer.write(place(writer.nbytes))
-        except self._caught as error:
+        except BaseException as error:  # KeyboardInterrupt too: a real one does not come here
+            if isinstance(error, SystemExit) and self._exits:
+                raise
             failed = True
             writer = FrameWriter(task.address, describe(error, indices, self._worker), checksum=task.spec.checksum)
             writer.write(place(writer.nbytes))
@@ -147,7 +152,9 @@ class Loading:
             saved = None
             if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
                 saved = spec.shard_states[task.address.batch % spec.shards]
-            self._shards[run] = Shard(hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker, saved)
+            self._shards[run] = Shard(
+                hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker, saved, self._skipped
+            )
         return self._shards[run]
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:

@@ -106,6 +106,7 @@ class Metrics:
             batches=tally.batches,
             busy=tally.busy,
             restarts=state.restarts,
+            recycled=state.recycled,
             last_exit=state.last_exit,
             last_restart=state.last_restart,
             rss=used.rss,

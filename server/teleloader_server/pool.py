@@ -9,16 +9,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading import Report, Task
+from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
 """A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
+
+
+Blame = Address | Literal["unknown", "nobody"]
+"""Whose fault a worker's end is: that of the batch at which it hung, perhaps that of one which it had, or nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How a worker was lost."""
+
+    reason: str
+    """A sentence without its end, which begins with the worker."""
+    blame: Blame = "unknown"
+    stack: str = ""
+    """Where it hung."""
 
 
 class PoolListener(Protocol):
@@ -33,7 +49,16 @@ class PoolListener(Protocol):
     def no_worker_starts(self, reason: str) -> None:
         """Workers die again and again before they are ready; they are still tried."""
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], reason: str) -> None:
+    def worker_worn(self, worker: int) -> None:
+        """The worker must be given nothing more: when all that it has is done, a fresh one will be ready soon."""
+
+    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+        """These wait behind a batch that takes long; True when they are taken back, to be made elsewhere."""
+
+    def worker_goes_on(self, worker: int) -> None:
+        """One from which tasks were taken back can be given some again."""
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
         """The worker's process ended with these tasks undone, the first of them begun; another will be ready soon."""
 
 
@@ -45,6 +70,7 @@ class WorkerState:
     pid: int | None
     ready: bool
     restarts: int
+    recycled: int
     last_exit: str | None
     last_restart: float | None
 

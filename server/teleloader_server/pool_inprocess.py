@@ -64,7 +64,7 @@ class InProcessPool:
 
     def workers(self) -> list[WorkerState]:
         """The one place."""
-        return [WorkerState(0, os.getpid(), ready=True, restarts=0, last_exit=None, last_restart=None)]
+        return [WorkerState(0, os.getpid(), ready=True, restarts=0, recycled=0, last_exit=None, last_restart=None)]
 
     def pids(self) -> list[int]:
         """No process but the server's own."""

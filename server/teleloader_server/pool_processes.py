@@ -1,4 +1,8 @@
-"""The pool of worker processes."""
+"""The pool of worker processes.
+
+It judges its processes from outside, by what they finish: a worker inside C code that holds the interpreter's lock
+could run no heartbeat, and one that hangs may well run one.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,11 @@ from teleloader_server.arena import Mapping as SlotMapping
 from teleloader_server.channel import Channel
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.loading import Report, Task
-from teleloader_server.pool import PoolListener, WorkerState, aside
+from teleloader_server.pool import Loss, PoolListener, WorkerState, aside
+from teleloader_server.processes import StopWatch, oom_kills, resident_bytes
 from teleloader_server.template import Template
 from teleloader_server.worker import WorkerSettings, exit_reason
+from teleloader_server.worker_process import WorkerProcess
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -30,31 +36,22 @@ logger = logging.getLogger(__name__)
 
 FIRST_RESPAWN_DELAY: Final = 0.05
 LAST_RESPAWN_DELAY: Final = 5.0
+CHECK_EVERY: Final = 0.25
+"""Seconds between looks at the processes, if the limit is not so short that it must be more often."""
+SHORTEST_CHECK: Final = 0.02
+STOPPED_LIMIT: Final = 3.0
+"""Seconds for which a process may be stopped (SIGSTOP) while somebody waits for it."""
 UNREADY_DEATHS: Final = 3
 """After so many deaths of a place's processes before they were ready, clients are told that no worker starts."""
-
-
-class _Process:
-    """One worker process: its channel, its tasks, its slots."""
-
-    def __init__(self, number: int, channel: Channel) -> None:
-        self.number = number
-        self.channel = channel
-        self.pid: int | None = None
-        self.ready = False
-        self.useful = False
-        self.tasks: dict[int, Task] = {}
-        self.loaders: set[str] = set()
-        self.slots: dict[int, SlotMapping] = {}
-        self.flush_due = False
 
 
 @dataclass(slots=True)
 class _Place:
     """One place of the pool, whichever process fills it."""
 
-    process: _Process
+    process: WorkerProcess
     restarts: int = 0
+    recycled: int = 0
     last_exit: str | None = None
     last_restart: float | None = None
     died: float | None = None
@@ -85,6 +82,12 @@ class ProcessPool:
         self._task_ids = itertools.count()
         self._closing = False
         self._restarting: asyncio.Task[None] | None = None
+        self._check_every = CHECK_EVERY
+        if limits.batch_timeout:
+            self._check_every = min(CHECK_EVERY, max(SHORTEST_CHECK, limits.batch_timeout / 10))
+        self._examinations: set[asyncio.Task[None]] = set()
+        self._template_stopped = StopWatch()
+        self._oom_kills = oom_kills()
 
     @property
     def num_workers(self) -> int:
@@ -98,24 +101,37 @@ class ProcessPool:
         self._infos = await self._start_template()
         for number in range(self._limits.num_workers):
             self._places[number] = _Place(self._fork(number))
+        self._checked = time.monotonic()
+        self._next_check = self._loop.call_later(self._check_every, self._check)
         return self._infos
 
     def submit(self, worker: int, task: Task) -> None:
         """Send the task; what the worker does not know of its loader goes before."""
         process = self._places[worker].process
         task_id = next(self._task_ids)
+        if not process.tasks:
+            process.got_on()
         process.tasks[task_id] = task
+        process.given += 1
         address = task.address
         if address.loader not in process.loaders:
             process.loaders.add(address.loader)
             self._put(process, ["loader", address.loader, task.spec.to_json(), task.length])
         self._put(process, ["task", task_id, address.loader, address.epoch, address.batch, task.indices])
+        if process.given == self._limits.max_batches_per_worker:
+            self._wear_out(process, f"was given {process.given} batches")
 
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
         return [
             WorkerState(
-                number, place.process.pid, place.process.ready, place.restarts, place.last_exit, place.last_restart
+                number,
+                place.process.pid,
+                place.process.ready,
+                place.restarts,
+                place.recycled,
+                place.last_exit,
+                place.last_restart,
             )
             for number, place in self._places.items()
         ]
@@ -142,6 +158,10 @@ class ProcessPool:
     async def close(self) -> None:
         """Close the channels, upon which the processes end, and wait for the template."""
         self._closing = True
+        if self._places:
+            self._next_check.cancel()
+        for examination in self._examinations:
+            examination.cancel()
         if self._restarting is not None:
             self._restarting.cancel()
             with suppress(asyncio.CancelledError):
@@ -195,7 +215,7 @@ class ProcessPool:
                 case ["forked", int(number), int(pid)]:
                     self._places[number].process.pid = pid
                 case ["exited", int(pid), int(status)]:
-                    self._exited(pid, exit_reason(status))
+                    self._exited(pid, status)
 
     async def _restart_template(self) -> None:
         # the kernel ends the workers with their parent, so all places are lost together
@@ -219,22 +239,22 @@ class ProcessPool:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESPAWN_DELAY)
         for process in lost:
-            self._lose(process, f"worker {process.number} (pid {process.pid}) ended with the template process")
+            self._lose(process, Loss(f"{process} ended with the template process"))
 
     # -- the workers
 
-    def _fork(self, number: int) -> _Process:
+    def _fork(self, number: int) -> WorkerProcess:
         channel, theirs = Channel.pair()
         limits = self._limits
         free_limit = limits.memory_budget // limits.num_workers
         with theirs:
             settings = WorkerSettings(number, limits.num_workers, limits.max_batch_bytes, free_limit, self._session)
             self._template.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
-        process = _Process(number, channel)
+        process = WorkerProcess(number, channel)
         self._loop.add_reader(channel, self._receive, process)
         return process
 
-    def _receive(self, process: _Process) -> bool:
+    def _receive(self, process: WorkerProcess) -> bool:
         """Take what a worker says; False when it says no more for now."""
         try:
             messages = process.channel.receive()
@@ -245,30 +265,39 @@ class ProcessPool:
             self._loop.remove_reader(process.channel)
             return False
         for message in messages:
-            match message:
-                case ["done", list(finished)]:
-                    for task_id, frame, nbytes, *report in finished:
-                        self._done(process, task_id, frame, nbytes, Report(*report))
-                case ["slot", int(slot), int(size)]:
-                    self._map(process, slot, size)
-                case ["retract", int(slot)]:
-                    del process.slots[slot]
-                case ["ready", int(pid)]:
-                    process.pid = pid
-                    self._ready(process)
+            self._hear(process, message)
         return True
 
-    def _map(self, process: _Process, slot: int, size: int) -> None:
+    def _hear(self, process: WorkerProcess, message: list[Any]) -> None:
+        match message:
+            case ["done", list(finished)]:
+                for task_id, frame, nbytes, *report in finished:
+                    self._done(process, task_id, frame, nbytes, Report(*report))
+            case ["slot", int(slot), int(size)]:
+                self._map(process, slot, size)
+            case ["retract", int(slot)]:
+                del process.slots[slot]
+            case ["started", int(pid)]:
+                process.pid = pid
+                with suppress(OSError):  # there is no descriptor left: then it cannot tell where it hangs
+                    process.take_notes(process.channel.take_fd())
+            case ["ready"]:
+                self._ready(process)
+            case ["progress"]:
+                self._got_on(process)
+
+    def _map(self, process: WorkerProcess, slot: int, size: int) -> None:
         try:
             process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
         except OSError as error:
             # its batches cannot be reached: another worker makes them again
-            logger.error("no memory of worker %d (pid %s) can be mapped: %s", process.number, process.pid, error)
+            logger.error("no memory of %s can be mapped: %s", process, error)
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)
 
-    def _ready(self, process: _Process) -> None:
+    def _ready(self, process: WorkerProcess) -> None:
         process.ready = True
+        process.got_on()
         place = self._places[process.number]
         if place.died is not None:
             place.last_restart = time.monotonic() - place.died
@@ -276,8 +305,13 @@ class ProcessPool:
             logger.warning("worker %d is back as pid %s after %.3f s", process.number, process.pid, place.last_restart)
         self._listener.worker_ready(process.number)
 
-    def _done(self, process: _Process, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
-        process.useful = True
+    def _done(self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
+        process.finished += 1
+        self._got_on(process)
+        if task_id not in process.tasks:  # it was taken back when it had just been begun
+            if not isinstance(frame, bytes):
+                self._put(process, ["free", frame])
+            return
         if isinstance(frame, bytes):
             lease = np.frombuffer(frame, np.uint8)
         elif frame not in process.slots:
@@ -286,19 +320,19 @@ class ProcessPool:
             lease = process.slots[frame].lease(nbytes, lambda: self._released(process, frame))
         self._listener.task_done(process.number, process.tasks.pop(task_id), lease, report)
 
-    def _released(self, process: _Process, slot: int) -> None:
+    def _released(self, process: WorkerProcess, slot: int) -> None:
         """Nobody reads a slot any more; called in whichever thread let go of it."""
         with suppress(RuntimeError):  # the server has stopped, and its loop is closed
             self._loop.call_soon_threadsafe(self._put, process, ["free", slot])
 
-    def _put(self, process: _Process, message: list[Any]) -> None:
+    def _put(self, process: WorkerProcess, message: list[Any]) -> None:
         """Send a message soon: one system call carries all that is said to a worker at a time."""
         process.channel.put(message)
         if not process.flush_due:
             process.flush_due = True
             self._loop.call_soon(self._flush, process)
 
-    def _flush(self, process: _Process) -> None:
+    def _flush(self, process: WorkerProcess) -> None:
         process.flush_due = False
         if process.channel.fileno() == -1:
             return
@@ -308,33 +342,137 @@ class ProcessPool:
             process.flush_due = True
             self._loop.add_writer(process.channel, self._flush, process)
 
-    def _exited(self, pid: int, reason: str) -> None:
+    # -- whether they get on
+
+    def _check(self) -> None:
+        """Look at the processes: the one that hangs or is stopped while there is work for it must be replaced."""
+        now = time.monotonic()
+        late = max(0.0, now - self._checked - self._check_every)
+        self._checked = now
+        self._next_check = self._loop.call_later(self._check_every, self._check)
+        pid = self._template.pid
+        if pid is not None and self._template_stopped.seconds(pid) > STOPPED_LIMIT:
+            # unlike a worker it is not replaced: all workers would end with it, and all datasets be built again
+            logger.warning("the template process (pid %d) was stopped (SIGSTOP); it is continued", pid)
+            _signal(pid, signal.SIGCONT)
+        if self._restarting is None or self._restarting.done():
+            for place in self._places.values():
+                place.process.forgive(late)
+                self._look_at(place.process)
+
+    def _look_at(self, process: WorkerProcess) -> None:
+        if process.pid is None:
+            return
+        most = self._limits.max_worker_memory
+        # one that is too large from the start has to finish something, or nothing would ever be done
+        if most and process.finished and not process.worn and (taken := resident_bytes(process.pid)) > most:
+            self._wear_out(process, f"has {taken / 2**20:,.0f} MiB of resident memory")
+        if process.is_overdue(self._check_every):
+            self._receive_all(process)
+        if not process.is_overdue(self._check_every):
+            return
+        if process.ready and not process.held_up and (waiting := process.waiting()):
+            self._take_back(process, waiting)
+        if process.stopped.seconds(process.pid) > STOPPED_LIMIT:
+            self._kill(process, Loss(f"{process} was stopped (SIGSTOP), and killed", "nobody"))
+        elif self._hangs(process) and not process.examined:
+            process.examined = True
+            examination = self._loop.create_task(self._examine(process))
+            self._examinations.add(examination)
+            examination.add_done_callback(self._examinations.discard)
+
+    def _take_back(self, process: WorkerProcess, waiting: list[Task]) -> None:
+        """Let others do what waits behind a batch that takes long, perhaps for ever."""
+        if self._listener.worker_held_up(process.number, waiting):
+            process.revoke(waiting)
+            process.held_up = True
+
+    def _got_on(self, process: WorkerProcess) -> None:
+        process.got_on()
+        if process.held_up:
+            process.held_up = False
+            self._listener.worker_goes_on(process.number)
+        if process.worn:
+            self._loop.call_soon(self._recycle, process)
+
+    def _hangs(self, process: WorkerProcess) -> bool:
+        limit = self._limits.batch_timeout
+        return bool(limit) and process.is_overdue(limit)
+
+    async def _examine(self, process: WorkerProcess) -> None:
+        """Have a process that hangs say where, and kill it."""
+        was_ready, stack = process.ready, await process.stacks()
+        process.examined = False
+        self._receive_all(process)
+        if self._places[process.number].process is not process or not self._hangs(process):
+            return
+        task = process.task_at_hand()
+        doing, limit = "a batch" if was_ready else "its start", self._limits.batch_timeout
+        reason = f"{process} was killed: {doing} took longer than {limit:g} s, the limit (--batch-timeout)"
+        self._kill(process, Loss(reason, "nobody" if task is None else task.address, stack))
+
+    def _kill(self, process: WorkerProcess, loss: Loss) -> None:
+        """Do without a process, even if the kernel cannot end it yet."""
+        if process.pid is not None:
+            _signal(process.pid, signal.SIGKILL)
+        self._lose(process, loss)
+
+    # -- their ends
+
+    def _wear_out(self, process: WorkerProcess, reason: str) -> None:
+        process.worn = True
+        logger.info("%s %s, and is replaced when it has done what it has to do", process, reason)
+        self._listener.worker_worn(process.number)
+        if not process.tasks:
+            self._loop.call_soon(self._recycle, process)
+
+    def _recycle(self, process: WorkerProcess) -> None:
+        """Let a worn process end, and start another in its place."""
+        place = self._places[process.number]
+        if self._closing or place.process is not process or not process.ready or process.tasks:
+            return
+        if self._template.channel.fileno() == -1 or (self._restarting is not None and not self._restarting.done()):
+            return  # it ends with the template
+        self._forget(process)
+        place.recycled += 1
+        place.process = self._fork(process.number)
+
+    def _exited(self, pid: int, status: int) -> None:
+        reason = exit_reason(status)
+        before, self._oom_kills = self._oom_kills, max(self._oom_kills, oom_kills())
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and self._oom_kills > before:
+            reason += ", out of memory as it seems (the kernel's oom_kill count rose)"
         for place in self._places.values():
             if place.process.pid == pid:
-                while self._receive(place.process):  # frames that it finished before it ended are as good as any
-                    pass
-                self._lose(place.process, f"worker {place.process.number} (pid {pid}) {reason}")
+                self._receive_all(place.process)
+                self._lose(place.process, Loss(f"{place.process} {reason}"))
 
-    def _lose(self, process: _Process, reason: str) -> None:
-        tasks, was_ready = list(process.tasks.values()), process.ready
+    def _receive_all(self, process: WorkerProcess) -> None:
+        """Take what a process has said already: frames that it finished before it ended are as good as any."""
+        while process.channel.fileno() != -1 and self._receive(process):
+            pass
+
+    def _lose(self, process: WorkerProcess, loss: Loss) -> None:
+        tasks, was_ready, was_useful = list(process.tasks.values()), process.ready, bool(process.finished)
         self._forget(process)
         place = self._places[process.number]
         if self._closing or place.process is not process or place.respawn is not None:
             return
         place.restarts += 1
-        place.last_exit = reason
+        place.last_exit = loss.reason
         place.died = time.monotonic()
-        place.failures_in_a_row = 0 if process.useful else place.failures_in_a_row + 1
+        place.failures_in_a_row = 0 if was_useful else place.failures_in_a_row + 1
         place.unready_in_a_row = 0 if was_ready else place.unready_in_a_row + 1
         # a worker that dies before it finished anything is likely to die again: do not burn the machine on it
         delay = 0.0
         if place.failures_in_a_row:
             delay = min(FIRST_RESPAWN_DELAY * 2 ** (place.failures_in_a_row - 1), LAST_RESPAWN_DELAY)
-        logger.warning("%s with %d batches to do; replacing it in %.2f s", reason, len(tasks), delay)
+        stack = f". It was at:\n{loss.stack}" if loss.stack else ""
+        logger.warning("%s with %d batches to do; replacing it in %.2f s%s", loss.reason, len(tasks), delay, stack)
         place.respawn = self._loop.call_later(delay, self._respawn, place)
-        self._listener.worker_lost(process.number, tasks, reason)
+        self._listener.worker_lost(process.number, tasks, loss)
         if place.unready_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):
-            self._listener.no_worker_starts(reason)
+            self._listener.no_worker_starts(loss.reason)
 
     def _respawn(self, place: _Place) -> None:
         place.respawn = None
@@ -343,11 +481,13 @@ class ProcessPool:
         elif not self._closing:
             place.process = self._fork(place.process.number)
 
-    def _forget(self, process: _Process) -> None:
-        process.ready = False
-        process.tasks.clear()
-        process.slots.clear()  # a frame that is still being sent keeps its own
+    def _forget(self, process: WorkerProcess) -> None:
         if process.channel.fileno() != -1:
             self._loop.remove_reader(process.channel)
             self._loop.remove_writer(process.channel)
-            process.channel.close()
+        process.forget()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from http import HTTPStatus
 from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -39,15 +40,54 @@ STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
 }
 
 
-class Problem(JSONResponse):
+RETRY_AFTER: Final = "1"
+"""Seconds after which what is unavailable may be asked for again."""
+MAX_DETAIL: Final = 2000
+"""Characters of a sentence, which may quote what a client sent."""
+
+
+class Refusal(Exception):
+    """A request that is not carried out, for a reason that only HTTP knows of."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that the answer needs."""
+        return headers_for(self.status)
+
+
+class Problem(Response):
     """A problem; ``code`` is the name that programs go by, ``detail`` the sentence for people."""
 
     media_type = PROBLEM_MEDIA_TYPE
 
     def __init__(self, status: HTTPStatus | int, code: str, detail: str, headers: dict[str, str] | None = None) -> None:
-        title = HTTPStatus(status).phrase
-        content = {"type": "about:blank", "title": title, "status": int(status), "code": code, "detail": detail}
-        super().__init__(content, int(status), headers)
+        super().__init__(encoded(status, code, detail), int(status), {**headers_for(status), **(headers or {})})
+
+
+def encoded(status: HTTPStatus | int, code: str, detail: str) -> bytes:
+    """The body of a problem."""
+    if len(detail) > MAX_DETAIL:
+        detail = detail[:MAX_DETAIL] + " ..."
+    content = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": int(status),
+        "code": code,
+        "detail": detail,
+    }
+    # in ASCII: what a client sent may hold half a surrogate pair, which UTF-8 has not
+    return json.dumps(content).encode()
+
+
+def headers_for(status: HTTPStatus | int) -> dict[str, str]:
+    """The headers of a problem with this status, besides the usual ones."""
+    return {"Retry-After": RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
 def handle_problems(app: FastAPI) -> None:
@@ -57,6 +97,10 @@ def handle_problems(app: FastAPI) -> None:
     async def refused(request: Request, error: TeleloaderError) -> Problem:
         status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
         return Problem(status, type(error).__name__, str(error))
+
+    @app.exception_handler(Refusal)
+    async def not_done(request: Request, error: Refusal) -> Problem:
+        return Problem(error.status, error.code, error.detail)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Problem:
@@ -69,6 +113,8 @@ def handle_problems(app: FastAPI) -> None:
         detail = error.detail
         if error.status_code == HTTPStatus.NOT_FOUND:
             detail = f"nothing is at {request.url.path[:200]!r}; /docs lists what there is"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            detail = f"{request.url.path[:200]!r} has no {request.method}; /docs lists what it has"
         headers = dict(error.headers) if error.headers else None
         return Problem(error.status_code, HTTPStatus(error.status_code).name.title().replace("_", ""), detail, headers)
 
@@ -78,7 +124,8 @@ def handle_problems(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Problem:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        # repr: a path may hold line breaks, and pass for lines of the log
+        logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return Problem(
             HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", "the server failed to answer; its log has the details"
         )

@@ -1,8 +1,11 @@
-"""What the kernel says of processes' memory."""
+"""What the kernel says of processes: their memory, and how they fare."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import psutil
@@ -33,3 +36,49 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
         except psutil.Error:
             found[pid] = NO_MEMORY
     return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory, shared pages included; 0 for a process that is gone. Cheap."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process (SIGSTOP, SIGTSTP); not so one that a debugger holds."""
+    try:
+        # the name of the program, in parentheses, may hold anything
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+class StopWatch:
+    """For how long a process has been stopped, as far as it was looked at."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def reset(self) -> None:
+        """It has surely run meanwhile."""
+        self._since = None
+
+    def seconds(self, pid: int) -> float:
+        """Look at it; 0.0 when it is not stopped."""
+        if not is_stopped(pid):
+            self._since = None
+            return 0.0
+        if self._since is None:
+            self._since = time.monotonic()
+        return time.monotonic() - self._since
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has ended on this machine because memory ran out, in containers too."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))

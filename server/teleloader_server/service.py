@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from teleloader_server import processes
 from teleloader_server.config import ConfigError, Limits
@@ -35,9 +35,21 @@ MAX_LOADERS: Final = 4096
 """Loaders that are known at once; the one that was asked longest ago is forgotten, and registers again by itself."""
 MAX_SESSIONS: Final = 256
 """Sessions with workers of their own at once."""
-SESSION_IDLE: Final = 600.0
-"""Seconds without an ask after which the client of a session has probably gone. One that comes back goes on."""
+MAX_SESSION_WORKERS: Final = 1024
+"""Processes of all sessions together: each is cheap to ask for."""
+SESSION_IDLE: Final = 60.0
+"""Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
+MIN_SENDING: Final = 64 * 2**20
+"""Bytes of answers that may always be under way, however small the memory budget."""
+
+
+class _Known(NamedTuple):
+    """A loader that is known."""
+
+    loader: Loader
+    length: int | None
+    """What its dataset says of its length."""
 
 
 class LoaderService:
@@ -56,10 +68,13 @@ class LoaderService:
         self._infos: dict[str, DatasetInfo] = {}
         """The datasets as the shared engine has them, once it is started."""
         self._shared: asyncio.Task[Engine] | None = None
-        self._loaders: OrderedDict[str, Loader] = OrderedDict()
+        self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._sessions: dict[str, asyncio.Task[Engine]] = {}
         """Engines of their own, by loader; started, or about to be."""
+        self._session_workers: dict[str, int] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._sending = 0
+        self._measuring: asyncio.Task[dict[int | None, processes.Memory]] | None = None
         self._started = time.monotonic()
         self._plan = lru_cache(maxsize=256)(Plan)
 
@@ -113,8 +128,9 @@ class LoaderService:
             UnknownDataset: When the spec names none that is hosted.
             DatasetChanged: When it insists on another fingerprint than that of the hosted one.
             InvalidSpec: When no such loader of the dataset can be.
-            ServerUnavailable: When there are too many sessions.
+            ServerUnavailable: When there are too many sessions, or the server is stopping.
         """
+        self._refuse_when_draining()
         if spec.session is None:
             await self._shared_engine()
         info = self._infos[self.dataset(spec.dataset).name] if spec.session is None else self.dataset(spec.dataset)
@@ -125,18 +141,28 @@ class LoaderService:
                 "they are collated changed. Start a new run, or host what the loader was made for"
             )
         spec = replace(spec, fingerprint=info.fingerprint)
-        known = self._loaders.get(spec.key) or await self._add_loader(spec, info)
-        self._loaders.move_to_end(spec.key)
+        if spec.key not in self._loaders:
+            await self._add_loader(spec, info)
+        return self.registration(spec.key)
+
+    def registration(self, key: str) -> Registration:
+        """What the registration of a loader was answered with; it keeps a session from counting as idle.
+
+        Raises:
+            UnknownLoader: When no loader of that key is known.
+        """
+        loader, length = self._known(key)
+        loader.engine.touch()
         return Registration(
-            key=spec.key,
-            batches=None if known.batches == MAX_EPOCH else known.batches,
-            length=info.length,
-            fingerprint=info.fingerprint,
-            num_workers=known.engine.num_workers,
+            key=key,
+            batches=None if loader.batches == MAX_EPOCH else loader.batches,
+            length=length,
+            fingerprint=loader.spec.fingerprint or "",
+            num_workers=loader.engine.num_workers,
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
-    async def _add_loader(self, spec: LoaderSpec, info: DatasetInfo) -> Loader:
+    async def _add_loader(self, spec: LoaderSpec, info: DatasetInfo) -> None:
         if info.kind == "iterable" and spec.session is None:
             raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
         if info.kind == "iterable" and (spec.order == "client" or spec.shuffle):
@@ -148,29 +174,39 @@ class LoaderService:
             batches = len(self._plan(spec, info.length, 0))
         engine = await self._engine_of(spec, info)
         length = 0 if info.kind == "iterable" else info.length or 0
-        loader = self._loaders[spec.key] = Loader(spec, length, batches, engine)
+        self._loaders[spec.key] = _Known(Loader(spec, length, batches, engine), info.length)
         if len(self._loaders) > MAX_LOADERS:
             self._forget_a_loader()
-        return loader
 
     async def _engine_of(self, spec: LoaderSpec, info: DatasetInfo) -> Engine:
         own = self._host.own_pool(spec, info)
         if own is None:
             return await self._shared_engine()
         if spec.key not in self._sessions:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
+            self._refuse_too_many(own.num_workers)
             # a client that asks for workers has them used as torch uses them; user code may count on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
             engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
             self._sessions[spec.key] = asyncio.create_task(_started(engine))
+            self._session_workers[spec.key] = own.num_workers
         try:
             return await asyncio.shield(self._sessions[spec.key])
         except (ConfigError, OSError) as error:
             self._sessions.pop(spec.key, None)
+            self._session_workers.pop(spec.key, None)
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+
+    def _refuse_too_many(self, num_workers: int) -> None:
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
+        running = sum(self._session_workers.values())
+        if running + num_workers > MAX_SESSION_WORKERS:
+            raise ServerUnavailable(
+                f"the server's sessions have {running} workers, and with {num_workers} more they would have more than "
+                f"the {MAX_SESSION_WORKERS} that are allowed: ask for fewer, or later"
+            )
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
@@ -184,10 +220,11 @@ class LoaderService:
 
     async def end_session(self, key: str) -> None:
         """End a session's workers, which its client needs no more. One that is not known has ended already."""
-        loader = self._loaders.get(key)
-        if loader is not None and loader.spec.session is not None:
+        known = self._loaders.get(key)
+        if known is not None and known.loader.spec.session is not None:
             del self._loaders[key]
         starting = self._sessions.pop(key, None)
+        self._session_workers.pop(key, None)
         if starting is not None:
             self._metrics.forget_workers(key)
             # a client that does not wait for the answer must not stop it half-way
@@ -197,7 +234,7 @@ class LoaderService:
             await asyncio.shield(ending)
 
     def _forget_a_loader(self) -> None:
-        in_use = {loader.spec.key for engine in self._engines() for _, loader in engine.consumers()}
+        in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
         for key in list(self._loaders)[:-1]:
             if key not in in_use and key not in self._sessions:
                 del self._loaders[key]
@@ -222,13 +259,7 @@ class LoaderService:
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
         """
-        loader = self._loaders.get(key)
-        if loader is None:
-            raise UnknownLoader(
-                f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
-                "and go on"
-            )
-        self._loaders.move_to_end(key)
+        loader, _ = self._known(key)
         for k in batches:
             if k < loader.batches:
                 continue
@@ -236,6 +267,20 @@ class LoaderService:
                 raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
             self._plan(loader.spec, loader.length, epoch).check(k)
         return loader
+
+    def _known(self, key: str) -> _Known:
+        known = self._loaders.get(key)
+        if known is None:
+            raise UnknownLoader(
+                f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
+                "and go on"
+            )
+        self._loaders.move_to_end(key)
+        return known
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
 
     @asynccontextmanager
     async def batches(
@@ -248,7 +293,9 @@ class LoaderService:
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
             InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
+            ServerUnavailable: When the server is stopping.
         """
+        self._refuse_when_draining()
         loader = self.loader(key, epoch, start, stop - 1)
         if (loader.spec.order == "client") != (indices is not None):
             what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
@@ -257,6 +304,20 @@ class LoaderService:
             ahead = 0
         async with loader.engine.batches(loader, consumer, epoch, start, stop, ahead, indices or {}) as stream:
             yield stream
+
+    @contextmanager
+    def sending(self, nbytes: int) -> Iterator[None]:
+        """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
+        self._sending += nbytes
+        try:
+            yield
+        finally:
+            self._sending -= nbytes
+
+    @property
+    def sends_too_much(self) -> bool:
+        """Whether answers that are being sent take more than the memory budget once more."""
+        return self._sending > max(self.limits.memory_budget, MIN_SENDING)
 
     async def _keep_house(self) -> None:
         while True:
@@ -276,13 +337,18 @@ class LoaderService:
     def _session_engines(self) -> dict[str, Engine]:
         return {key: starting.result() for key, starting in self._sessions.items() if _has_started(starting)}
 
+    async def _memory(self, engines: list[Engine]) -> dict[int | None, processes.Memory]:
+        """What the processes use now. The kernel takes its time to say so, and all who ask meanwhile get one answer."""
+        if self._measuring is None or self._measuring.done():
+            pids = [*(pid for engine in engines for pid in engine.pids()), None]
+            self._measuring = asyncio.create_task(asyncio.to_thread(processes.memory, pids))
+        return await asyncio.shield(self._measuring)
+
     async def stats(self) -> Stats:
         """The records of ``/stats``."""
         engines = self._engines()
         of_session = {id(engine): key for key, engine in self._session_engines().items()}
-        memory = await asyncio.to_thread(
-            processes.memory, [*(pid for engine in engines for pid in engine.pids()), None]
-        )
+        memory = await self._memory(engines)
         workers = [
             self._metrics.worker_stats(of_session.get(id(engine)), state, memory, busy=busy)
             for engine in engines

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from teleloader_server.config import ConfigError, Limits, default_memory_budget
+from teleloader_server.config import DEFAULT_BATCH_TIMEOUT, ConfigError, Limits, default_memory_budget
 from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
 from teleloader_shared import local
@@ -30,6 +30,7 @@ def serve(
     seeding: Literal["batch", "sample"] = "batch",
     memory_budget: int | None = None,
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+    batch_timeout: float = DEFAULT_BATCH_TIMEOUT,
     host_address: str = "127.0.0.1",
     port: int = 0,
 ) -> Iterator[str]:
@@ -53,6 +54,8 @@ def serve(
         seeding: See `DatasetConfig.seeding`.
         memory_budget: Bytes that encoded batches may take together; None is 2 GiB, or a quarter of a smaller memory.
         max_batch_bytes: Bytes of the largest batch.
+        batch_timeout: Seconds that a worker may take for one batch, or to start, before it is killed and the batch is
+            an error; 0 is no limit. (With ``num_workers=0`` there is nothing to kill, and no limit.)
         host_address: Address to listen on.
         port: Port to listen on; 0 takes a free one.
 
@@ -67,6 +70,7 @@ def serve(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
+        batch_timeout=batch_timeout,
         debug=True,
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}
@@ -141,12 +145,12 @@ class _LocalServer:
 
         service = LoaderService(self._host, self._limits)
         try:
+            server = Server(service, self._address, self._port, grace=1)
             listening = bind(self._address, self._port)
             await service.start()
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._started.set_exception(error)
             return
-        server = Server(service, self._address, self._port, grace=1)
         serving = asyncio.create_task(server.serve([listening]))
         await server.listening.wait()
         loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ class Shard:
         drop_last: Whether an incomplete last batch is left out.
         restart: Called before the dataset is iterated once more from its beginning; not before the first time.
         state: What `state` said in an earlier process, to begin there.
+        skipped: Called for each batch that is gone through on the way to another one, which may be a long way.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Shard:
         drop_last: bool,
         restart: Callable[[], object],
         state: str | None = None,
+        skipped: Callable[[], object] = lambda: None,
     ) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._restart = restart
+        self._skipped = skipped
         self._saved: dict[str, Any] | None = None if state is None else json.loads(state)
         self._first_state: Any = None
         """How a dataset that keeps its state stood at its beginning."""
@@ -65,6 +68,7 @@ class Shard:
             self._rewind()
             self._restart()
         while self._next < number and not self._ended:
+            self._skipped()
             try:
                 self._take()
             except Exception:  # noqa: BLE001, S112 - it was told at its own place

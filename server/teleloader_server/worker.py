@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
+import mmap
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -34,7 +37,26 @@ REPORT_EVERY: Final = 0.002
 INLINE_BYTES: Final = 32 * 1024
 """Frames up to this size are sent to the server through the channel: a copy costs less than a mapping."""
 
+PROGRESS_EVERY: Final = 0.1
+"""Seconds between words to the server while a batch takes long because others are gone through on the way to it."""
+
+STACK_SIGNAL: Final = signal.SIGRTMIN + 13
+"""Upon it a worker writes the stacks of its threads behind its notes (`BEGUN`), whatever it is doing."""
+
+BEGUN: Final = struct.Struct("<q")
+"""What stands in the file of notes that a worker shares with the server: the task that it began last, -1 for none.
+
+Messages cannot say it: a worker that hangs sends none, reports of finished batches are late, and none comes at all
+while C code holds the interpreter's lock.
+"""
+REVOKED: Final = struct.Struct("<q")
+"""What stands behind it, written by the server: this task and those before it are to be left out if not begun.
+
+When both sides write at the same time, a batch may be made twice; then what the worker reports of it is not used.
+"""
+
 _PR_SET_PDEATHSIG: Final = 1
+_STDERR: Final = 2
 
 
 def end_with_parent() -> None:
@@ -48,6 +70,24 @@ def leave_signals_to_the_server() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # a handler, not SIG_IGN, which programs that user code starts would inherit
         signal.signal(number, lambda *_: None)
+
+
+def look_after_children() -> None:
+    """What user code forks can be terminated, as it is used to, and ends with this process, whatever way that ends."""
+    worker = os.getpid()
+    by_main_thread = False
+
+    def before() -> None:
+        nonlocal by_main_thread
+        by_main_thread = threading.get_native_id() == worker
+
+    def in_child() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # the kernel means the thread that forked, and another one than the main thread may end before
+        if by_main_thread and os.getppid() == worker:
+            end_with_parent()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +120,12 @@ class Worker:
         self._num_workers = settings.num_workers
         self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
         self._loading = Loading(
-            hosted, settings.number, settings.max_batch_bytes, self._adopt_torch, self._seed_for_session
+            hosted,
+            settings.number,
+            settings.max_batch_bytes,
+            self._adopt_torch,
+            self._seed_for_session,
+            self._tell_progress,
         )
         self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
@@ -90,6 +135,8 @@ class Worker:
         self._unreported = threading.Event()
         self._current: HostedDataset | None = None
         self._init_failures: dict[str, BaseException] = {}
+        self._pid = os.getpid()
+        self._told = 0.0
 
     def run(self) -> None:
         """Work until the server closes the channel.
@@ -97,16 +144,30 @@ class Worker:
         Raises:
             EOFError: When it does.
         """
+        self._share_notes()
         self._initialise()
-        self._send(["ready", os.getpid()])
+        self._send(["ready"])
         # a batch that is finished must not wait for the next one, which may take for ever
         threading.Thread(target=self._report_soon, daemon=True).start()
         while True:
             while not self._tasks:
                 self._report()
                 self._receive()
-            self._work(*self._tasks.popleft())
+            task_id, task = self._tasks.popleft()
+            if task_id <= REVOKED.unpack_from(self._notes, BEGUN.size)[0]:
+                self._send(["progress"])
+                continue
+            BEGUN.pack_into(self._notes, 0, task_id)
+            self._work(task_id, task)
             self._unreported.set()
+
+    def _share_notes(self) -> None:
+        """Let the server see at which batch this process hangs, and where: nothing of this needs a lock then."""
+        file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
+        os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
+        self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        self._send(["started", self._pid], [file])
 
     def _initialise(self) -> None:
         self._adopt_torch()
@@ -198,6 +259,7 @@ class Worker:
         failure = self._init_failures.get(task.spec.dataset)
         if failure is None:
             nbytes, report = self._loading.load(task, place)
+            self._end_if_forked()
         else:
             writer = FrameWriter(task.address, describe(failure, [], self._number))
             writer.write(place(writer.nbytes))
@@ -206,6 +268,19 @@ class Worker:
         self._finished.append(
             [task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode]
         )
+
+    def _end_if_forked(self) -> None:
+        """What user code forked and let come back must not be a second worker on the same channel."""
+        if os.getpid() != self._pid:
+            print("a process that the dataset forked came back from it: end it there, by os._exit()", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _tell_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._told > PROGRESS_EVERY:
+            self._told = now
+            self._send(["progress"])
 
     def _report_soon(self) -> None:
         """Be the thread that tells the server of finished batches while the next one is made."""
@@ -238,6 +313,9 @@ def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: Worker
         The process's exit code: 0 when the server closed the channel.
     """
     gc.enable()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_STDERR)  # a segmentation fault shows its stack in the server's log
+    look_after_children()
     code = 1
     try:
         Worker(channel, hosted, settings).run()
@@ -258,5 +336,5 @@ def exit_reason(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         known = number in set(signal.Signals)
-        return f"killed by signal {signal.Signals(number).name if known else number}"
+        return f"killed by signal {signal.Signals(number).name if known else number} ({signal.strsignal(number)})"
     return f"exited with code {os.waitstatus_to_exitcode(status)}"

@@ -15,7 +15,7 @@
     │   ├── CorruptFrame                           the checksum does not match
     │   └── VersionMismatch                        the two sides speak different versions
     ├── ServerUnavailable       (ConnectionError)  no answer from the server in the stated time
-    ├── LoaderTimeout           (RuntimeError)     a batch did not come within ``timeout``
+    ├── LoaderTimeout           (RuntimeError)     a batch did not come within ``timeout``, or hung on the server
     ├── WorkerDied              (RuntimeError)     a batch killed its worker, again and again
     └── RemoteError             (RuntimeError)     an exception of a type that is not a builtin one
 
@@ -79,7 +79,7 @@ class ServerUnavailable(TeleloaderError, ConnectionError):
 
 
 class LoaderTimeout(TeleloaderError, RuntimeError):
-    """A batch did not arrive within the loader's ``timeout``."""
+    """A batch did not arrive within the loader's ``timeout``, or took a worker longer than the server's limit."""
 
 
 class WorkerDied(TeleloaderError, RuntimeError):

@@ -45,7 +45,9 @@ class WorkerStats:
     busy: float
     """Time spent on finished batches."""
     restarts: int
-    """How often its process died and was replaced."""
+    """How often its process died, or was killed because it hung, and was replaced."""
+    recycled: int
+    """How often its process was replaced because it had made many batches, or had much memory."""
     last_exit: str | None
     """Why the last process ended, e.g. ``killed by signal SIGKILL``."""
     last_restart: float | None

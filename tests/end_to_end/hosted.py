@@ -245,3 +245,7 @@ def threaded() -> Samples:
     """Its factory starts a thread that never ends."""
     threading.Thread(target=threading.Event().wait).start()
     return Samples(lambda i: i)
+
+
+heavy = Samples(lambda i: np.full(8 * 2**20, i, np.uint8), 64)
+"""Batches that no socket's buffers hold."""

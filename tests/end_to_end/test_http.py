@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgpack
 import numpy as np
+import psutil
 import pytest
 
-from teleloader_server import serve
+from teleloader_server import serve, service
 from teleloader_shared import codec
 from teleloader_shared.messages import FRAME_MEDIA_TYPE, PROTOCOL_HEADER
 from tests.end_to_end import hosted
@@ -78,6 +82,13 @@ def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str
     assert 1 <= len(frames) <= 7
 
 
+def test_a_registration_can_be_asked_for(server: httpx.Client, key: str) -> None:
+    """What the loader was answered with when it was registered."""
+    registered = server.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8}).json()
+    answer = server.get(f"/v1/loaders/{key}")
+    assert (answer.status_code, answer.json()) == (200, registered)
+
+
 BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("POST", "/v1/loaders", {"dataset": "nope"}, 404, "UnknownDataset", "there is 'dataset'"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 0}, 422, "InvalidSpec", "batch_size must be"),
@@ -99,8 +110,9 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("GET", "/v1/loaders/{key}/epochs/0/batches?start=3&stop=3", None, 422, "InvalidSpec", "greater than start"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches", None, 422, "InvalidRequest", "query.start"),
     ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "POST its spec"),
+    ("GET", f"/v1/loaders/{'0' * 32}", None, 404, "UnknownLoader", "POST its spec"),
     ("GET", "/nothing/here", None, 404, "NotFound", "/docs lists"),
-    ("DELETE", "/stats", None, 405, "MethodNotAllowed", ""),
+    ("DELETE", "/stats", None, 405, "MethodNotAllowed", "'/stats' has no DELETE"),
 ]
 
 
@@ -116,6 +128,13 @@ def test_a_bad_request_gets_a_sentence(
     assert problem["status"] == status
     assert problem["code"] == code
     assert words in problem["detail"]
+
+
+def test_a_body_that_is_too_large_is_refused(server: httpx.Client) -> None:
+    """413, whether it states its size or not."""
+    for body in (b" " * (2**20 + 1), iter([b" " * 2**19] * 3)):
+        answer = server.post("/v1/loaders", content=body)
+        assert (answer.status_code, answer.json()["code"]) == (413, "BodyTooLarge")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000, b" " * 100_000], ids=lambda body: body[:4])
@@ -183,3 +202,50 @@ def test_a_failure_is_not_kept_by_caches() -> None:
         failed = client.get(f"/v1/loaders/{key}/epochs/0/batches/4")
         assert failed.headers["cache-control"] == "no-store"
         assert "etag" not in failed.headers
+
+
+SESSION = {"dataset": "dataset", "order": "client", "session": "mine", "num_workers": 2}
+
+
+def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session is idle then; one whose client is there and asks for nothing is not."""
+    monkeypatch.setattr(service, "SESSION_IDLE", 0.5)
+    monkeypatch.setattr(service, "HOUSEKEEPING_INTERVAL", 0.05)
+    lives = (
+        "import sys, time, httpx\n"
+        "client = httpx.Client(base_url=sys.argv[1])\n"
+        f"key = client.post('/v1/loaders', json={SESSION!r}).json()['key']\n"
+        "print(key, flush=True)\n"
+        "while client.get('/v1/loaders/' + key).status_code == 200: time.sleep(0.1)\n"
+    )
+    with serve(hosted.samples["dict"], num_workers=1) as url, httpx.Client(base_url=url) as client:
+        with subprocess.Popen([sys.executable, "-c", lives, url], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            key = other.stdout.readline().strip()
+            workers = [psutil.Process(worker["pid"]) for worker in _own_workers(client, key)]
+            assert len(workers) == 2
+            time.sleep(2)
+            assert len(_own_workers(client, key)) == 2, "its client is there"
+            other.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+        assert client.get(f"/v1/loaders/{key}").json()["code"] == "UnknownLoader"
+
+
+def test_sessions_together_have_so_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is cheap and processes are not; a session that ends makes room."""
+    monkeypatch.setattr(service, "MAX_SESSION_WORKERS", 3)
+    with serve(hosted.samples["dict"], num_workers=1) as url, httpx.Client(base_url=url) as client:
+        first = client.post("/v1/loaders", json=SESSION).raise_for_status().json()["key"]
+        another = {**SESSION, "session": "another"}
+        refused = client.post("/v1/loaders", json=another)
+        assert (refused.status_code, refused.json()["code"]) == (503, "ServerUnavailable")
+        assert "have 2 workers, and with 2 more" in refused.json()["detail"]
+        assert refused.headers["retry-after"]
+        assert client.post("/v1/loaders", json=SESSION).json()["key"] == first
+        client.delete(f"/v1/loaders/{first}")
+        client.post("/v1/loaders", json=another).raise_for_status()
+
+
+def _own_workers(client: httpx.Client, key: str) -> list[dict[str, Any]]:
+    return [worker for worker in client.get("/stats").json()["workers"] if worker["loader"] == key and worker["pid"]]

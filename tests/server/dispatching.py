@@ -13,6 +13,7 @@ import pytest
 
 from teleloader_server import dispatcher as module
 from teleloader_server.dispatcher import FORGET_AFTER, Ask, Consumer, Dispatcher, Evict, Run
+from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
 
 TRAIN: Run = ("train", 0)
@@ -32,6 +33,8 @@ class Service:
     def __init__(self, budget: int = PLENTY, workers: int = 1, in_turn: int = 0) -> None:
         self.dispatcher = Dispatcher(budget, in_turn)
         self.queues: dict[int, list[Address]] = {}
+        self.worn: set[int] = set()
+        self.held_up: set[int] = set()
         self.ready: dict[Address, int] = {}
         self.begun: Counter[Address] = Counter()
         self.evicted: list[Address] = []
@@ -53,6 +56,7 @@ class Service:
                 continue
             assert action.address not in self.ready, f"{action.address} is there already"
             assert action.address not in self.running(), f"{action.address} is being made already"
+            assert action.worker not in self.worn | self.held_up
             self.queues[action.worker].append(action.address)
             begun.append(action.address)
         self.begun.update(begun)
@@ -89,12 +93,35 @@ class Service:
     def worker_ready(self, worker: int) -> None:
         """A new worker in that place."""
         self.queues[worker] = []
+        self.worn.discard(worker)
+        self.held_up.discard(worker)
         self.dispatcher.worker_ready(worker)
 
-    def lose(self, worker: int = 0) -> list[Address]:
+    def wear_out(self, worker: int = 0) -> None:
+        """The worker is to be replaced when it has done what it has."""
+        self.worn.add(worker)
+        self.dispatcher.worker_worn(worker)
+
+    def hold_up(self, worker: int, waiting: list[Address]) -> bool:
+        """What the worker makes takes long, and these wait behind it; whether they are taken back."""
+        if not self.dispatcher.worker_held_up(worker, waiting):
+            return False
+        self.held_up.add(worker)
+        for address in waiting:
+            self.queues[worker].remove(address)
+        return True
+
+    def go_on(self, worker: int) -> None:
+        """It has finished that batch."""
+        self.held_up.discard(worker)
+        self.dispatcher.worker_goes_on(worker)
+
+    def lose(self, worker: int = 0, blame: Blame = "unknown") -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
         del self.queues[worker]
-        given_up = self.dispatcher.worker_lost(worker)
+        self.worn.discard(worker)
+        self.held_up.discard(worker)
+        given_up = self.dispatcher.worker_lost(worker, blame)
         for address in given_up:
             self.ready[address] = 1
             self.dispatcher.finished(None, address, 1)

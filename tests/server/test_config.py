@@ -261,6 +261,12 @@ def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
         ("num_workers", 1025, "num_workers must be in [0, 1024], was 1025"),
         ("memory_budget", 2**20 - 1, "memory_budget must be at least 1 MiB, was 1048575 bytes"),
         ("max_batch_bytes", 1023, "max_batch_bytes must be at least 1 KiB, was 1023 bytes"),
+        ("max_batches_per_worker", -1, "max_batches_per_worker must be at least 0, was -1"),
+        ("max_worker_memory", -1, "max_worker_memory must be at least 0, was -1"),
+        ("batch_timeout", -0.5, "batch_timeout must be a number of seconds, at least 0, was -0.5"),
+        ("batch_timeout", float("inf"), "batch_timeout must be a number of seconds, at least 0, was inf"),
+        ("batch_timeout", float("nan"), "batch_timeout must be a number of seconds, at least 0, was nan"),
+        ("batch_timeout", "60", "batch_timeout must be a number of seconds, at least 0, was '60'"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence: str) -> None:
@@ -270,8 +276,16 @@ def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_workers", 0), ("num_workers", 1024), ("memory_budget", 2**20), ("max_batch_bytes", 2**10)],
-)
+    [
+        ("num_workers", 0),
+        ("num_workers", 1024),
+        ("memory_budget", 2**20),
+        ("max_batch_bytes", 2**10),
+        ("batch_timeout", 0),
+        ("max_batches_per_worker", 0),
+        ("max_worker_memory", 0),
+    ],
+)  # fmt: skip
 def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
     """Also no worker at all, which loads in the server's own process."""
     stated: dict[str, Any] = {field: value}
@@ -285,8 +299,15 @@ def test_nobody_loads_in_the_servers_process_unless_it_is_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_workers", 1.5), ("num_workers", "2"), ("memory_budget", "1GiB"), ("max_batch_bytes", 2e9)],
-)
+    [
+        ("num_workers", 1.5),
+        ("num_workers", "2"),
+        ("memory_budget", "1GiB"),
+        ("max_batch_bytes", 2e9),
+        ("max_batches_per_worker", 0.5),
+        ("max_worker_memory", "1GiB"),
+    ],
+)  # fmt: skip
 def test_a_limit_is_a_whole_number(field: str, value: Any) -> None:
     """Anything else is refused where it is stated, not where it is used: `serve(num_workers=1.5)` among others."""
     assert field in refusal(Limits, **{field: value})

@@ -30,9 +30,12 @@ class Game(RuleBasedStateMachine):
     @initialize(budget=st.integers(1, 30), workers=st.integers(1, 3))
     def begin(self, budget: int, workers: int) -> None:
         """A memory of a few batches, some workers."""
+        self.budget = budget
         self.service = Service(budget, 0)
         self.workers = range(workers)
         self.asks: list[Ask] = []
+        self.due: dict[int, int] = {}
+        """The batch that each open request must be sent next."""
         self.sizes: dict[str, float] = {}
         self.estimates: dict[Address, int] = {}
         self.deaths: Counter[Address] = Counter()
@@ -55,15 +58,23 @@ class Game(RuleBasedStateMachine):
     def ask(self, who: str, run: Run, start: int, length: int, ahead: int) -> None:
         """A client asks for some batches, anywhere."""
         stop = min(EPOCH, start + length)
-        self.asks.append(self.service.dispatcher.ask(who, run, EPOCH, start, stop, ahead, self.service.now))
+        ask = self.service.dispatcher.ask(who, run, EPOCH, start, stop, ahead, self.service.now)
+        self.asks.append(ask)
+        self.due[id(ask)] = start
 
     @precondition(lambda self: self.asks)
     @rule(pick=pick, most=st.integers(1, 3))
     def send(self, pick: int, most: int) -> None:
         """A client takes what is ready for it, or some of it."""
-        ask = self.asks[pick % len(self.asks)]
-        self.service.answer(ask, most)
+        self.answer(self.asks[pick % len(self.asks)], most)
+
+    def answer(self, ask: Ask, most: int = EPOCH) -> None:
+        """Each batch comes once and in its place, as what it is or as an error."""
+        for k in self.service.answer(ask, most):
+            assert k == self.due[id(ask)]
+            self.due[id(ask)] += 1
         if ask.next == ask.stop:
+            assert self.due[id(ask)] == ask.stop
             self.drop(ask)
 
     @precondition(lambda self: self.asks)
@@ -72,9 +83,16 @@ class Game(RuleBasedStateMachine):
         """A client goes, whatever it has got."""
         self.drop(self.asks[pick % len(self.asks)])
 
+    @rule(who=st.sampled_from("abc"))
+    def leave(self, who: str) -> None:
+        """A client goes with all that it has asked for."""
+        for ask in [ask for ask in self.asks if ask.consumer.name == who]:
+            self.drop(ask)
+
     def drop(self, ask: Ask) -> None:
         """The request is over."""
         self.asks.remove(ask)
+        del self.due[id(ask)]
         self.service.dispatcher.close(ask)
 
     # -- workers
@@ -94,8 +112,12 @@ class Game(RuleBasedStateMachine):
             self.done(busy[pick % len(busy)], nbytes, seconds)
 
     def done(self, worker: int, nbytes: int, seconds: float) -> None:
-        """That worker does."""
+        """That worker does; one that was held up goes on, and one that is worn is replaced after its last."""
         address = self.service.finish(worker, nbytes, seconds)
+        if worker in self.service.held_up:
+            self.service.go_on(worker)
+        if worker in self.service.worn and not self.service.queues[worker]:
+            self.service.worker_ready(worker)
         before = self.sizes.get(address.loader)
         self.sizes[address.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
         self.forgive(address)
@@ -107,22 +129,79 @@ class Game(RuleBasedStateMachine):
         self.recorded.pop(address, None)
 
     @rule(pick=pick)
-    def lose(self, pick: int) -> None:
-        """A worker dies: who died alone three times, and no other, is given up."""
-        if not self.service.queues:
+    def wear_out(self, pick: int) -> None:
+        """A worker gets nothing more: it is replaced when it has nothing left to do, if that is not so already."""
+        if self.service.queues:
+            worker = list(self.service.queues)[pick % len(self.service.queues)]
+            self.service.wear_out(worker)
+            if not self.service.queues[worker]:
+                self.service.worker_ready(worker)
+
+    @rule(pick=pick, at_hand=pick)
+    def hold_up(self, pick: int, at_hand: int) -> None:
+        """A batch takes long: what the worker has besides is taken back, or all, if it had not begun any of it."""
+        busy = [w for w, queue in self.service.queues.items() if queue and w not in self.service.held_up]
+        if not busy:
             return
-        worker = list(self.service.queues)[pick % len(self.service.queues)]
-        queue = list(self.service.queues[worker])
-        for address in queue:
-            self.deaths[address] += len(queue) == 1
-            self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
-        given_up = self.service.lose(worker)
+        worker = busy[pick % len(busy)]
+        queue = self.service.queues[worker]
+        begun = [*queue, None][at_hand % (len(queue) + 1)]
+        waiting = [address for address in queue if address != begun]
+        assert self.service.hold_up(worker, waiting)
+        for address in waiting:
+            del self.estimates[address]
+        self.forget_suspects()
+
+    @rule()
+    def go_on(self) -> None:
+        """Workers that had begun nothing find that there is nothing left to do."""
+        for worker, queue in self.service.queues.items():
+            if worker in self.service.held_up and not queue:
+                self.service.go_on(worker)
+
+    @rule(pick=pick)
+    def lose(self, pick: int) -> None:
+        """A worker dies: a batch that died alone three times, and no other, is given up."""
+        for worker in self.one_of_the_workers(pick):
+            queue = list(self.service.queues[worker])
+            for address in queue:
+                self.deaths[address] += len(queue) == 1
+                self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
+            given_up = self.service.lose(worker)
+            self.check_given_up(queue, given_up)
+            assert all(self.deaths[address] >= MAX_ATTEMPTS for address in given_up)
+
+    @rule(pick=pick)
+    def take(self, pick: int) -> None:
+        """A worker is ended for what is not its batches' fault: none is given up, and none is suspected."""
+        for worker in self.one_of_the_workers(pick):
+            queue = list(self.service.queues[worker])
+            assert self.service.lose(worker, "nobody") == []
+            self.check_given_up(queue, [])
+
+    @rule(pick=pick, at_hand=pick)
+    def hang(self, pick: int, at_hand: int) -> None:
+        """A worker is killed because a batch hung: that one is given up at once, and no other is suspected."""
+        for worker in self.one_of_the_workers(pick):
+            queue = list(self.service.queues[worker])
+            if queue:
+                hung = queue[at_hand % len(queue)]
+                given_up = self.service.lose(worker, hung)
+                assert given_up == [hung]
+                self.check_given_up(queue, given_up)
+
+    def one_of_the_workers(self, pick: int) -> list[int]:
+        """If there is any."""
+        workers = list(self.service.queues)
+        return workers[pick % len(workers) :][:1] if workers else []
+
+    def check_given_up(self, queue: list[Address], given_up: list[Address]) -> None:
+        """Whatever a lost worker had is ready as a failure, or is not there any more."""
         for address in queue:
             if address in given_up:
-                assert self.deaths[address] >= MAX_ATTEMPTS
                 self.forgive(address)
             else:
-                assert self.recorded[address] < MAX_ATTEMPTS
+                assert self.recorded.get(address, 0) < MAX_ATTEMPTS
                 del self.estimates[address]
         self.forget_suspects()
 
@@ -154,14 +233,21 @@ class Game(RuleBasedStateMachine):
     @rule()
     def decide(self) -> None:
         """What is decided may be done (`Service.decide`), and nobody waits who could be served."""
-        for address in self.service.decide():
+        waited_for = {Address(*ask.consumer.run, ask.next) for ask in self.asks}
+        decided = self.service.decide()
+        for address in decided:
             self.estimates[address] = int(self.sizes.get(address.loader, 0))
+        if not waited_for.issuperset(decided):
+            assert self.service.dispatcher.memory_used <= self.budget, "only what is waited for is begun at any price"
         self.forget_suspects()
         for queue in self.service.queues.values():
             assert len(queue) <= module.MAX_QUEUE + 1
             assert len(queue) == 1 or not any(address in self.recorded for address in queue), "suspects are alone"
         begun = {*self.service.ready, *self.service.running()}
-        idle = any(not queue for queue in self.service.queues.values())
+        idle = any(
+            not queue and worker not in self.service.worn | self.service.held_up
+            for worker, queue in self.service.queues.items()
+        )
         waiting = [ask for ask in self.asks if Address(*ask.consumer.run, ask.next) not in begun]
         assert not idle or not waiting
 
@@ -192,14 +278,13 @@ class Game(RuleBasedStateMachine):
             self.worker_ready(worker)
         wanted = sum(ask.stop - ask.next for ask in self.asks)
         for _ in range(2 * wanted + 2):
+            self.go_on()
             self.decide()
             for worker, queue in self.service.queues.items():
                 while queue:
                     self.done(worker, 2, 0.003)
             for ask in list(self.asks):
-                self.service.answer(ask)
-                if ask.next == ask.stop:
-                    self.drop(ask)
+                self.answer(ask)
         assert self.asks == [], "somebody waits for ever"
 
     def leave_nothing(self) -> None:

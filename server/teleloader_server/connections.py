@@ -1,0 +1,424 @@
+"""Connections that nobody can hold open, fill up or pile up: uvicorn's HTTP/1.1 with deadlines and limits.
+
+uvicorn waits for a request's head for as long as it takes, reads heads and bodies of any size, and waits for ever for a
+peer that never reads. Here
+
+- a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
+- a head may have `head_bytes`, a body `body_bytes` and no less than `body_rate` bytes a second;
+- a peer must take something of its answer every `unread_seconds`, or every `pressed_seconds` while memory is short;
+- `max_connections` may be open, so that descriptors are left for workers; one more is answered with 503.
+
+A request that breaks a rule is answered with a problem where its answer has not begun, and its connection is closed.
+What stays idle between two requests is closed by uvicorn. A dead peer of an idle connection is found by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import fcntl
+import logging
+import resource
+import socket
+import struct
+import termios
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from teleloader_server.config import ConfigError
+from teleloader_server.problems import Refusal, encoded
+from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
+
+MAX_PIPELINED: Final = 100
+"""Requests of one connection that are answered or wait for it: each costs more memory than its bytes."""
+OWN_FILES: Final = 64
+"""Descriptors for the event loop, the datasets' files and whatever comes up."""
+FILES_PER_WORKER: Final = 4
+"""A worker's channel, and the memory that passes through it."""
+MIN_CONNECTIONS: Final = 64
+"""With fewer a server is of no use."""
+
+_CHECKED: Final = frozenset({b"content-length", b"content-encoding", b"upgrade"})
+_AT_ONCE: Final = struct.pack("ii", 1, 0)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """What connections may take."""
+
+    max_connections: int
+    """Connections that are open at a time."""
+    head_seconds: float = 10.0
+    """Time for a request line and its headers."""
+    head_bytes: int = 64 * 2**10
+    """Bytes of a request line and its headers."""
+    body_bytes: int = 64 * 2**20
+    """Bytes of a body."""
+    body_seconds: float = 10.0
+    """Time over which the rate of a body is taken."""
+    body_rate: float = 10 * 2**10
+    """Bytes a second that a body must have."""
+    unread_seconds: float = 60.0
+    """Time in which a peer must take something of its answer."""
+    pressed_seconds: float = 2.0
+    """The same while answers take more memory than they should."""
+    linger_seconds: float = 2.0
+    """Time for a refused peer to read why: a connection that is closed on what it still sends loses the answer."""
+
+    @property
+    def interval(self) -> float:
+        """How often connections are looked at."""
+        return min(1.0, self.head_seconds / 4, self.body_seconds / 4, self.unread_seconds / 4, self.linger_seconds / 4)
+
+
+class Watch:
+    """Looks after the connections of one server, which it knows from their birth.
+
+    Args:
+        limits: What they may take.
+        pressed: Says whether answers that are being sent take more memory than they should.
+    """
+
+    def __init__(self, limits: ConnectionLimits, pressed: Callable[[], bool]) -> None:
+        self.limits = limits
+        self._pressed = pressed
+        self.draining = False
+        """Whether connections close after their answer."""
+        self.connections: set[Connection] = set()
+        self._broken: Counter[str] = Counter()
+
+    async def keep(self) -> None:
+        """Hold connections to the limits, until cancelled."""
+        while True:
+            await asyncio.sleep(self.limits.interval)
+            now = asyncio.get_running_loop().time()
+            patience = self.limits.pressed_seconds if self._pressed() else self.limits.unread_seconds
+            for connection in list(self.connections):
+                connection.check(now, patience)
+            if self._broken:
+                what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
+                logger.warning("connections were closed: %s", what)
+                self._broken.clear()
+
+    def count(self, rule: str) -> None:
+        """Note a breach for the log, which has one line for many: whoever makes breaches can make millions."""
+        self._broken[rule] += 1
+
+    def drain(self) -> None:
+        """Close what is idle between two requests, and everything else after its answer."""
+        self.draining = True
+        for connection in list(self.connections):
+            if connection.has_asked:
+                connection.shutdown()
+
+    async def answered(self, seconds: float) -> bool:
+        """Wait until all answers that are under way have been sent, or so long; whether they have."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(connection.answering for connection in self.connections):
+                    await asyncio.sleep(0.02)
+                return True
+        return False
+
+    def abort(self) -> None:
+        """Break all connections."""
+        for connection in list(self.connections):
+            connection.break_off()
+
+
+class _Phase(enum.Enum):
+    HEAD = "a head is due"
+    BODY = "a body is due"
+    QUIET = "nothing is due"
+    REFUSED = "what comes is thrown away"
+
+
+class Connection(HttpToolsProtocol):
+    """One connection; see the module. uvicorn makes it."""
+
+    def __init__(self, watch: Watch, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self.url = b""
+        self._watch = watch
+        self._limits = watch.limits
+        self._earlier: list[RequestResponseCycle] = []
+        """Requests before the last one that it may have overtaken: whoever pipelines does not wait for answers."""
+        self._is_last = False
+        """Whether the connection closes after the request at hand."""
+        self._enter(_Phase.HEAD)
+        self._unread = 0
+        self._unread_since = 0.0
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self._unanswered()) or self.transport.get_write_buffer_size() > 0
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether there was a request; if not, the first one may be on its way."""
+        return self.cycle is not None
+
+    # -- what asyncio calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, if there is room for it."""
+        super().connection_made(transport)
+        self._watch.connections.add(self)
+        limit = self._limits.max_connections
+        if len(self._watch.connections) > limit:
+            self._refuse(Refusal(503, "ServerUnavailable", f"the server has {limit} connections, its limit: try later"))
+            # no time to read it: descriptors are what there is too little of
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the requests, all of them: uvicorn tells the last one."""
+        self._watch.connections.discard(self)
+        super().connection_lost(exc)
+        for cycle in self._unanswered():
+            self._forsake(cycle)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and no more of a head than it may have."""
+        if self._phase is _Phase.REFUSED:
+            return
+        self._unset_keepalive_if_required()
+        if self._phase is _Phase.QUIET:
+            self._enter(_Phase.HEAD)
+        try:
+            self._feed(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request is answered as if it asked for no other protocol; what follows it is not understood
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if not isinstance(cause, Refusal):
+                what = "its target is no path" if cause else error
+                cause = Refusal(400, "BadRequest", f"the request is not HTTP/1.1: {what}")
+            self._refuse(cause)
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def _feed(self, data: bytes) -> None:
+        limit = self._limits.head_bytes
+        start = 0
+        while start < len(data):
+            # a piece may hold the end of one request and the head of the next, so none is larger than a head may be
+            stop = start + limit
+            if self._phase is _Phase.HEAD:
+                stop -= self._received
+                if stop == start:
+                    raise self._head_too_large()
+                self._received += min(stop, len(data)) - start
+            self.parser.feed_data(data[start:stop])
+            start = stop
+
+    def _head_too_large(self) -> Refusal:
+        limit = self._limits.head_bytes
+        if not self.headers and len(self.url) > limit // 2:
+            return Refusal(414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed")
+        return Refusal(431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed")
+
+    # -- what the parser calls; an exception ends the parsing
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        if self._phase is not _Phase.HEAD:
+            self._enter(_Phase.HEAD)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Refuse what is not to be read; begin to answer the rest."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._earlier = self._unanswered()
+            if len(self._earlier) >= MAX_PIPELINED:
+                raise Refusal(400, "BadRequest", f"{MAX_PIPELINED} requests of this connection wait for their answers")
+        for name, value in self.headers:
+            if name in _CHECKED:
+                self._check_header(name, value)
+        super().on_headers_complete()
+        self._enter(_Phase.BODY)
+        if self._is_last or self._watch.draining:
+            self.cycle.keep_alive = False
+
+    def _check_header(self, name: bytes, value: bytes) -> None:
+        if name == b"content-length":
+            # the parser has seen to it that this is a number
+            self._check_body(int(value))
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise Refusal(415, "UnsupportedEncoding", "bodies are taken as they are, not compressed")
+        elif name == b"upgrade":
+            if value.lower() == b"websocket":
+                raise Refusal(400, "BadRequest", "this server speaks no WebSocket; docs/protocol.md says what it does")
+            self._is_last = True
+
+    def _check_body(self, size: int) -> None:
+        limit = self._limits.body_bytes
+        if size > limit:
+            raise Refusal(413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed")
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._received += len(body)
+        self._check_body(self._received)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request's last byte."""
+        self._phase = _Phase.QUIET
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer's last byte was written."""
+        super().on_response_complete()
+        if self._phase is _Phase.BODY and self.expect_100_continue and not self._received:
+            # the client may leave its body out now, so what it sends next could be either
+            self.transport.close()
+
+    # -- what the watch calls
+
+    def check(self, now: float, patience: float) -> None:
+        """Hold the connection to its limits; its peer may leave an answer alone for `patience`."""
+        if self._unread_for(now) > patience:
+            self._watch.count("answer not read")
+            self.break_off()
+        elif self.transport.is_closing():
+            pass  # what was written is being sent
+        elif self._phase is _Phase.REFUSED:
+            if now - self._since > self._limits.linger_seconds:
+                self.transport.abort()
+        elif self.flow.read_paused or (self._phase is _Phase.HEAD and self._unanswered()):
+            self._mark(now)  # we do not read, or are not done with the request before
+        elif self._phase is _Phase.HEAD:
+            self._check_head(now)
+        elif self._phase is _Phase.BODY:
+            self._check_rate(now)
+
+    def break_off(self) -> None:
+        """Close without sending what is left."""
+        if self.transport.get_write_buffer_size():
+            # else the kernel would go on offering its part to a peer that does not read, for minutes and megabytes
+            with suppress(OSError):
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        self.transport.abort()
+
+    def _check_head(self, now: float) -> None:
+        limit = self._limits.head_seconds
+        if now - self._since > limit:
+            self._refuse(Refusal(408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s"))
+
+    def _check_rate(self, now: float) -> None:
+        seconds = now - self._since
+        if seconds <= self._limits.body_seconds:
+            return
+        rate = self._limits.body_rate
+        if self._received - self._marked < seconds * rate:
+            self._refuse(Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second"))
+        self._mark(now)
+
+    def _unread_for(self, now: float) -> float:
+        waiting = self.transport.get_write_buffer_size()
+        if waiting:
+            waiting += _unacknowledged(self.transport)
+        if waiting != self._unread:
+            self._unread, self._unread_since = waiting, now
+        return now - self._unread_since if waiting else 0.0
+
+    # -- state
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._received = 0
+        self._mark(self.loop.time())
+
+    def _mark(self, now: float) -> None:
+        """Measure from here on."""
+        self._since = now
+        self._marked = self._received
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        cycles = self._earlier if self.cycle is None else [*self._earlier, self.cycle]
+        return [cycle for cycle in cycles if not cycle.response_complete]
+
+    @staticmethod
+    def _forsake(cycle: RequestResponseCycle) -> None:
+        """The answer is not wanted any more."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Say why, where that can be told from another answer, and read no further."""
+        self._watch.count(f"{refusal.status} {refusal.code}")
+        has_asked = self._phase is not _Phase.HEAD or self._received > 0 or refusal.status != 408
+        can_be_told = has_asked and self._nothing_is_answered()
+        self._enter(_Phase.REFUSED)
+        for cycle in self._unanswered():
+            self._forsake(cycle)
+        self.flow.resume_reading()
+        if can_be_told:
+            self._tell(refusal)
+        else:
+            self.transport.abort()
+
+    def _nothing_is_answered(self) -> bool:
+        """Whether the next bytes to be sent answer the request at hand."""
+        waiting = self._unanswered()
+        if self._phase is _Phase.BODY:
+            return waiting == [self.cycle] and not self.cycle.response_started
+        return not waiting
+
+    def _tell(self, refusal: Refusal) -> None:
+        content = encoded(refusal.status, refusal.code, refusal.detail)
+        head = [
+            *self.server_state.default_headers,
+            (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
+            (b"content-length", str(len(content)).encode()),
+            (b"connection", b"close"),
+            *((name.encode(), value.encode()) for name, value in refusal.headers.items()),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in head)
+        self.transport.write(STATUS_LINE[refusal.status] + lines + b"\r\n" + content)
+        self.transport.write_eof()
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel has and the peer has not: they show that a slow peer reads, where our buffer does not."""
+    sock = transport.get_extra_info("socket")
+    try:
+        found: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
+    except (OSError, ValueError):
+        return 0  # it was closed meanwhile
+    return found
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system lets it: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connections_for(num_workers: int) -> int:
+    """How many connections leave enough descriptors for the rest of the server.
+
+    Raises:
+        ConfigError: When too few do.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 2**20
+    # sessions have workers of their own, so the more the system gives, the more is kept
+    kept = max(OWN_FILES + FILES_PER_WORKER * num_workers, limit // 8)
+    if limit - kept < MIN_CONNECTIONS:
+        raise ConfigError(
+            f"the limit of open files (RLIMIT_NOFILE) is {limit}, and a server with {num_workers} workers needs "
+            f"{kept + MIN_CONNECTIONS}: raise it with ulimit -n"
+        )
+    return limit - kept

@@ -1,0 +1,163 @@
+"""A server that is told to stop: what was asked is answered, nothing new is taken, nobody can keep it alive."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from teleloader_shared import codec
+from tests.conftest import ServerProcess, StartServer
+from tests.raw import Raw
+
+TARGET = "tests.end_to_end.hosted:"
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Samples of the dataset `slow` come when it exists."""
+    path = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(path))
+    return path
+
+
+def register(server: ServerProcess, dataset: str) -> str:
+    """A loader's path of batches."""
+    key = httpx.post(f"{server.url}/v1/loaders", json={"dataset": dataset}).raise_for_status().json()["key"]
+    return f"/v1/loaders/{key}/epochs/0/batches"
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.01)
+
+
+def asked(server: ServerProcess) -> bool:
+    """Whether a worker has begun what was asked."""
+    return any(worker["state"] == "busy" for worker in server.stats()["workers"])
+
+
+def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> None:
+    """Meanwhile new clients are told that the server is stopping; then it ends, and with code 0."""
+    server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "30")
+    path = register(server, "slow")
+    with Raw(server.url) as waiting, Raw(server.url) as idle:
+        assert idle.get("/healthz").status == 200
+        waiting.ask(f"{path}/3")
+        eventually(lambda: asked(server))
+        server.process.send_signal(signal.SIGTERM)
+        assert idle.rest() == b"", "nothing was asked there"
+        for method, new in (("GET", "/readyz"), ("POST", "/v1/loaders"), ("GET", f"{path}/4")):
+            answer = httpx.request(method, server.url + new, json={"dataset": "slow"} if method == "POST" else None)
+            assert answer.status_code == 503, answer.text
+            assert "stopping" in answer.json()["detail"]
+            assert int(answer.headers["retry-after"]) > 0
+            assert answer.headers["connection"] == "close"
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        assert server.stats()["server"]["draining"]
+        gate.touch()
+        answered = waiting.answer()
+        assert answered.status == 200
+        assert answered.headers["connection"] == "close"
+        frame = codec.read(np.frombuffer(answered.body, np.uint8), lambda bits, *_: bits)
+        assert frame.address.batch == 3
+        assert waiting.rest() == b""
+    assert server.process.wait(10) == 0
+
+
+def test_who_waits_in_vain_is_told(start_server: StartServer, gate: Path) -> None:
+    """Before the grace ends: 503, and no line of an error in the log."""
+    server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "1")
+    path = register(server, "slow")
+    with Raw(server.url) as waiting:
+        waiting.ask(f"{path}/3")
+        eventually(lambda: asked(server))
+        assert server.end() == 0
+        answer = waiting.answer()
+        assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
+    assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
+
+
+@pytest.mark.parametrize("query", ["/0", "?start=0&stop=8"], ids=["one batch", "a stream"])
+def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer, query: str) -> None:
+    """It ends within the grace, quietly, and nothing of it is left."""
+    server = start_server(TARGET + "heavy", "--num-workers", "2", "--shutdown-grace", "1")
+    path = register(server, "heavy")
+    family = psutil.Process(server.pid).children(recursive=True)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Raw(server.url, buffer=4096)) for _ in range(3)]
+        for client in clients:
+            client.ask(path + query)
+            assert client.socket.recv(1)
+        began = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - began < 15
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, second: signal.Signals) -> None:
+    """Whatever is under way, and with the same exit code."""
+    server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "600")
+    path = register(server, "slow")
+    family = psutil.Process(server.pid).children(recursive=True)
+    with Raw(server.url) as waiting:
+        waiting.ask(f"{path}/3")
+        eventually(lambda: asked(server))
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.stats()["server"]["draining"])
+        began = time.monotonic()
+        assert server.end(second) == 0
+        assert time.monotonic() - began < 15
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
+
+
+def test_an_idle_server_stops_at_once(start_server: StartServer) -> None:
+    """However long the grace, and however many connections are open."""
+    server = start_server("--demo", "--num-workers", "1", "--shutdown-grace", "600")
+    with contextlib.ExitStack() as stack:
+        for n in range(50):
+            client = stack.enter_context(Raw(server.url))
+            if n % 2:
+                assert client.get("/healthz").status == 200
+        began = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - began < 15
+
+
+def test_a_limit_of_files_that_is_too_low_is_one_line() -> None:
+    """At the start, with its name and value, and not a failure later."""
+    few = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+    command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", "--demo", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=few, check=False)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "RLIMIT_NOFILE) is 64" in line
+    assert "ulimit -n" in line
+
+
+def test_the_soft_limit_of_files_is_raised(start_server: StartServer) -> None:
+    """Each connection is a file, and shells begin with few."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+    try:
+        server = start_server("--demo", "--num-workers", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert psutil.Process(server.pid).rlimit(psutil.RLIMIT_NOFILE) == (before[1], before[1])

@@ -1,0 +1,342 @@
+"""Attacks on a server, while a healthy client iterates: it gets every batch, and nothing is left of the attacks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import psutil
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_shared import codec
+from teleloader_shared.messages import PROTOCOL_HEADER
+from tests.conftest import ServerProcess
+from tests.end_to_end import hosted
+from tests.raw import HOST, Raw
+
+BATCHES = len(hosted.numbers) // 4
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A server with a small memory budget."""
+    names = ("numbers", "heavy")
+    targets = [f"tests.end_to_end.hosted:{name}" for name in names]
+    running = ServerProcess("--port", "0", *targets, "--num-workers", "2", "--memory-budget", "64MiB")
+    yield running
+    assert running.end() == 0
+    log = "".join(running.log)
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+    assert len(running.log) < 200, "who attacks does not write the log"
+
+
+class Trainer:
+    """A healthy client, which iterates over a dataset again and again."""
+
+    def __init__(self, url: str) -> None:
+        self.batches = 0
+        self.worst = 0.0
+        self.error: BaseException | None = None
+        self._loader = DataLoader(RemoteDataset(url, "numbers", reconnect_timeout=0), 4, output="numpy")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._iterate()
+        except BaseException as error:  # noqa: BLE001 - raised in the test's thread
+            self.error = error
+
+    def _iterate(self) -> None:
+        asked = time.monotonic()
+        for k, (indices, squares) in enumerate(self._loader):
+            self.worst = max(self.worst, time.monotonic() - asked)
+            assert indices.tolist() == list(range(4 * k, 4 * k + 4))
+            assert squares.tolist() == [float(i) ** 2 for i in range(4 * k, 4 * k + 4)]
+            self.batches += 1
+            self._stopped.wait(0.005)  # its step
+            asked = time.monotonic()
+        assert k == BATCHES - 1
+
+
+@pytest.fixture(scope="module")
+def trainer(server: ServerProcess) -> Iterator[Trainer]:
+    """One for all tests."""
+    made = Trainer(server.url)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(server: ServerProcess, trainer: Trainer) -> Iterator[None]:
+    """Whatever the test does, another client gets each of its batches, and soon; and the server is as before."""
+    eventually(lambda: trainer.batches or trainer.error)
+    process = psutil.Process(server.pid)
+    files = process.num_fds()
+    trainer.worst = 0.0
+    yield
+    before = trainer.batches
+    eventually(lambda: trainer.batches > before + 2 or trainer.error)
+    assert trainer.error is None, trainer.error
+    assert trainer.worst < 5, f"a batch took {trainer.worst:.1f} s"
+    assert process.memory_info().rss < 600 * MIB
+    eventually(lambda: process.num_fds() <= files + 8)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    """One that says what it likes."""
+    with httpx.Client(base_url=server.url, timeout=30) as made:
+        yield made
+
+
+def test_slow_heads_and_silent_connections_stop_nobody(server: ServerProcess) -> None:
+    """500 of them, and all are closed when the time for a head is over."""
+    with contextlib.ExitStack() as stack:
+        attackers = [stack.enter_context(Raw(server.url)) for _ in range(500)]
+        began = time.monotonic()
+        for byte in b"GET /healthz HTTP/1.1"[:9]:
+            for attacker in attackers[::2]:
+                attacker.send(bytes([byte]))
+            time.sleep(1)
+        assert all(attacker.is_open() for attacker in attackers)
+        eventually(lambda: not any(attacker.is_open() for attacker in attackers))
+        assert time.monotonic() - began < 15
+        assert all(attacker.rest() == b"" for attacker in attackers[1::2])
+        for attacker in attackers[::2]:
+            assert b"408 Request Timeout" in attacker.rest()
+
+
+def test_a_thousand_idle_connections_stop_nobody(server: ServerProcess) -> None:
+    """Each has asked once and waits; all are still served, and cost little memory."""
+    before = psutil.Process(server.pid).memory_info().rss
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(Raw(server.url)) for _ in range(1000)]
+        for client in idle:
+            client.ask("/healthz")
+        assert all(client.answer().status == 200 for client in idle)
+        assert psutil.Process(server.pid).memory_info().rss - before < 64 * MIB
+        for client in idle[::50]:
+            assert client.get("/healthz").status == 200
+
+
+def test_a_storm_of_connections_leaves_nothing(server: ServerProcess) -> None:
+    """Opened and closed as fast as one can, with and without a request."""
+    for n in range(3000):
+        with Raw(server.url) as client:
+            if n % 3 == 0:
+                client.ask("/stats")
+            elif n % 3 == 1:
+                client.send(b"GET /")
+
+
+def test_clients_that_do_not_read_cost_a_bounded_memory(server: ServerProcess, client: httpx.Client) -> None:
+    """Their answers are let go while others need the memory."""
+    key = client.post("/v1/loaders", json={"dataset": "heavy", "checksum": False}).json()["key"]
+    with contextlib.ExitStack() as stack:
+        greedy = [stack.enter_context(Raw(server.url, buffer=4096)) for _ in range(40)]
+        for k, each in enumerate(greedy):
+            each.ask(f"/v1/loaders/{key}/epochs/0/batches/{k}", b"Connection: close\r\n")
+
+        def mapped() -> int:
+            found: int = client.get("/stats").json()["server"]["memory_mapped"]
+            return found
+
+        eventually(lambda: sum(not each.is_open() for each in greedy) > 25)
+        eventually(lambda: mapped() < 224 * MIB)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        ("batch_size", 0), ("batch_size", -1), ("batch_size", 10**12), ("batch_size", 1.5), ("batch_size", 2**63),
+        ("batch_size", True), ("batch_size", "8"), ("batch_size", float("nan")), ("batch_size", [1]),
+        ("world_size", 10**9), ("world_size", float("inf")), ("rank", 10**9), ("seed", -1), ("seed", 2**64),
+        ("num_workers", 10**6), ("resumed_epoch", 2**63), ("session", "x" * 1000), ("session", {"a": 1}),
+        ("shard_states", [None] * 10**5), ("tail", None), ("dataset", "../../etc/passwd"), ("dataset", "x" * 500_000),
+        ("dataset", "\ud800"), ("dataset", None), ("fingerprint", "\udfff"), ("__class__", "x"), ("checksum", "\r\n"),
+    ],
+    ids=lambda field: f"{field[0]}={field[1]!r:.12}",
+)  # fmt: skip
+def test_a_spec_that_cannot_be_is_refused(client: httpx.Client, field: tuple[str, Any]) -> None:
+    """4xx with a short sentence, soon."""
+    name, value = field
+    spec = {"dataset": "numbers", name: value}
+    _is_refused(client.post("/v1/loaders", content=json.dumps(spec)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 100_000, b'"' + b"x" * 10**6 + b'"',
+     b'{"dataset":"numbers","batch_size":' + b"9" * 10_000 + b"}", b" " * 10**6, b'{"dataset":"a","dataset":"b"}',
+     msgpack.packb({"dataset": "numbers"}), b"x" * 2 * MIB],
+    ids=lambda body: f"{body[:12]!r} {len(body)}",
+)  # fmt: skip
+def test_a_body_that_is_no_spec_is_refused(client: httpx.Client, body: bytes) -> None:
+    """However it is nested, and whatever it is made of."""
+    _is_refused(client.post("/v1/loaders", content=body))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{k}/epochs/0/batches/9223372036854775808", "{k}/epochs/9223372036854775808/batches/0", "{k}/epochs/0/batches/1e3",
+     "{k}/epochs/0/batches/" + "9" * 5000, "{k}/epochs/-1/batches/0", "{k}/epochs/0/batches/0?ahead=1000000000",
+     "{k}/epochs/0/batches?start=0&stop=1000000000000", "{k}/epochs/0/batches?start=0&stop=-1",
+     "{k}/epochs/0/batches?start=0&stop=25&ahead=-1", "{k}/epochs/0/batches?start=NaN&stop=1",
+     "{k}/epochs/0/batches?start=0&start=1", "..%2F..%2Fetc/epochs/0/batches/0", "x" * 60_000, "%00", "%ff%fe",
+     "%0d%0aX-Forged:%201", "{k}/epochs/0/batches?start=0&stop=1&ready=perhaps"],
+    ids=lambda path: path[-24:],
+)  # fmt: skip
+def test_an_address_that_cannot_be_is_refused(client: httpx.Client, path: str) -> None:
+    """4xx: no number is so large that it would be counted up to."""
+    key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
+    _is_refused(client.get("/v1/loaders/" + path.replace("{k}", key)))
+
+
+def test_other_methods_and_versions_are_refused(client: httpx.Client) -> None:
+    """405 for a method, 426 for a version of the protocol."""
+    for method in ("PUT", "PATCH", "PROPFIND", "TRACE", "DELETE", "OPTIONS"):
+        assert client.request(method, "/v1/datasets").status_code == 405
+    answer = client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "99"})
+    assert (answer.status_code, answer.json()["code"]) == (426, "VersionMismatch")
+    _is_refused(client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "1" * 5000}))
+
+
+def index_lists(key: str, count: int, size: int) -> bytes:
+    """The index lists of the batches [0, count)."""
+    indices = np.arange(size) % len(hosted.numbers)
+    return b"".join(codec.to_bytes(codec.Address(key, 0, k), indices, checksum=False) for k in range(count))
+
+
+@pytest.fixture
+def own_order(client: httpx.Client) -> Iterator[str]:
+    """The key of a loader with an order of the client's own."""
+    spec = {"dataset": "numbers", "batch_size": 4, "order": "client", "session": "hostile"}
+    key: str = client.post("/v1/loaders", json=spec).raise_for_status().json()["key"]
+    yield key
+    client.delete(f"/v1/loaders/{key}")
+
+
+def hostile_lists(key: str) -> dict[str, bytes]:
+    """Bodies that list no indices."""
+    frame = index_lists(key, 1, 4)
+    address = codec.Address(key, 0, 0)
+    return {
+        "nothing": b"",
+        "no frame": b"\xc0" * 1000,
+        "cut": frame[:-5],
+        "twice": frame + frame,
+        "another's": index_lists("0" * 32, 1, 4),
+        "trailing": frame + b"x",
+        "too many": index_lists(key, 4097, 1),
+        "forged size": b"\xdd\xff\xff\xff\xff" + b"\xc0" * 10_000,
+        "forged map": b"\xdf\xff\xff\xff\xff" + b"\xc0" * 10_000,
+        "deep": b"\x91" * 5000,
+        "deep frame": frame[:34] + b"\x91" * 5000,
+        "extension": msgpack.packb(msgpack.ExtType(42, b"cos\nsystem\n(S'id'\ntR.")),
+        "bad text": b"\xa4\xff\xff\xff\xff" * 100,
+        "not indices": codec.to_bytes(address, {"a": [1, 2]}),
+        "floats": codec.to_bytes(address, np.zeros(4)),
+        "beyond": codec.to_bytes(address, np.array([2**62])),
+    }
+
+
+@pytest.mark.parametrize("name", hostile_lists("0" * 32))
+def test_lists_that_are_none_are_refused(client: httpx.Client, own_order: str, name: str) -> None:
+    """4xx, or the failure of that batch, soon."""
+    body = hostile_lists(own_order)[name]
+    answer = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
+    if answer.status_code == 200:
+        frame = codec.read(np.frombuffer(answer.content, np.uint8), lambda bits, *_: bits)
+        assert isinstance(frame.content, codec.Failure), name
+        assert name in ("not indices", "floats", "beyond")
+        return
+    _is_refused(answer)
+
+
+def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, own_order: str) -> None:
+    """413, before it is sent and as soon as more comes than was allowed."""
+    path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
+    with Raw(server.url) as stated, Raw(server.url) as chunked:
+        stated.send(path + b"Content-Length: 800000000\r\n\r\n")
+        assert stated.answer().status == 413
+        chunked.send(path + b"Transfer-Encoding: chunked\r\n\r\n")
+        piece = b"100000\r\n" + b"\0" * MIB + b"\r\n"
+        for _ in range(80):
+            chunked.send(piece)
+        assert chunked.answer().status == 413
+
+
+def test_bodies_together_have_a_limit(server: ServerProcess, own_order: str) -> None:
+    """Who sends much and never ends it is not waited for with memory that has no bound."""
+    path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(Raw(server.url)) for _ in range(6)]
+        for sender in senders:
+            sender.send(path + b"Content-Length: 67108864\r\n\r\n")
+            for _ in range(60):
+                sender.send(b"\0" * MIB)
+        refused = [sender for sender in senders if sender.is_open() and _has_answer(sender)]
+        assert refused
+        answer = refused[0].answer()
+        assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
+        assert answer.headers["retry-after"]
+
+
+def _has_answer(client: Raw) -> bool:
+    client.socket.settimeout(0.2)
+    try:
+        return client.socket.recv(1, 2) != b""
+    except TimeoutError:
+        return False
+    finally:
+        client.socket.settimeout(30)
+
+
+def registration(seed: int) -> bytes:
+    """A request for another loader."""
+    spec = json.dumps({"dataset": "numbers", "seed": seed, "shuffle": True}).encode()
+    return b"POST /v1/loaders HTTP/1.1\r\n" + HOST + f"Content-Length: {len(spec)}\r\n\r\n".encode() + spec
+
+
+def test_ten_thousand_loaders_are_not_remembered(server: ServerProcess) -> None:
+    """The memory of a server has no use for each spec that was ever registered."""
+    before = psutil.Process(server.pid).memory_info().rss
+    with Raw(server.url) as client:
+        for first in range(0, 10_000, 10):
+            client.send(b"".join(registration(seed) for seed in range(first, first + 10)))
+            assert all(client.answer().status == 200 for _ in range(10))
+    assert psutil.Process(server.pid).memory_info().rss - before < 64 * MIB
+
+
+def _is_refused(answer: httpx.Response) -> None:
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert len(answer.content) < 14_000
+    assert answer.json()["detail"]
+    assert answer.elapsed.total_seconds() < 5

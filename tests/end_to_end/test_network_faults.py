@@ -1,0 +1,465 @@
+"""Bad networks between a client and a real server: every batch arrives exactly once, or one clear error does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable, backoff, source
+from teleloader_shared import codec
+from tests.conftest import ServerProcess, StartServer
+from tests.faults import hosted
+from tests.faults.proxy import Cut, Fault, FaultProxy, Flip, Line, Omit, Repeat, Reset, Rewrite, Stall
+
+TARGET = "tests.faults.hosted:"
+STALL_TIMEOUT = 1.0
+
+
+def serve(start_server: StartServer, *arguments: str, port: int = 0, workers: int = 1) -> ServerProcess:
+    """A server with both datasets."""
+    datasets = (f"small={TARGET}small", f"large={TARGET}large")
+    return start_server(*datasets, "--num-workers", str(workers), *arguments, port=port)
+
+
+@contextmanager
+def proxied(start_server: StartServer) -> Iterator[FaultProxy]:
+    """A proxy in front of a server."""
+    with FaultProxy(serve(start_server).url, seed=4) as proxy:
+        yield proxy
+
+
+class Checked:
+    """The batches of an epoch, each compared with what the dataset itself gives in its place.
+
+    Args:
+        urls: The server's URL, or several.
+        name: The dataset.
+        batch_size: Samples in a batch.
+        options: For the `RemoteDataset`.
+    """
+
+    def __init__(self, urls: str | list[str], name: str = "small", batch_size: int = 2, **options: Any) -> None:
+        remote = RemoteDataset(urls, name, **{"stall_timeout": STALL_TIMEOUT, **options})
+        self.loader = DataLoader(remote, batch_size, shuffle=True, seed=3, output="numpy")
+        self._table = getattr(hosted, name).table
+        self._epoch = -1
+        self._begin_epoch()
+
+    def take(self, count: int | None = None) -> None:
+        """Take so many batches, or all that are left, and no more may come then."""
+        for _ in range(len(self._plan) - self.taken if count is None else count):
+            got = next(self.batches)
+            expected = self._table[self._plan[self.taken]]
+            assert got.dtype == expected.dtype
+            assert np.array_equal(got, expected), f"batch {self.taken} of epoch {self._epoch}"
+            self.taken += 1
+        if count is None:
+            assert next(self.batches, None) is None
+
+    def take_until(self, condition: Callable[[], bool]) -> None:
+        """Take batches until something has happened, of further epochs too."""
+        while not condition():
+            if self.taken == len(self._plan):
+                self.take()
+                self._begin_epoch()
+            self.take(1)
+
+    def resume(self, state: dict[str, Any], taken: int) -> None:
+        """Go on with the epoch where another one was left."""
+        self.loader.load_state_dict(state)
+        self.batches, self.taken = iter(self.loader), taken
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._plan = self.loader.plan(self._epoch)
+        self.batches, self.taken = iter(self.loader), 0
+
+
+@pytest.fixture
+def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged answers are asked for again at once, however many come in a row: for tests that break hundreds."""
+    monkeypatch.setattr(backoff, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(source, "MAX_DAMAGED", 1000)
+
+
+# -- connections that break
+
+
+@pytest.mark.parametrize("fault", [Reset(), Cut(), Reset(0), Cut(0), Reset(1), Cut(1)], ids=repr)
+def test_a_connection_that_breaks_in_the_middle_of_a_batch_is_made_again(
+    start_server: StartServer, fault: Fault
+) -> None:
+    """N1: by RST or FIN, anywhere in a frame: nothing of the partial frame is used, nothing is lost."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4)
+        for _ in range(5):
+            proxy.arm(fault)
+            epoch.take_until(lambda: proxy.armed == 0)
+        epoch.take()
+        assert proxy.happened[type(fault).__name__] == 5
+
+
+def test_all_connections_that_break_at_once_are_made_again(start_server: StartServer) -> None:
+    """N1: again and again, in the middle of an epoch."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 2)
+        for number in range(10):
+            epoch.take(5)
+            proxy.drop_all(reset=number % 2 == 0)
+        epoch.take()
+
+
+# -- silence
+
+
+def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(start_server: StartServer) -> None:
+    """N2: neither RST nor FIN tells of it; after `stall_timeout` the client asks, after `reconnect_timeout` it says."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4, reconnect_timeout=1)
+        epoch.take(3)
+        proxy.line = Line(silent=True)
+        started = time.monotonic()
+        with pytest.raises(ServerUnavailable, match=r"batch \d+ of epoch 0"):
+            epoch.take()
+        assert time.monotonic() - started < 15
+        proxy.line = Line()
+        again = Checked(proxy.url, "large", 4)
+        again.resume(epoch.loader.state_dict(), epoch.taken)
+        again.take()
+
+
+def test_a_network_that_is_silent_for_a_while_costs_that_while(start_server: StartServer) -> None:
+    """N2: the iteration goes on by itself when bytes flow again."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4)
+        epoch.take(3)
+        proxy.line = Line(silent=True)
+        accepted = proxy.accepted
+        threading.Thread(target=_heal_after, args=(proxy, lambda: proxy.accepted >= accepted + 2)).start()
+        epoch.take()
+
+
+def _heal_after(proxy: FaultProxy, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    proxy.line = Line()
+
+
+@pytest.mark.parametrize("fault", [Stall(), Stall(0), Omit()], ids=repr)
+def test_an_answer_that_stops_in_the_middle_is_asked_for_again(start_server: StartServer, fault: Fault) -> None:
+    """N2: though the server answers everything else, and the connection stays open."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4)
+        proxy.arm(fault)
+        epoch.take()
+        assert proxy.armed == 0
+
+
+# -- wrong bytes
+
+
+@pytest.mark.parametrize("kind", [Flip, Cut, Reset], ids=lambda kind: kind.__name__)
+@pytest.mark.usefixtures("untiring")
+def test_any_damaged_byte_of_a_frame_is_noticed(start_server: StartServer, kind: type[Flip | Cut | Reset]) -> None:
+    """N3: for each byte of a small frame, a bit that is turned and a cut: every batch still arrives exactly."""
+    sizes: list[int] = []
+
+    def measure(body: bytes) -> bytes:
+        sizes.append(codec.frame_size(body[: codec.PROLOGUE_SIZE]))
+        return body
+
+    with proxied(start_server) as proxy:
+        # for an order of the client's own there are few batches in an answer: most of it is the first frame
+        order = [[index] for index in range(5000)]
+        dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
+        batches = enumerate(DataLoader(dataset, batch_sampler=order, output="numpy"))
+
+        def take_until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                k, batch = next(batches)
+                assert np.array_equal(batch, hosted.small.table[[k]])
+
+        proxy.arm(Rewrite(measure))
+        take_until(lambda: bool(sizes))
+        for at in range(sizes[0]):
+            proxy.arm(Flip(at, at % 8) if kind is Flip else kind(at))
+            take_until(lambda: proxy.armed == 0)
+        assert proxy.happened[kind.__name__] == sizes[0] > 100
+
+
+damage = st.one_of(
+    st.builds(Flip, bit=st.integers(0, 7)),
+    st.builds(Repeat, count=st.sampled_from([1, 64, 1000, 2**16])),
+    st.builds(Cut),
+    st.builds(Reset),
+)
+
+
+@pytest.mark.usefixtures("untiring")
+def test_damage_anywhere_in_large_frames_is_noticed(start_server: StartServer) -> None:
+    """N3: bits that are turned, bytes that come twice and cuts, two answers in a row."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 3)
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(damage, min_size=1, max_size=2))
+        def every_batch_arrives(faults: list[Fault]) -> None:
+            for fault in faults:
+                proxy.arm(fault)
+            epoch.take_until(lambda: proxy.armed == 0)
+
+        every_batch_arrives()
+        epoch.take()
+
+
+@pytest.mark.usefixtures("untiring")
+def test_frames_that_are_swapped_are_not_taken_for_each_other(start_server: StartServer) -> None:
+    """N3: each is whole and has a right checksum, and is not the one that was asked for."""
+    swapped = 0
+
+    def swap(body: bytes) -> bytes:
+        nonlocal swapped
+        size = codec.frame_size(body[: codec.PROLOGUE_SIZE])
+        if len(body) < 2 * size or codec.frame_size(body[size : size + codec.PROLOGUE_SIZE]) != size:
+            return body
+        swapped += 1
+        return body[size : 2 * size] + body[:size] + body[2 * size :]
+
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, batch_size=1)
+        while swapped < 5:
+            proxy.arm(Rewrite(swap))
+            epoch.take_until(lambda: proxy.armed == 0)
+        epoch.take()
+
+
+@pytest.mark.usefixtures("untiring")
+def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(start_server: StartServer) -> None:
+    """N3: an answer of before, whole, in the place of another one."""
+    bodies: list[bytes] = []
+    replayed = 0
+
+    def replay(body: bytes) -> bytes:
+        nonlocal replayed
+        bodies.append(body)
+        before = next((old for old in bodies[:-1] if len(old) == len(body) and old != body), None)
+        replayed += before is not None
+        return body if before is None else before
+
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 3)
+        while replayed < 5:
+            proxy.arm(Rewrite(replay))
+            epoch.take_until(lambda: proxy.armed == 0)
+        epoch.take()
+
+
+def test_a_network_that_damages_everything_is_a_clear_error(start_server: StartServer) -> None:
+    """N3: three damaged answers in a row are not the chance of a moment."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4)
+        epoch.take(1)
+        proxy.arm(Flip(), times=1000)
+        with pytest.raises(ProtocolError, match="3 damaged answers in a row"):
+            epoch.take()
+
+
+# -- slow networks and slow trainers
+
+
+def test_a_slow_link_is_slow_and_nothing_else(start_server: StartServer) -> None:
+    """N4: a batch that takes longer than `stall_timeout` is no fault as long as bytes flow."""
+    with proxied(start_server) as proxy:
+        epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
+        proxy.line = Line(latency=0.1, bandwidth=2**17)  # a batch in 2 s
+        accepted = proxy.accepted
+        epoch.take(2)
+        assert proxy.accepted <= accepted + 3, "connections were given up"
+        proxy.line = Line()
+        epoch.take()
+
+
+def test_a_link_that_passes_bytes_one_by_one_passes_all(start_server: StartServer) -> None:
+    """N4: a frame may arrive in as many pieces as it has bytes."""
+    with proxied(start_server) as proxy:
+        proxy.line = Line(slice=1)
+        epoch = Checked(proxy.url, batch_size=1)
+        epoch.take(100)
+        proxy.line = Line(slice=1, latency=0.1)
+        epoch.take(100)
+        proxy.line = Line()
+        epoch.take()
+
+
+def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartServer) -> None:
+    """N5: longer than every timeout of the client; the server keeps no more for it than its window."""
+    with proxied(start_server) as proxy:
+        server = httpx.Client(base_url=proxy.target)
+        epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
+        with server:
+            for _ in range(3):
+                epoch.take(1)
+                time.sleep(2 * STALL_TIMEOUT)
+                used = server.get("/stats").json()["server"]["memory_used"]
+                assert used <= 6 * 4 * 2**16 * 1.5
+        epoch.take()
+
+
+# -- servers that come and go
+
+
+def test_a_hundred_clients_return_to_a_server_that_restarts(start_server: StartServer, free_port: int) -> None:
+    """N9: all are back within ten seconds of its return, and none has lost or doubled anything."""
+    first = serve(start_server, port=free_port)
+    with ThreadPoolExecutor(20) as threads:
+        epochs = list(threads.map(lambda _: Checked(first.url, batch_size=250), range(100)))
+        list(threads.map(lambda epoch: epoch.take(2), epochs))
+        first.kill()
+        serve(start_server, port=free_port)
+        started = time.monotonic()
+        list(threads.map(lambda epoch: epoch.take(), epochs))
+        assert time.monotonic() - started < 10
+
+
+def test_a_name_that_moves_to_another_address_is_followed(
+    start_server: StartServer, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N12: it is resolved anew each time that a connection is made."""
+    addresses = {"loader.test": "127.0.0.1"}
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *arguments: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        return resolve(addresses.get(name, host), *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    first = serve(start_server, port=free_port)
+    epoch = Checked(f"http://loader.test:{free_port}", "large", 4)
+    epoch.take(3)
+    serve(start_server, "--host", "127.0.0.2", port=free_port)
+    first.kill()
+    addresses["loader.test"] = "127.0.0.2"
+    epoch.take()
+
+
+def test_a_restarted_server_goes_on_with_the_very_next_batch(start_server: StartServer, free_port: int) -> None:
+    """S1: SIGKILL in the middle of answers, three times; nothing of the dead process is needed."""
+    server = serve(start_server, port=free_port)
+    epoch = Checked(server.url, "large", 2)
+    for _ in range(3):
+        epoch.take(20)
+        workers = server.worker_pids()
+        server.kill()
+        server = serve(start_server, port=free_port)
+        epoch.take(1)
+        assert not set(workers) & set(server.worker_pids())
+    epoch.take()
+
+
+def test_a_server_that_stays_away_is_one_error_that_says_where_to_go_on(start_server: StartServer) -> None:
+    """S2: it names server, epoch and batch, comes in bounded time, and the state goes on elsewhere."""
+    server = serve(start_server)
+    epoch = Checked(server.url, "large", 4, reconnect_timeout=0.5)
+    epoch.take(2)
+    server.kill()
+    started = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=rf"{server.url} did not send batch \d+ of epoch 0"):
+        epoch.take()
+    assert time.monotonic() - started < 10
+    elsewhere = Checked(serve(start_server).url, "large", 4)
+    elsewhere.resume(epoch.loader.state_dict(), epoch.taken)
+    elsewhere.take()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_of_two_servers_that_fails_is_done_without(start_server: StartServer, how: signal.Signals) -> None:
+    """S3: the other one gives all that is left; a stopped one is left after `stall_timeout`."""
+    failing, steady = serve(start_server), serve(start_server)
+    epoch = Checked([failing.url, steady.url], "large", 2)
+    epoch.take(20)
+    os.kill(failing.pid, how)
+    try:
+        started = time.monotonic()
+        epoch.take()
+        assert time.monotonic() - started < 15
+    finally:
+        if how is signal.SIGSTOP:
+            os.kill(failing.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one server", "two servers"])
+def test_a_server_that_stands_still_for_a_while_doubles_nothing(start_server: StartServer, both: bool) -> None:
+    """S5: what it still sends when it goes on is of connections that nobody reads any more."""
+    standing = serve(start_server)
+    urls = [standing.url, *([serve(start_server).url] if both else [])]
+    epoch = Checked(urls, "large", 2)
+    for _ in range(2):
+        epoch.take(10)
+        os.kill(standing.pid, signal.SIGSTOP)
+        goes_on = threading.Timer(2 * STALL_TIMEOUT, os.kill, (standing.pid, signal.SIGCONT))
+        goes_on.start()
+        epoch.take(50)
+        goes_on.join()
+    epoch.take()
+
+
+# -- reverse proxies
+
+
+def test_a_proxy_that_buffers_and_cuts_idle_connections_is_unnoticed(start_server: StartServer) -> None:
+    """N13: answers come whole and late; connections that the trainer left idle are gone when it comes back."""
+    with proxied(start_server) as proxy:
+        proxy.line = Line(buffered=True, idle_limit=0.3)
+        epoch = Checked(proxy.url, "large", 4)
+        for _ in range(3):
+            epoch.take(5)
+            accepted = proxy.accepted
+            time.sleep(0.6)
+            assert proxy.connections == 0
+        epoch.take()
+        assert proxy.accepted > accepted
+
+
+NGINX = """
+daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
+events {{ worker_connections 256; }}
+http {{
+    access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    keepalive_timeout 1s;
+    server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {target}; }} }}
+}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_nginx_with_its_defaults_is_unnoticed(start_server: StartServer, free_port: int, tmp_path: Path) -> None:
+    """N13: its buffering, and connections that it closes when they are idle."""
+    target = serve(start_server).url
+    config = tmp_path / "nginx.conf"
+    config.write_text(NGINX.format(folder=tmp_path, port=free_port, target=target))
+    with subprocess.Popen(["nginx", "-c", str(config)], stderr=subprocess.DEVNULL) as nginx:
+        try:
+            epoch = Checked(f"http://127.0.0.1:{free_port}", "large", 4)
+            epoch.take(10)
+            time.sleep(1.5)
+            epoch.take()
+        finally:
+            nginx.terminate()

@@ -1,0 +1,801 @@
+"""Workers that hang, stop, die, leak and fork: nothing is lost, nothing doubled, and an error says where and why."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from teleloader import DataLoader, LoaderTimeout, RemoteDataset, RemoteError, WorkerDied
+from teleloader_server import pool_processes, serve
+from tests.conftest import ROOT, StartServer, need
+from tests.end_to_end.hosted import Samples, Stream
+
+TARGET = "tests.end_to_end.test_worker_faults:"
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def arrived(batches: Iterable[Any]) -> list[Any]:
+    """What an iteration gives to the end: batches as lists, and errors as they were raised."""
+    found: list[Any] = []
+    iterator = iter(batches)
+    while True:
+        try:
+            found.append(next(iterator).tolist())
+        except StopIteration:
+            return found
+        except Exception as error:  # noqa: BLE001 - whatever is raised is what is looked at
+            found.append(error)
+
+
+def loader_of(url: str, batch_size: int | None = 1, **arguments: Any) -> DataLoader:
+    """A loader of NumPy arrays."""
+    return DataLoader(RemoteDataset(url), batch_size, output="numpy", **arguments)
+
+
+def stats_of(url: str) -> Any:
+    """What /stats says."""
+    return httpx.get(f"{url}/stats").raise_for_status().json()
+
+
+def pids_of(url: str) -> list[int]:
+    """The workers that run now."""
+    return [worker["pid"] for worker in stats_of(url)["workers"] if worker["pid"] and worker["state"] != "starting"]
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 30) -> Any:
+    """Wait until `holds()` is true; its value."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline, f"it did not come to hold within {seconds:g} s"
+        time.sleep(0.01)
+    return found
+
+
+def shared_counter() -> Any:
+    """A number that all workers count on."""
+    return multiprocessing.get_context("fork").Value("i", 0)
+
+
+def count(counter: Any) -> int:
+    """Count one more; how many that makes."""
+    with counter.get_lock():
+        counter.value += 1
+        return int(counter.value)
+
+
+class Gate:
+    """What workers wait at until the test opens it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._opened = context.Event()
+        self.reached = context.Event()
+
+    def wait(self) -> None:
+        """In a worker."""
+        self.reached.set()
+        self._opened.wait()
+
+    def open(self) -> None:
+        """In the test."""
+        self._opened.set()
+
+
+# -- hangs
+
+
+def _sleep() -> None:
+    while True:
+        time.sleep(60)
+
+
+def _deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _hold_the_gil() -> None:
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.sleep(60)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("hang", [_sleep, _deadlock, _hold_the_gil, _spin])
+@pytest.mark.parametrize("session", [False, True])
+def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None], session: bool) -> None:
+    """At its place, once, with the indices and the stack; all others come, also those that waited behind it."""
+    tries = shared_counter()
+
+    def sample(index: int) -> int:
+        if index == 5:
+            count(tries)
+            hang()
+        return index
+
+    with serve(Samples(sample, 20), num_workers=2, batch_timeout=0.5) as url:
+        began = time.monotonic()
+        found = arrived(loader_of(url, 2, seed=None if session else 1, num_workers=2 if session else 0))
+        took = time.monotonic() - began
+    error = found[2]
+    assert isinstance(error, LoaderTimeout)
+    assert [batch for batch in found if batch is not error] == [[i, i + 1] for i in range(0, 20, 2) if i != 4]
+    text = str(error)
+    assert "was killed: a batch took longer than 0.5 s, the limit (--batch-timeout). It was at:" in text
+    assert f"in {hang.__name__}" in text
+    assert "batch 2 of epoch 0, with the indices [4, 5]" in text
+    assert tries.value == 1, "what hangs once hangs again, and each time costs the limit"
+    assert took < 0.5 + 10
+
+
+def test_a_hang_costs_other_consumers_nothing() -> None:
+    """While a worker hangs the others serve the rest of the clients, also with what waited behind the hang."""
+    gate = Gate()
+    made = shared_counter()
+
+    def sample(index: int) -> int:
+        count(made)
+        if index == 20:
+            gate.wait()
+        return index
+
+    with serve({"stuck": Samples(sample, 24), "fine": Samples(lambda i: i, 100)}, num_workers=2) as url:
+        stuck: list[Any] = []
+        loader = DataLoader(RemoteDataset(url, "stuck"), 1, output="numpy", seed=1)
+        waiting = threading.Thread(target=lambda: stuck.extend(arrived(loader)))
+        waiting.start()
+        assert gate.reached.wait(30)
+        for epoch in range(3):
+            fine = DataLoader(RemoteDataset(url, "fine"), 1, output="numpy", seed=epoch)
+            assert arrived(fine) == [[i] for i in range(100)]
+        assert len(stuck) <= 20
+        gate.open()
+        waiting.join(30)
+    assert stuck == [[i] for i in range(24)]
+    assert made.value == 24, "what was taken back is not made twice"
+
+
+def test_a_worker_that_takes_its_time_is_left_alone() -> None:
+    """The limit is for one batch: a worker that finishes one after another may go on for ever, slowly too."""
+
+    def sample(index: int) -> int:
+        time.sleep(0.2)
+        return index
+
+    with serve(Samples(sample, 8), num_workers=1, batch_timeout=1) as url:
+        assert arrived(loader_of(url, seed=1)) == [[i] for i in range(8)]
+        assert stats_of(url)["server"]["worker_restarts"] == 0
+
+
+def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``batch_timeout=0``: as long as the worker lives it is waited for."""
+    monkeypatch.setattr(pool_processes, "CHECK_EVERY", 0.02)
+    gate = Gate()
+
+    def sample(index: int) -> int:
+        gate.wait()
+        return index
+
+    with serve(Samples(sample, 2), num_workers=1, batch_timeout=0) as url:
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.extend(arrived(loader_of(url))))
+        waiting.start()
+        assert gate.reached.wait(30)
+        gate.open()
+        waiting.join(30)
+    assert found == [[0], [1]]
+
+
+def test_a_worker_that_never_starts_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker-init function that hangs is killed by the same limit; whoever waits is told, the log has the stack."""
+
+    def hang(_: int) -> None:
+        _sleep()
+
+    with (
+        serve(Samples(lambda i: i), num_workers=1, worker_init_fn=hang, batch_timeout=0.2) as url,
+        pytest.raises(WorkerDied, match=r"no worker of the server can start: .* its start took longer than 0\.2 s"),
+    ):
+        next(iter(loader_of(url)))
+    assert any("in _sleep" in record.getMessage() for record in caplog.records)
+
+
+class Replayed:
+    """A stream of 40 samples, each of which takes a while; the worker dies once on its way."""
+
+    def __init__(self) -> None:
+        self.dies = shared_counter()
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(40):
+            time.sleep(0.02)
+            if i == 35 and count(self.dies) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield i
+
+
+def test_a_stream_that_is_gone_through_again_gets_on() -> None:
+    """To come back to its place takes a new worker longer than the limit for one batch: that is no hang."""
+    with serve(Replayed(), num_workers=1, batch_timeout=0.4) as url:
+        assert arrived(loader_of(url, num_workers=1)) == [[i] for i in range(40)]
+
+
+# -- stopped processes
+
+
+@pytest.fixture
+def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped is noticed soon."""
+    monkeypatch.setattr(pool_processes, "CHECK_EVERY", 0.05)
+    monkeypatch.setattr(pool_processes, "STOPPED_LIMIT", 0.2)
+
+
+@pytest.mark.usefixtures("short_stops")
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
+    """SIGSTOP in mid-epoch: what it had is made by others. Torch waits for ever."""
+    with serve(Samples(lambda i: i, 2000), num_workers=2) as url:
+        batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
+        seen = [next(batches).tolist() for _ in range(10)]
+        stopped = pids_of(url)[: None if all_of_them else 1]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        seen += arrived(batches)
+        # one that got no work is left alone until it gets some
+        assert seen == [[i] for i in range(2000)]
+        if all_of_them:
+            last_exits = [worker["last_exit"] for worker in stats_of(url)["workers"]]
+            assert any("was stopped (SIGSTOP), and killed" in (last or "") for last in last_exits)
+        assert psutil.Process().status() != psutil.STATUS_STOPPED
+
+
+@pytest.mark.usefixtures("short_stops")
+def test_a_stop_is_not_the_batchs_fault() -> None:
+    """A batch whose worker is stopped again and again is never given up."""
+    tries = shared_counter()
+
+    def sample(index: int) -> int:
+        if count(tries) <= 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return index
+
+    with serve(Samples(sample, 1), num_workers=1) as url:
+        assert arrived(loader_of(url)) == [[0]]
+    assert tries.value == 6
+
+
+@pytest.mark.usefixtures("short_stops")
+def test_a_stopped_template_is_continued() -> None:
+    """Dead workers are replaced although the process that forks them was stopped; no other worker is lost."""
+    with serve(Samples(lambda i: i, 500), num_workers=2) as url:
+        batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
+        seen = [next(batches).tolist() for _ in range(10)]
+        (victim, survivor) = pids_of(url)
+        template = psutil.Process(victim).ppid()
+        os.kill(template, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        seen += arrived(batches)
+        assert seen == [[i] for i in range(500)]
+        eventually(lambda: len(pids_of(url)) == 2)
+        assert survivor in pids_of(url)
+        assert psutil.Process(survivor).ppid() == template
+
+
+# -- deaths
+
+
+def test_the_death_of_the_template_costs_no_batch() -> None:
+    """All workers end with it; another one forks new ones, and the epoch goes on."""
+    with serve(Samples(lambda i: i, 500), num_workers=2) as url:
+        batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
+        seen = [next(batches).tolist() for _ in range(10)]
+        before = pids_of(url)
+        os.kill(psutil.Process(before[0]).ppid(), signal.SIGKILL)
+        seen += arrived(batches)
+        assert seen == [[i] for i in range(500)]
+        assert not set(eventually(lambda: pids_of(url))) & set(before)
+
+
+def test_all_workers_may_be_killed_again_and_again() -> None:
+    """Ten times in an epoch: it completes exactly, and each death is one restart."""
+
+    def sample(index: int) -> int:
+        time.sleep(0.002)
+        return index
+
+    killed = 0
+    with serve(Samples(sample, 300), num_workers=2) as url:
+        batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
+        seen = []
+        for _ in range(10):
+            seen += [next(batches).tolist() for _ in range(20)]
+            for pid in eventually(lambda: pids_of(url)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+        seen += arrived(batches)
+        assert seen == [[i] for i in range(300)]
+        assert 10 <= stats_of(url)["server"]["worker_restarts"] <= killed
+
+
+def test_useless_workers_are_replaced_ever_more_slowly(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that dies before it has finished anything must not burn the machine: its place waits twice as long."""
+    with serve(Samples(lambda i: i), num_workers=1, worker_init_fn=lambda _: os._exit(7)) as url:
+        with pytest.raises(WorkerDied):
+            next(iter(loader_of(url, seed=1)))
+        eventually(lambda: stats_of(url)["workers"][0]["restarts"] >= 4)
+    delays = [text.partition("replacing it in ")[2] for text in caplog.messages if "replacing it in" in text]
+    assert delays[:4] == ["0.05 s", "0.10 s", "0.20 s", "0.40 s"]
+
+
+def test_a_batch_that_is_made_again_is_the_same() -> None:
+    """Also what it draws from random generators, when it had drawn half of it before its worker died."""
+
+    def epoch(dies: bool) -> list[Any]:
+        tries = shared_counter()
+
+        def sample(index: int) -> np.ndarray[Any, Any]:
+            drawn = np.array([index, random.random(), np.random.normal()])
+            if dies and index == 9 and count(tries) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return drawn
+
+        with serve(Samples(sample, 40), num_workers=2) as url:
+            return arrived(loader_of(url, 4, seed=3, shuffle=True))
+
+    assert epoch(dies=True) == epoch(dies=False)
+
+
+def test_a_segmentation_fault_is_told_and_its_stack_logged(start_server: StartServer) -> None:
+    """The error has torch's words; the server's log has the place."""
+    server = start_server(f"{TARGET}crashing", "--num-workers", "1")
+    found = arrived(loader_of(server.url))
+    assert [found[0], found[2]] == [[0], [2]]
+    assert isinstance(found[1], WorkerDied)
+    assert "killed by signal SIGSEGV (Segmentation fault)" in str(found[1])
+    server.await_line("Fatal Python error: Segmentation fault")
+    server.await_line("in _crash")
+
+
+@pytest.mark.parametrize(("exits", "code"), [(sys.exit, 0), (sys.exit, 3), (os._exit, 0)])
+def test_an_exit_is_a_death(exits: Callable[[int], None], code: int) -> None:
+    """Also with code 0, which must not look like a worker that was told to end."""
+
+    def sample(index: int) -> int:
+        if index == 1:
+            exits(code)
+        return index
+
+    with serve(Samples(sample, 3), num_workers=1) as url:
+        found = arrived(loader_of(url))
+    assert [found[0], found[2]] == [[0], [2]]
+    assert isinstance(found[1], WorkerDied)
+    assert f"exited with code {code}" in str(found[1])
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A control group of 96 MiB."""
+    group = CGROUP / f"teleloader-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(96 * 2**20))
+    except OSError as error:
+        pytest.skip(f"a memory control group (v1) cannot be made here: {error}")
+    yield group
+    eventually(lambda: not (group / "cgroup.procs").read_text().split())
+    group.rmdir()
+
+
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_out_of_memory_is_told(memory_cgroup: Path, deaths: int) -> None:
+    """The kernel kills the worker and not the server: once costs nothing, three times is an error that says why."""
+    tries = shared_counter()
+
+    def sample(index: int) -> int:
+        if index == 1 and count(tries) <= deaths:
+            (memory_cgroup / "cgroup.procs").write_text(str(os.getpid()))
+            np.ones(2**30, np.uint8)
+        return index
+
+    with serve(Samples(sample, 3), num_workers=1) as url:
+        found = arrived(loader_of(url, seed=1))
+        last_exit = stats_of(url)["workers"][0]["last_exit"]
+    assert "killed by signal SIGKILL (Killed), out of memory as it seems" in last_exit
+    assert [found[0], found[2]] == [[0], [2]]
+    if deaths == 1:
+        assert found[1] == [1]
+    else:
+        assert isinstance(found[1], WorkerDied)
+        assert "out of memory as it seems (the kernel's oom_kill count rose)" in str(found[1])
+
+
+def test_a_kill_from_outside_is_not_taken_for_a_lack_of_memory() -> None:
+    """Only when the kernel has counted one."""
+    with serve(Samples(lambda i: i, 5), num_workers=1) as url:
+        arrived(loader_of(url, seed=1))
+        os.kill(pids_of(url)[0], signal.SIGKILL)
+        last_exit = eventually(lambda: stats_of(url)["workers"][0]["last_exit"])
+    assert last_exit.endswith("killed by signal SIGKILL (Killed)")
+
+
+def test_an_allocation_that_fails_is_an_error_of_its_batch() -> None:
+    """With a limit of address space the worker lives on."""
+
+    def sample(index: int) -> int:
+        if index == 1:
+            limit = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28, limit[1]))
+            try:
+                bytearray(2**30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, limit)
+        return index
+
+    with serve(Samples(sample, 3), num_workers=1) as url:
+        found = arrived(loader_of(url, seed=1))
+        assert stats_of(url)["server"]["worker_restarts"] == 0
+    assert [found[0], found[2]] == [[0], [2]]
+    assert isinstance(found[1], MemoryError)
+
+
+# -- recycling
+
+
+class Leaking:
+    """Keeps 16 MiB for each sample; a sample is the process that made it, and which one it is there."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept.append(np.ones(2**24, np.uint8))
+        return np.array([index, os.getpid(), len(self.kept)])
+
+
+def _slowly(index: int) -> int:
+    for _ in range(40 if index else 0):  # time in which it is stopped is not taken for its work
+        time.sleep(0.01)
+    return index
+
+
+def _crash(index: int) -> int:
+    if index == 1:
+        ctypes.string_at(0)
+    return index
+
+
+leaking = Leaking()
+crashing = Samples(_crash, 3)
+slow = Samples(_slowly, 5)
+large = Samples(lambda i: np.full(2**18, i), 40)
+pids_of_stream = Stream(25)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, num_workers: int) -> None:
+    """A leak is bounded; order and content are as ever, and it is neither a restart nor a failure."""
+    server = start_server(
+        f"{TARGET}leaking", "--num-workers", str(num_workers), "--max-batches-per-worker", "5", "--log-level", "info"
+    )
+    found = [batch[0].tolist() for batch in loader_of(server.url)]
+    assert [index for index, _, _ in found] == [*range(60)]
+    assert max(made for _, _, made in found) < 5 + 10, "what it has been given already it still does"
+    stats = server.stats()
+    assert sum(worker["recycled"] for worker in stats["workers"]) >= len({pid for _, pid, _ in found}) - num_workers
+    assert len({pid for _, pid, _ in found}) >= 60 / 15
+    assert stats["server"]["worker_restarts"] == stats["datasets"][0]["batches_retried"] == 0
+    assert not any("replacing it" in line for line in server.log)
+    server.await_line(r"worker 0 \(pid \d+\) was given 5 batches, and is replaced when it has done what it has to do")
+
+
+def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer) -> None:
+    """Resident memory over the limit: a fresh process goes on."""
+    server = start_server(f"{TARGET}leaking", "--num-workers", "1", "--max-worker-memory", "256MiB")
+    loader = loader_of(server.url, seed=1)
+
+    def epoch_and_recycled() -> bool:
+        assert [batch[0][0] for batch in loader] == [*range(60)]
+        return bool(server.stats()["workers"][0]["recycled"])
+
+    eventually(epoch_and_recycled)
+    assert server.stats()["server"]["worker_restarts"] == 0
+
+
+def test_what_a_replaced_worker_made_stays(start_server: StartServer) -> None:
+    """Frames in the memory of a process that has ended are sent as they were made."""
+    server = start_server(f"{TARGET}large", "--num-workers", "2", "--max-batches-per-worker", "1")
+    for number, batch in enumerate(loader_of(server.url)):
+        assert batch.shape == (1, 2**18)
+        assert (batch == number).all()
+    assert number == 39
+
+
+def test_workers_of_a_stream_are_never_replaced(start_server: StartServer) -> None:
+    """Their place in it would be lost."""
+    server = start_server(f"{TARGET}pids_of_stream", "--num-workers", "2", "--max-batches-per-worker", "2")
+    assert [i for batch in arrived(loader_of(server.url, num_workers=1)) for i in batch] == [*range(25)]
+    assert sum(worker["recycled"] for worker in server.stats()["workers"]) == 0
+
+
+# -- errors
+
+
+class Fussy(Exception):
+    """Cannot be made from a message, nor pickled."""
+
+    def __init__(self, code: int, lock: Any) -> None:
+        super().__init__(f"code {code}")
+        self.lock = lock
+
+
+def _raise_chain() -> None:
+    try:
+        open("/no/such/disk").close()
+    except OSError as error:
+        raise ValueError("the sample") from error
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "texts"),
+    [
+        (_raise(Fussy(7, threading.Lock())), RuntimeError, ["code 7"]),
+        (_raise(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")), RuntimeError, ["can't decode byte 0xff"]),
+        (_raise(ValueError("x" * 10 * 2**20)), ValueError, ["Caught ValueError", "xxx\n[...]\nxxx"]),
+        (_raise_chain, ValueError, ["/no/such/disk", "was the direct cause of the following exception", "the sample"]),
+        (
+            _raise(ExceptionGroup("two", [ValueError("one thing"), TypeError("another")])),
+            RuntimeError, ["two (2 sub-exceptions)", "ValueError: one thing", "TypeError: another"],
+        ),
+        (
+            _raise(BaseExceptionGroup("two", [KeyboardInterrupt(), TypeError("another")])),
+            RemoteError, ["two (2 sub-exceptions)", "KeyboardInterrupt", "TypeError: another"],
+        ),
+        (_raise(KeyboardInterrupt()), RemoteError, ["Caught KeyboardInterrupt in DataLoader worker process"]),
+        (_raise(GeneratorExit()), RemoteError, ["Caught GeneratorExit"]),
+        (_raise(StopIteration(5)), RuntimeError, ["the dataset raised StopIteration at index 1"]),
+    ],
+    ids=["fussy", "unicode", "10 MiB", "chain", "group", "base group", "interrupt", "generator exit", "stop"],
+)  # fmt: skip
+def test_whatever_is_raised_is_an_error_at_its_batch(fail: Callable[[], None], kind: type, texts: list[str]) -> None:
+    """Told once, with its text cut and its causes kept; no worker ends of it, and the other batches come."""
+    tries = shared_counter()
+
+    def sample(index: int) -> int:
+        if index == 1:
+            count(tries)
+            fail()
+        return index
+
+    with serve(Samples(sample, 4), num_workers=1) as url:
+        found = arrived(loader_of(url, seed=1))
+        assert stats_of(url)["server"]["worker_restarts"] == 0
+    assert [found[0], *found[2:]] == [[0], [2], [3]]
+    assert type(found[1]) is kind
+    text = str(found[1])
+    assert all(part in text for part in texts)
+    assert "batch 1 of epoch 0, with the indices [1]" in text
+    assert len(text) < 70 * 1024
+    assert tries.value == 1, "an error of the user's code is not tried again"
+
+
+def test_a_dataset_that_shrinks_fails_where_samples_are_missing() -> None:
+    """A list that is changed in mid-epoch: IndexError at each batch that has lost its sample, and the others come."""
+
+    class Shrinking(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 3:
+                del self[6:]
+            return super().__getitem__(index)
+
+    with serve(Shrinking(range(8)), num_workers=1) as url:
+        found = arrived(loader_of(url, seed=1))
+    assert found[:6] == [[i] for i in range(6)]
+    assert [type(error) for error in found[6:]] == [IndexError, IndexError]
+    assert "batch 6 of epoch 0, with the indices [6]" in str(found[6])
+
+
+def test_a_length_holds_for_an_epoch() -> None:
+    """What is appended in mid-epoch comes with the next one."""
+    samples = [0, 1, 2, 3]
+    with serve(samples, num_workers=1) as url:
+        batches = iter(loader_of(url, num_workers=1))
+        seen = [next(batches).tolist()]
+        samples += [4, 5]
+        assert seen + arrived(batches) == [[0], [1], [2], [3]]
+        assert arrived(loader_of(url, num_workers=1)) == [[i] for i in range(6)]
+
+
+def test_files_that_are_deleted_fail_where_they_are_missed(tmp_path: Path) -> None:
+    """FileNotFoundError with the path at the batch; the others come, and so does this one when the file is back."""
+    files = [tmp_path / f"{i}.txt" for i in range(6)]
+    for i, file in enumerate(files):
+        file.write_text(str(i))
+
+    def sample(index: int) -> int:
+        if index == 1:
+            files[3].unlink()
+        return int(files[index].read_text())
+
+    with serve(Samples(sample, 6), num_workers=1) as url:
+        loader = loader_of(url, seed=1)
+        found = arrived(loader)
+        assert [batch for batch in found if isinstance(batch, list)] == [[0], [1], [2], [4], [5]]
+        assert type(found[3]) is FileNotFoundError
+        assert str(files[3]) in str(found[3])
+        assert "with the indices [3]" in str(found[3])
+
+
+# -- user code with processes and threads of its own
+
+
+def _double(number: int) -> int:
+    return 2 * number
+
+
+def _in_a_process(index: int) -> int:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(2 * index), daemon=True)
+    child.start()
+    doubled: int = queue.get()
+    child.join()
+    return doubled
+
+
+def _in_a_pool(index: int) -> int:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return int(pool.apply(_double, (index,)))
+
+
+def _in_a_thread(index: int) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(2 * index))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _in_a_fork(index: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(2 * index)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _in_a_program(index: int) -> int:
+    return int(subprocess.run(["expr", "2", "*", str(index)], check=False, stdout=subprocess.PIPE).stdout)
+
+
+@pytest.mark.parametrize("work", [_in_a_process, _in_a_pool, _in_a_thread, _in_a_fork, _in_a_program])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_dataset_may_have_processes_and_threads(work: Callable[[int], int]) -> None:
+    """Workers are not daemonic as torch's are, and a child that ends is no dead worker."""
+    with serve(Samples(work, 6), num_workers=2) as url:
+        assert arrived(loader_of(url, seed=1)) == [[2 * i] for i in range(6)]
+        assert stats_of(url)["server"]["worker_restarts"] == 0
+
+
+def test_a_forked_child_that_comes_back_is_no_second_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    """It would send each batch once more: it is ended, with a word that says what to do."""
+    children = shared_counter()
+
+    def sample(index: int) -> int:
+        if index == 1:
+            pid = os.fork()
+            if pid == 0:
+                count(children)
+            else:
+                os.waitpid(pid, 0)
+        return index
+
+    with serve(Samples(sample, 5), num_workers=1) as url:
+        assert arrived(loader_of(url, seed=1)) == [[i] for i in range(5)]
+        assert stats_of(url)["datasets"][0]["batches_computed"] == 5
+    assert children.value == 1
+    assert "a process that the dataset forked came back from it: end it there, by os._exit()" in capfd.readouterr().err
+
+
+def test_threads_of_torch_before_the_fork_do_no_harm() -> None:
+    """A parent whose OpenMP pool has run: torch works in the forked workers all the same."""
+    need("torch")
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        large = torch.ones(512, 512)
+        (large @ large).sum()
+        with serve(Samples(lambda i: ((large * i) @ large).sum() / 512**3, 4), num_workers=2) as url:
+            assert arrived(loader_of(url, seed=1)) == [[i] for i in range(4)]
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- the machine
+
+
+_LITTLE_SHM = """
+import os
+import numpy as np
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.end_to_end.hosted import Samples
+
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize <= 2**16
+open("/dev/shm/full", "wb", buffering=0).write(bytes(2**16))
+with serve(Samples(lambda i: np.full(2**18, i), 8), num_workers=2) as url:
+    for number, batch in enumerate(DataLoader(RemoteDataset(url), 1, output="numpy", num_workers=2)):
+        assert (batch == number).all()
+print(number + 1, "batches", os.listdir("/dev/shm"))
+"""
+
+
+def test_a_full_dev_shm_does_not_matter() -> None:
+    """Batches of 2 MiB with a /dev/shm of 64 KiB that is full: nothing is kept there."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("needs the right to mount a file system of its own")
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", mount, sys.executable, _LITTLE_SHM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "8 batches ['full']\n"
+
+
+def test_time_in_which_the_server_itself_was_stopped_is_not_counted(start_server: StartServer) -> None:
+    """Ctrl-Z, a suspended container: when it goes on, no worker is taken for one that hangs."""
+    server = start_server(f"{TARGET}slow", "--num-workers", "1", "--batch-timeout", "1")
+    batches = iter(DataLoader(RemoteDataset(server.url, "slow"), 1, output="numpy"))
+    assert next(batches).tolist() == [0]
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()
+    time.sleep(1.5)  # longer than the limit: this is what is tested
+    for process in reversed(family):
+        process.resume()
+    assert arrived(batches) == [[i] for i in range(1, 5)]
+    assert server.stats()["server"]["worker_restarts"] == 0
+
+
+def test_a_log_line_tells_of_a_hang(caplog: pytest.LogCaptureFixture) -> None:
+    """Who, how long, what is done about it and the stack: in one record."""
+    caplog.set_level(logging.WARNING)
+    with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:
+        assert arrived(loader_of(url, seed=1))[1] == [1]
+    (text,) = [text for text in caplog.messages if "was killed" in text]
+    assert "took longer than 0.2 s, the limit (--batch-timeout) with 1 batches to do; replacing it in" in text
+    assert "in _sleep" in text

@@ -1,0 +1,101 @@
+"""A client that sends whatever bytes it likes."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+HOST = b"Host: server\r\n"
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The body of an error."""
+        assert self.headers["content-type"] == "application/problem+json", self
+        found: dict[str, Any] = json.loads(self.body)
+        assert found["status"] == self.status
+        return found
+
+
+class Raw:
+    """One connection.
+
+    Args:
+        url: The server's.
+        buffer: Size of the kernel's buffer for what arrives; None is its own choice.
+    """
+
+    def __init__(self, url: str, buffer: int | None = None) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        if buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.settimeout(30)
+        self.socket.connect((host, int(port)))
+        self._unread = b""
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send it all, or as much as the server takes before it breaks the connection."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(data)
+
+    def get(self, path: str, headers: bytes = b"") -> Answer:
+        """Ask, and wait for the answer."""
+        self.ask(path, headers)
+        return self.answer()
+
+    def ask(self, path: str, headers: bytes = b"") -> None:
+        """Send a GET."""
+        self.send(f"GET {path} HTTP/1.1\r\n".encode() + HOST + headers + b"\r\n")
+
+    def answer(self) -> Answer:
+        """The next answer, which states its size."""
+        while b"\r\n\r\n" not in self._unread:
+            self._read()
+        head, _, rest = self._unread.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        size = int(headers.get("content-length", 0))
+        self._unread = rest
+        while len(self._unread) < size:
+            self._read()
+        body, self._unread = self._unread[:size], self._unread[size:]
+        return Answer(int(first.split()[1]), headers, body)
+
+    def rest(self) -> bytes:
+        """All that comes until the server closes the connection."""
+        try:
+            while True:
+                self._read()
+        except ConnectionError:
+            return self._unread
+
+    def is_open(self) -> bool:
+        """Whether the server has not closed the connection, as far as is known now and whatever is left to read."""
+        ended = select.poll()
+        ended.register(self.socket, select.POLLRDHUP)
+        return not ended.poll(0)
+
+    def _read(self) -> None:
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError(f"the server closed the connection after {self._unread[:200]!r}")
+        self._unread += data

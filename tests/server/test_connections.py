@@ -1,0 +1,462 @@
+"""Connections: nobody can hold one open, fill it up or pile them up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvloop
+
+from teleloader_server import connections as module
+from teleloader_server.app import Server, bind, url_of
+from teleloader_server.config import ConfigError, Limits
+from teleloader_server.connections import ConnectionLimits, connections_for
+from teleloader_server.datasets import host
+from teleloader_server.hosts import ObjectHost
+from teleloader_server.service import LoaderService
+from tests.raw import HOST, Raw
+
+MEGABYTES = 16
+"""Of a batch: more than the buffers of two kernels."""
+QUICK = ConnectionLimits(
+    max_connections=1000,
+    head_seconds=0.4,
+    body_seconds=0.4,
+    body_bytes=2**20,
+    unread_seconds=0.4,
+    linger_seconds=0.4,
+)
+
+
+class Images:
+    """Large samples."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(MEGABYTES * 2**20, index, np.uint8)
+
+
+class Running:
+    """A server in a thread, whose connections have limits of our choice."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        pool = Limits(num_workers=0)
+        hosted = host(Images(), name="images", collate=lambda samples: samples[0])
+        self.service = LoaderService(ObjectHost(lambda: {"images": hosted}, pool), pool)
+        bound = bind("127.0.0.1", 0)
+        self.url = url_of(bound)
+        self._server = Server(self.service, "127.0.0.1", 0, grace=1, limits=limits)
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(bound,))
+        self._thread.start()
+        self._listening.wait(30)
+
+    def register(self) -> str:
+        """A loader's path of batches."""
+        spec = {"dataset": "images", "checksum": False}
+        key = httpx.post(f"{self.url}/v1/loaders", json=spec).raise_for_status().json()["key"]
+        return f"/v1/loaders/{key}/epochs/0/batches"
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _run(self, bound: socket.socket) -> None:
+        async def serve() -> None:
+            await self.service.start()
+            serving = asyncio.create_task(self._server.serve([bound]))
+            await self._server.listening.wait()
+            self._listening.set()
+            await serving
+            await self.service.close()
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start servers whose limits are short, but for those that are stated."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(**limits: Any) -> Running:
+            running = Running(dataclasses.replace(QUICK, **limits))
+            stack.callback(running.stop)
+            return running
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with short limits, for tests that need no other ones."""
+    running = Running(QUICK)
+    yield running.url
+    running.stop()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.01)
+
+
+def test_a_connection_that_says_nothing_is_closed(url: str) -> None:
+    """Without a word, when the time for a head is over, and not before."""
+    with Raw(url) as client:
+        began = time.monotonic()
+        assert client.rest() == b""
+        assert time.monotonic() - began >= QUICK.head_seconds
+
+
+def test_a_head_that_drips_is_refused(url: str) -> None:
+    """Bytes that go on coming do not move the deadline."""
+    with Raw(url) as client:
+        for byte in itertools.cycle(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 10_000):
+            client.send(bytes([byte]))
+            time.sleep(0.02)
+            if client.socket in _readable([client.socket]):
+                break
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (408, "RequestTimeout")
+        assert answer.headers["connection"] == "close"
+
+
+def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
+    import select
+
+    return select.select(sockets, [], [], 0)[0]
+
+
+def test_each_head_of_a_connection_has_its_own_deadline(url: str) -> None:
+    """From its first byte: a connection that waits for its next request is not late."""
+    with Raw(url) as client:
+        assert client.get("/healthz").status == 200
+        time.sleep(3 * QUICK.head_seconds)
+        assert client.get("/healthz").status == 200
+        client.send(b"GET /hea")
+        assert client.answer().status == 408
+        assert client.rest() == b""
+
+
+HEADS = {
+    "one long header": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 8 * 2**20, 431),
+    "many headers": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: y\r\n" * 20_000, 431),
+    "a long name": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"x" * 100_000, 431),
+    "a long request line": (b"GET /" + b"x" * 2**20, 414),
+    "empty lines": (b"\r\n" * 50_000, 431),
+}
+
+
+@pytest.mark.parametrize("piece", [1000, 2**24], ids=["in pieces", "at once"])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
+    """However it arrives, and whether the parser has anything to say of it or not."""
+    data, status = HEADS[name]
+    with Raw(start(head_seconds=30).url) as client:
+        for begin in range(0, min(len(data), 200_000 if piece == 1000 else len(data)), piece):
+            client.send(data[begin : begin + piece])
+        assert client.answer().status == status
+        assert client.rest() == b""
+
+
+def test_a_head_within_the_limit_is_read(start: Start) -> None:
+    """60 KiB, at once and in pieces."""
+    with Raw(start(head_seconds=30).url) as client:
+        for piece in (1000, 2**16):
+            head = b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 60 * 1024 + b"\r\n\r\n"
+            for begin in range(0, len(head), piece):
+                client.send(head[begin : begin + piece])
+            assert client.answer().status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+def test_a_body_that_says_it_is_too_large_is_not_read(url: str, method: str) -> None:
+    """413 before a byte of it came."""
+    with Raw(url) as client:
+        client.send(f"{method} /v1/loaders HTTP/1.1\r\n".encode() + HOST + b"Content-Length: 268435456\r\n\r\n")
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (413, "BodyTooLarge")
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("path", ["/v1/loaders", "/nothing"])
+def test_a_body_that_does_not_say_its_size_is_cut_off(url: str, path: str) -> None:
+    """Whether anybody reads it or not: nothing is gathered beyond the limit."""
+    chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+    with Raw(url) as client:
+        client.send(f"POST {path} HTTP/1.1\r\n".encode() + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
+        client.send(200 * chunk)
+        answer = client.answer()
+        assert answer.status == (413 if path == "/v1/loaders" else 404)
+        assert client.rest() == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "one byte"])
+def test_a_body_that_trickles_is_refused(url: str, sent: bytes) -> None:
+    """Slower than the least rate over the time in which it is taken."""
+    with Raw(url) as client:
+        client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n" + sent)
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (408, "RequestTimeout")
+        assert client.rest() == b""
+
+
+def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
+    """However long it takes."""
+    with Raw(start(body_rate=1000.0).url) as client:
+        client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 12000\r\n\r\n")
+        for _ in range(12):
+            client.send(b" " * 1000)
+            time.sleep(0.1)
+        assert client.answer().problem["detail"].startswith("the body is not JSON")
+
+
+def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
+    """A request that is refused before its body was read costs the client no connection."""
+    with Raw(url) as client:
+        client.send(
+            b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + HOST + b"Content-Length: 900000\r\n\r\n"
+        )
+        assert client.answer().problem["code"] == "UnknownLoader"
+        client.send(b"x" * 900_000)
+        assert client.get("/healthz").status == 200
+
+
+def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
+    """It may leave its body out, so nothing that it sends next could be understood."""
+    with Raw(start(body_seconds=30).url) as client:
+        head = HOST + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
+        client.send(b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + head)
+        assert client.answer().problem["code"] == "UnknownLoader"
+        assert client.rest() == b""
+
+
+def test_connections_have_a_limit(start: Start) -> None:
+    """One more is told so and closed, those that are open live on, and one that leaves makes room."""
+    running = start(max_connections=3)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Raw(running.url)) for _ in range(3)]
+        for client in clients:
+            assert client.get("/healthz").status == 200
+        with Raw(running.url) as refused:
+            answer = refused.answer()
+            assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
+            assert answer.headers["retry-after"]
+            assert refused.rest() == b""
+        for client in clients:
+            assert client.get("/healthz").status == 200
+        clients[0].socket.close()
+
+        def has_room() -> bool:
+            with Raw(running.url) as another:
+                return another.get("/healthz").status == 200
+
+        eventually(has_room)
+
+
+def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
+    """Nothing is held for it then."""
+    running = start()
+    path = running.register()
+    with Raw(running.url, buffer=4096) as client:
+        client.ask(f"{path}/0")
+        eventually(lambda: running.service._sending >= MEGABYTES * 2**20)
+        eventually(lambda: running.service._sending == 0)
+        assert len(client.rest()) < MEGABYTES * 2**20
+
+
+@pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
+def test_a_peer_that_reads_slowly_is_served(start: Start, query: str) -> None:
+    """As long as it takes something in time, of the kernel's buffer too."""
+    running = start(unread_seconds=0.8)
+    path = running.register()
+    with Raw(running.url, buffer=2**18) as client:
+        client.ask(path + query, b"Connection: close\r\n")
+        time.sleep(0.4)
+        got = 0
+        began = time.monotonic()
+        while data := client.socket.recv(2**17):
+            got += len(data)
+            if time.monotonic() - began < 2:
+                time.sleep(0.1)
+        assert got >= MEGABYTES * 2**20 * (1 if query == "/0" else 2)
+
+
+def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that are sent are outside the memory budget, so they must not be many."""
+    running = start(unread_seconds=1000.0, pressed_seconds=0.2)
+    path = running.register()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Raw(running.url, buffer=4096)) for _ in range(4)]
+        for k, client in enumerate(clients):
+            client.ask(f"{path}/{k}")
+        eventually(lambda: running.service._sending >= 4 * MEGABYTES * 2**20)
+        time.sleep(0.6)
+        assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
+        monkeypatch.setattr("teleloader_server.service.MIN_SENDING", 2**20)
+        monkeypatch.setattr(running.service, "limits", Limits(num_workers=0, memory_budget=2**20))
+        eventually(lambda: running.service._sending == 0)
+
+
+def test_pipelined_requests_are_answered_in_order(url: str) -> None:
+    """Each with its own answer."""
+    with Raw(url) as client:
+        for path in ("/healthz", "/nothing", "/readyz"):
+            client.ask(path)
+        assert [client.answer().status for _ in range(3)] == [200, 404, 200]
+
+
+def test_too_many_pipelined_requests_are_not_taken(url: str) -> None:
+    """They are cheap to send and dear to keep."""
+    with Raw(url) as client:
+        client.send((b"GET /stats HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)
+        assert client.rest().count(b"HTTP/1.1 200") <= module.MAX_PIPELINED
+
+
+def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Not only the last one that was pipelined: nobody works for a client that has gone, and nothing fails by it."""
+    running = start()
+    path = running.register()
+    with Raw(running.url, buffer=4096) as client:
+        client.ask(f"{path}?start=0&stop=200")
+        client.ask("/healthz")
+        eventually(lambda: running.service._sending > 0)
+    stats = f"{running.url}/stats"
+    eventually(lambda: running.service._sending == 0)
+
+    def computed() -> int:
+        found: int = httpx.get(stats).json()["datasets"][0]["batches_computed"]
+        return found
+
+    before = -1
+    while (now := computed()) != before:
+        before = now
+        time.sleep(0.1)
+    assert now < 100
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+MALFORMED = {
+    "garbage": b"\x00\x01\x02garbage\r\n\r\n",
+    "TLS": bytes.fromhex("16030100a5010000a10303") + b"\0" * 100,
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "an unknown method": b"FROB /healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+    "CONNECT": b"CONNECT x:80 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "no path": b"GET ?x HTTP/1.1\r\n" + HOST + b"\r\n",
+    "NUL": b"GET /\0 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "not ASCII": "GET /ü HTTP/1.1\r\n".encode() + HOST + b"\r\n",
+    "a bare CR": b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: a\rSet-Cookie: b\r\n\r\n",
+    "a bare LF": b"GET /healthz HTTP/1.1\nHost: x\n\n",
+    "both lengths": b"POST /v1/loaders HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"POST /v1/loaders HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "a negative length": b"POST /v1/loaders HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    "a huge length": b"POST /v1/loaders HTTP/1.1\r\nContent-Length: " + b"9" * 40 + b"\r\n\r\n",
+    "a bad chunk": b"POST /v1/loaders HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "WebSocket": b"GET /stats HTTP/1.1\r\n" + HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_request_is_refused(url: str, name: str) -> None:
+    """400 with a sentence, and the connection is closed."""
+    with Raw(url) as client:
+        client.send(MALFORMED[name])
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (400, "BadRequest")
+        assert answer.headers["connection"] == "close"
+        assert client.rest() == b""
+
+
+def test_bodies_are_not_unpacked(url: str) -> None:
+    """A compressed one is refused, whatever it would unpack to."""
+    with Raw(url) as client:
+        client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n")
+        assert client.answer().status == 415
+
+
+def test_another_upgrade_is_not_taken(url: str) -> None:
+    """The request is answered as it is, and the connection closed: what follows could be of either protocol."""
+    with Raw(url) as client:
+        answer = client.get(
+            "/healthz", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+        )
+        assert answer.status == 200
+        assert client.rest() == b""
+
+
+def test_http_1_0_is_answered(start: Start) -> None:
+    """But for an answer of no stated size, which it cannot have."""
+    running = start()
+    path = running.register()
+    with Raw(running.url) as client:
+        client.send(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert (client.answer().status, client.rest()) == (200, b"")
+    with Raw(running.url) as client:
+        client.send(f"GET {path}?start=0&stop=1 HTTP/1.0\r\n\r\n".encode())
+        assert (client.answer().status, client.rest()) == (426, b"")
+
+
+def test_the_log_has_one_line_for_many_breaches(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing of what a client sent."""
+    caplog.set_level(logging.INFO)
+    running = start()
+    for _ in range(50):
+        with Raw(running.url) as client:
+            client.send(b"GET /\r\n 2026 ERROR forged\r\n\r\n")
+            client.rest()
+    eventually(lambda: "400 BadRequest" in caplog.text)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("400 BadRequest" in line for line in lines) < 20
+    assert not any("forged" in line or "\n" in line for line in lines)
+
+
+def test_accepted_connections_notice_dead_peers() -> None:
+    """The kernel asks a silent peer; it has that from the socket that listens."""
+    with bind("127.0.0.1", 0) as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()):
+            accepted, _ = listening.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                    assert accepted.getsockopt(socket.IPPROTO_TCP, option) == value
+
+
+@pytest.mark.parametrize(("files", "workers", "expected"), [(1024, 2, 896), (1024, 100, 560), (2**16, 2, 57344)])
+def test_workers_have_their_share_of_files(
+    monkeypatch: pytest.MonkeyPatch, files: int, workers: int, expected: int
+) -> None:
+    """The more connections, the more is kept for what is no connection."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert connections_for(workers) == expected
+
+
+def test_a_limit_of_files_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its value, and what is needed."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"\(RLIMIT_NOFILE\) is 64, and a server with 3 workers needs 140: raise it"):
+        connections_for(3)

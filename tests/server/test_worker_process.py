@@ -1,0 +1,138 @@
+"""A worker process as the server sees it: what it is at, since when, and where it hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from teleloader_server.channel import Channel
+from teleloader_server.loading import Task
+from teleloader_server.worker import BEGUN, REVOKED
+from teleloader_server.worker_process import WorkerProcess, _without_our_callers
+from teleloader_shared.codec import Address
+from teleloader_shared.spec import LoaderSpec
+
+
+def task(batch: int) -> Task:
+    """The task of a batch."""
+    return Task(LoaderSpec(dataset="data"), 100, Address("key", 0, batch))
+
+
+@pytest.fixture
+def process() -> Iterator[WorkerProcess]:
+    """One that is ready and has the batches 7, 8 and 9 to make, as tasks of the same numbers."""
+    channel, theirs = Channel.pair()
+    found = WorkerProcess(0, channel)
+    notes = os.memfd_create("notes")
+    os.write(notes, BEGUN.pack(-1) + REVOKED.pack(-1))
+    found.take_notes(notes)
+    found.ready = True
+    found.tasks = {number: task(number) for number in (7, 8, 9)}
+    yield found
+    found.forget()
+    theirs.close()
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        """What it shows."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In place of the monotonic one."""
+    found = Clock()
+    monkeypatch.setattr(time, "monotonic", found)
+    return found
+
+
+def begin(process: WorkerProcess, task_id: int) -> None:
+    """What the worker notes."""
+    assert process._notes is not None
+    os.pwrite(process._notes, BEGUN.pack(task_id), 0)
+
+
+def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerProcess) -> None:
+    """Not always the first of its tasks: that may be finished, and its report late."""
+    assert process.task_at_hand() is None
+    begin(process, 8)
+    assert process.task_at_hand() == task(8)
+    assert process.waiting() == [task(7), task(9)]
+    begin(process, 6)
+    assert process.task_at_hand() is None
+    assert process.waiting() == [task(7), task(8), task(9)]
+
+
+def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerProcess) -> None:
+    """It leaves out all up to the last of them that it has not begun; the server forgets them."""
+    begin(process, 7)
+    process.revoke(process.waiting())
+    assert process._notes is not None
+    assert REVOKED.unpack(os.pread(process._notes, REVOKED.size, BEGUN.size)) == (9,)
+    assert process.tasks == {7: task(7)}
+
+
+def test_time_counts_from_the_last_progress(process: WorkerProcess, clock: Clock) -> None:
+    """Only while there is something to wait for."""
+    process.got_on()
+    clock.now += 5
+    assert process.is_overdue(4)
+    assert not process.is_overdue(5)
+    process.got_on()
+    assert not process.is_overdue(4)
+    clock.now += 5
+    process.tasks.clear()
+    assert not process.is_overdue(4)
+    process.held_up = True
+    assert process.is_overdue(4), "it is at something that was taken back"
+    process.held_up = process.ready = False
+    assert process.is_overdue(4), "it does not start"
+
+
+def test_time_in_which_the_server_did_not_run_does_not_count(process: WorkerProcess, clock: Clock) -> None:
+    """And is never a credit for the time to come."""
+    process.got_on()
+    clock.now += 5
+    process.forgive(3)
+    assert process.is_overdue(1.5)
+    assert not process.is_overdue(2.5)
+    process.forgive(100)
+    clock.now += 1.5
+    assert process.is_overdue(1)
+
+
+async def test_a_worker_that_had_not_started_has_no_stack() -> None:
+    """The sentence says so."""
+    channel, theirs = Channel.pair()
+    process = WorkerProcess(0, channel)
+    assert await process.stacks() == "(it had not started to run)"
+    process.forget()
+    theirs.close()
+
+
+def test_stacks_end_at_our_code() -> None:
+    """What calls the user's code is the same always; each thread's stack is cut by itself."""
+    ours = f'  File "{os.path.dirname(os.path.abspath(Channel.pair.__code__.co_filename))}/'
+    text = f"""\
+Thread 0x1 (most recent call first):
+  File "wait.py", line 1 in wait
+{ours}worker.py", line 2 in f
+{ours}worker.py", line 3 in g
+  File "threading.py", line 4 in run
+
+Current thread 0x2 (most recent call first):
+  File "user.py", line 5 in h
+{ours}worker.py", line 6 in i
+{ours}worker.py", line 7 in j
+"""
+    kept = [line.rpartition(" ")[2] for line in _without_our_callers(text).splitlines()]
+    assert kept == ["first):", "wait", "f", "", "first):", "h", "i"]
