@@ -44,6 +44,17 @@ class HostedDataset:
                 error.add_note(f"It is {place}.")
             raise
 
+    def gives_batches(self, name: str | None = None) -> bool:
+        """Whether the dataset makes whole batches itself: nothing else may be asked for than it can do.
+
+        ``__getbatch__(indices)`` is ours: an int64 array of shape (batch size,) -> the batch, whose arrays have the
+        batch as their first dimension. Samples that are seeded one by one, or collated by a function, are fetched so.
+        """
+        collate = self.collate if name is None else self.functions[name]
+        if collate is not None or self.info.seeding != "batch" or self.info.kind != "map":
+            return False
+        return getattr(self.dataset, "__getbatch__", None) is not None
+
     def convert_sample(self, sample: Any, name: str | None = None) -> Any:
         """What ``batch_size=None`` makes of one sample."""
         collate = self.collate if name is None else self.functions[name]

@@ -120,8 +120,7 @@ class Loading:
             if samples is None:
                 batch: Any = End(shard.samples, replica=not was_asked())
             else:
-                count = len(samples)
-                batch = _collate(hosted, task, samples)
+                count, batch = _collate(hosted, task, indices, samples)
             collated = time.perf_counter()
             writer = self._writer(task, batch, padding, shard_state)
             writer.write(place(writer.nbytes))
@@ -177,6 +176,8 @@ class Loading:
         per_sample = hosted.info.seeding == "sample"
         if not per_sample:
             self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
+            if spec.batch_size is not None and hosted.gives_batches(spec.collate):
+                return [dataset.__getbatch__(np.asarray(indices))]
             if getattr(dataset, "__getitems__", None) is not None and spec.batch_size is not None:
                 samples: list[Any] = dataset.__getitems__(indices)
                 return samples
@@ -300,11 +301,14 @@ def _set_random_state(state: _RandomState) -> None:
         sys.modules["torch"].set_rng_state(torch_state)
 
 
-def _collate(hosted: HostedDataset, task: Task, samples: list[Any]) -> Any:
+def _collate(hosted: HostedDataset, task: Task, indices: list[Any], samples: list[Any]) -> tuple[int, Any]:
+    """How many samples the batch has, and the batch."""
     name = task.spec.collate
-    return (
-        hosted.convert_sample(samples[0], name) if task.spec.batch_size is None else hosted.collate_batch(samples, name)
-    )
+    if task.spec.batch_size is None:
+        return 1, hosted.convert_sample(samples[0], name)
+    if hosted.gives_batches(name):
+        return len(indices), hosted.convert_sample(samples[0], name)
+    return len(samples), hosted.collate_batch(samples, name)
 
 
 def _utf8(text: str) -> str:

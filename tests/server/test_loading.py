@@ -54,6 +54,49 @@ def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
     assert {type(index) for index in dataset.calls[0]} == {int}
 
 
+class Whole(Made):
+    """Gives whole batches."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: index)
+        self.calls: list[Any] = []
+
+    def __getbatch__(self, indices: NDArray[np.int64]) -> dict[str, Any]:
+        self.calls.append(indices)
+        return {"square": indices**2, "names": [f"row {i}" for i in indices.tolist()]}
+
+
+def test_a_dataset_that_makes_whole_batches_is_asked_for_them() -> None:
+    """`__getbatch__` gets an int64 array, and what it returns is the batch; its arrays arrive as tensors."""
+    dataset = Whole()
+    bench = Bench(dataset)
+    batch = bench.batch(1, batch_size=4)
+    assert (batch["square"].tolist(), batch["names"]) == ([16, 25, 36, 49], ["row 4", "row 5", "row 6", "row 7"])
+    assert dataset.calls[0].dtype == np.int64
+    assert bench.report is not None
+    assert bench.report.samples == 4
+    assert bench.batch(indices=[7, 3], batch_size=2)["square"].tolist() == [49, 9]
+
+
+@pytest.mark.parametrize(
+    ("hosted", "asked"),
+    [
+        ({"seeding": "sample"}, {"batch_size": 4}),
+        ({"collate": np.array}, {"batch_size": 4}),
+        ({"functions": {"m:array": np.array}}, {"batch_size": 4, "collate": "m:array"}),
+    ],
+    ids=["seeded sample by sample", "collated", "collated on request"],
+)
+def test_whole_batches_are_not_asked_for_where_samples_are_needed(
+    hosted: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Then the dataset is read sample by sample."""
+    dataset = Whole()
+    assert Bench(dataset, **hosted).batch(**asked).tolist() == [0, 1, 2, 3]
+    assert Bench(dataset).batch(3, batch_size=None) == 3
+    assert dataset.calls == []
+
+
 def test_single_samples_are_not_read_in_bulk() -> None:
     """Without batches there is no bulk."""
     dataset = Bulk()
