@@ -7,7 +7,7 @@ TORCH ?=
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint bench wheel clean
+.PHONY: help demo test lint chaos fuzz bench wheel clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
@@ -24,7 +24,13 @@ lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev  ## Measure against plain sockets and torch's local DataLoader (TORCH=torch to have it).
+chaos: $(VENV)/.dev  ## Break servers, networks and clients for a minute while they load (CHAOS="--seed 7 --minutes 10").
+	$(BIN)/python -m tests.chaos $(CHAOS)
+
+fuzz: $(VENV)/.fuzz  ## Try hostile frames, states and requests for some minutes (FUZZ="frames --executions 200000 --seed 7").
+	$(BIN)/python -m tests.fuzz $(FUZZ)
+
+bench: $(VENV)/.dev  ## Measure against plain sockets and torch's local DataLoader (TORCH=torch to have it). See benchmarks/README.md for more.
 	$(BIN)/python -m benchmarks
 
 wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
@@ -43,3 +49,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	touch $@

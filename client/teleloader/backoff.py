@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Final
 
 FIRST_DELAY: Final = 0.05
-LAST_DELAY: Final = 5.0
+LAST_DELAY: Final = 1.0
+"""Also the longest that a client may notice late that its server is back."""
 
 
 class Backoff:

@@ -76,8 +76,8 @@ class Server:
         registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{self.url} speaks protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: install "
-                "the same release of teleloader on both sides"
+                f"{self.url} speaks protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: "
+                "install the same release of teleloader on both sides"
             )
         return registered
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from teleloader.backoff import LAST_DELAY, Backoff
+from teleloader.backoff import Backoff
 from teleloader.buffers import Buffer, BufferPool
 from teleloader.control import Server
 from teleloader.inbox import BROKEN, Inbox
@@ -27,6 +27,8 @@ logger = logging.getLogger("teleloader")
 
 MAX_DAMAGED: Final = 3
 """Damaged answers in a row after which something is wrong that asking again does not mend."""
+LEFT_SECONDS: Final = 5.0
+"""How long a server is left that was given up, while there are others."""
 TOUCH_EVERY: Final = 10.0
 """Seconds after which the server of a session is told that its client, which asks for nothing, is there."""
 
@@ -138,7 +140,7 @@ class Source:
                 return
             error = self._unavailable(error)
         if not self._inbox.give_up(server.url, error) and len(self._servers) == 1:
-            self._inbox.sleep(LAST_DELAY)  # others are there: look now and then whether this one is too
+            self._inbox.sleep(LEFT_SECONDS)  # others are there: look now and then whether this one is too
 
     def _receive_connected(self) -> None:
         if not self._is_registered:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABCMeta
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields as dataclass_fields
 from dataclasses import make_dataclass
 from functools import lru_cache
@@ -56,6 +56,43 @@ def _find_class(module: str, qualname: str) -> type | None:
         found = _class_dict(found).get(name)
     # the metaclass of any other class may have code that runs when the class is looked at
     return found if type(found) in (type, ABCMeta) else None
+
+
+class RecordTypes:
+    """The classes of one batch. Each is looked for once, and there is a limit to what making them takes."""
+
+    MOST: Final = 1024
+    LIMIT: Final = f"than {MOST:,} classes and fields of namedtuples and dataclasses together"
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self._names = 0
+
+    def has_room_for(self, kind: object, fields: tuple[str, ...]) -> bool:
+        """Whether a batch may have this class as well."""
+        if kind not in self._known:
+            self._known[kind] = None
+            self._names += 1 + len(fields)
+        return self._names <= self.MOST
+
+    def namedtuple(self, module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
+        """What `namedtuple_type` gives."""
+        found: type[tuple[Any, ...]] = self._type(namedtuple_type, module, qualname, fields, hashed=hashed)
+        return found
+
+    def dataclass(self, module: str, qualname: str, fields: tuple[str, ...]) -> type:
+        """What `dataclass_type` gives."""
+        found: type = self._type(dataclass_type, module, qualname, fields)
+        return found
+
+    def _type(self, find: Callable[..., Any], *wanted: Any, **options: Any) -> Any:
+        key = (find, wanted, *options.values())
+        found = self._known.get(key)
+        if found is None:
+            if not self.has_room_for(key, wanted[-1]):
+                raise ProtocolError(f"the tree of a frame has more {self.LIMIT}")
+            found = self._known[key] = find(*wanted, **options)
+        return found
 
 
 def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:

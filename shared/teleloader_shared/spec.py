@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
@@ -78,9 +79,9 @@ class LoaderSpec:
     def __post_init__(self) -> None:
         """Refuse what no loader can be."""
         if not isinstance(self.dataset, str) or not self.dataset:
-            raise InvalidSpec(f"dataset must be the name of a hosted dataset, was {self.dataset!r}")
+            raise InvalidSpec(f"dataset must be the name of a hosted dataset, was {_shown(self.dataset)}")
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
-            raise InvalidSpec(f"fingerprint must be a string or null, was {self.fingerprint!r}")
+            raise InvalidSpec(f"fingerprint must be a string or null, was {_shown(self.fingerprint)}")
         if self.batch_size is not None:
             _whole("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
         _whole("seed", self.seed, 0, 2**64 - 1)
@@ -88,7 +89,7 @@ class LoaderSpec:
         _whole("rank", self.rank, 0, self.world_size - 1)
         for name in ("shuffle", "drop_last", "checksum", "in_process"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidSpec(f"{name} must be true or false, was {getattr(self, name)!r}")
+                raise InvalidSpec(f"{name} must be true or false, was {_shown(getattr(self, name))}")
         if self.batch_size is None and self.drop_last:
             raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
         _choice("order", self.order, get_args(Order))
@@ -121,7 +122,9 @@ class LoaderSpec:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in fields if name not in known]
         if unknown:
-            raise InvalidSpec(f"unknown field {unknown[0]!r} in the loader spec; the fields are {', '.join(known)}")
+            raise InvalidSpec(
+                f"unknown field {_shown(unknown[0])} in the loader spec; the fields are {', '.join(known)}"
+            )
         if "dataset" not in fields:
             raise InvalidSpec("the loader spec must name a dataset; GET /v1/datasets lists those that are hosted")
         return cls(**fields)
@@ -140,26 +143,36 @@ class LoaderSpec:
         return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
 
 
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def _shown(value: object) -> str:
+    """A value in an error, whatever a client sent: a megabyte of it is cut, and so is what is nested deeply."""
+    return _REPR.repr(value)
+
+
 def _whole(name: str, value: object, low: int, high: int) -> None:
     # bool is an int to Python, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {value!r}")
+        raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {_shown(value)}")
 
 
 def _name(field: str, value: object) -> None:
     if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
-        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, was {value!r:.80}")
+        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, was {_shown(value)}")
 
 
 def _states(value: object, count: int) -> tuple[str | None, ...]:
     """As a tuple, because a spec can be a key."""
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise InvalidSpec(f"shard_states must be null or a list of {count}, was {value!r:.80}")
+        raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
     if not all(state is None or isinstance(state, str) for state in value):
-        raise InvalidSpec(f"shard_states must hold strings and nulls, was {value!r:.80}")
+        raise InvalidSpec(f"shard_states must hold strings and nulls, was {_shown(value)}")
     return tuple(value)
 
 
 def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
-        raise InvalidSpec(f"{name} must be one of {', '.join(json.dumps(choice) for choice in choices)}, was {value!r}")
+        known = ", ".join(json.dumps(choice) for choice in choices)
+        raise InvalidSpec(f"{name} must be one of {known}, was {_shown(value)}")

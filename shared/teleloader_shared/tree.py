@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
-from teleloader_shared.records import dataclass_type, instance, is_dunder, is_name, last_name, namedtuple_type
+from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name, last_name
 
 MAX_DEPTH: Final = 128
 """How deep containers may be nested, on both sides."""
@@ -31,6 +31,8 @@ MAX_DIMENSIONS: Final = 64
 """How many dimensions an array may have: NumPy's limit."""
 MAX_DIGITS: Final = 4300
 """How many decimal digits a whole number may have: what Python reads by default."""
+MAX_SAME_HASH: Final = 256
+"""How many keys of a dict, or elements of a set, may have the same hash: each is compared with all of them."""
 
 
 class Tensor(np.ndarray[Any, np.dtype[Any]]):
@@ -97,7 +99,7 @@ def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
     Raises:
         ProtocolError: When `node` is no description of a batch.
     """
-    return _Builder(make_leaf).build(node, 0)
+    return _Builder(make_leaf, RecordTypes()).build(node, 0)
 
 
 # -- from a batch to its description
@@ -119,6 +121,7 @@ class _Describer:
 
     def __init__(self, leaves: list[Leaf]) -> None:
         self._leaves = leaves
+        self._types = RecordTypes()
 
     def describe(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -176,6 +179,8 @@ class _Describer:
         _check_attributes(value, names, path)
         if not all(map(is_name, (last_name(exact.__qualname__), *names))):
             raise EncodeError(f"{path} is a {_type_name(value)}; its name and its fields' must be plain identifiers")
+        if not self._types.has_room_for(exact, names):
+            raise EncodeError(f"{path} is a {_type_name(value)}, and the batch has more {RecordTypes.LIMIT}")
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
 
@@ -311,8 +316,9 @@ def _type_name(value: object) -> str:
 class _Builder:
     """Walks one description. `hashed`: what it builds is for the keys of a dict or the elements of a set."""
 
-    def __init__(self, make_leaf: MakeLeaf, *, hashed: bool = False) -> None:
+    def __init__(self, make_leaf: MakeLeaf, types: RecordTypes, *, hashed: bool = False) -> None:
         self._make_leaf = make_leaf
+        self._types = types
         self._hashed = hashed
 
     def build(self, node: Any, depth: int) -> Any:
@@ -335,19 +341,23 @@ class _Builder:
             case "tuple", list(nodes):
                 return tuple([self.build(node, depth + 1) for node in nodes])
             case (("dict" | "ordereddict" | "defaultdict" | "counter"), list(pairs)):
-                return _DICT_OF[kind]([self._pair(pair, depth) for pair in pairs])
+                items = [self._pair(pair, depth) for pair in pairs]
+                _check_hashes([key for key, _ in items])
+                return _DICT_OF[kind](items)
             case (("set" | "frozenset"), list(nodes)):
-                return (set if kind == "set" else frozenset)([self._key(node, depth) for node in nodes])
+                keys = [self._key(node, depth) for node in nodes]
+                _check_hashes(keys)
+                return (set if kind == "set" else frozenset)(keys)
             case "deque", [maxlen, list(nodes)] if maxlen is None or _is_size(maxlen, len(nodes)):
                 return deque([self.build(node, depth + 1) for node in nodes], maxlen)
             case "namedtuple", [str(module), str(name), list(fields), list(nodes)] if _are_names(name, fields, nodes):
-                items = [self.build(node, depth + 1) for node in nodes]
-                return tuple.__new__(namedtuple_type(module, name, tuple(fields), hashed=self._hashed), items)
+                values = [self.build(node, depth + 1) for node in nodes]
+                return tuple.__new__(self._types.namedtuple(module, name, tuple(fields), hashed=self._hashed), values)
             case "dataclass", [str(module), str(name), list(fields), list(nodes)] if (
                 _are_names(name, fields, nodes) and not self._hashed
             ):
-                items = [self.build(node, depth + 1) for node in nodes]
-                return instance(dataclass_type(module, name, tuple(fields)), fields, items)
+                values = [self.build(node, depth + 1) for node in nodes]
+                return instance(self._types.dataclass(module, name, tuple(fields)), fields, values)
         return _build_number(kind, content)
 
     def _pair(self, pair: Any, depth: int) -> tuple[Any, Any]:
@@ -358,13 +368,19 @@ class _Builder:
 
     def _key(self, node: Any, depth: int) -> Any:
         # made when it is needed, not kept: a builder that refers to itself keeps the frame until the next collection
-        keys = self if self._hashed else _Builder(self._make_leaf, hashed=True)
+        keys = self if self._hashed else _Builder(self._make_leaf, self._types, hashed=True)
         key = keys.build(node, depth + 1)
         try:
             hash(key)
         except TypeError:
             raise ProtocolError(f"a key in a frame's tree cannot be hashed: {short(node)}") from None
         return key
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Keys that were chosen to have one hash would take time by the square of their number."""
+    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
+        raise ProtocolError(f"a dict or set in a frame's tree has more than {MAX_SAME_HASH} keys of the same hash")
 
 
 _DICT_OF: Final[dict[str, Callable[[list[tuple[Any, Any]]], Any]]] = {

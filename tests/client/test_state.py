@@ -15,7 +15,7 @@ import pytest
 
 from teleloader import state
 from teleloader.control import MAX_JSON_BYTES, Server, error_of
-from teleloader_shared.errors import ProtocolError, StateMismatch
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, StateMismatch
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO
 
@@ -93,8 +93,9 @@ def test_a_registration_with_a_value_of_another_type_is_refused(name: str) -> No
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, json.dumps({"code": [1], "detail": {}}).encode(), b"\xff", b""])
 def test_an_error_without_a_sense_is_a_protocol_error(body: bytes) -> None:
-    """Whatever an answer that is no 200 has for a body."""
-    assert type(error_of(500, body, "http://server")) is ProtocolError
+    """Whatever an answer that is no 200 has for a body; that of a 5xx means: not now."""
+    assert type(error_of(400, body, "http://server")) is ProtocolError
+    assert type(error_of(502, body, "http://server")) is ServerUnavailable
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -254,6 +255,27 @@ def test_a_name_that_is_too_long_is_not_repeated_at_length(field: str) -> None:
     with pytest.raises(InvalidSpec, match=f"{field} must be null or a string of 1 to 512 characters, was 'xxx") as no:
         LoaderSpec.from_json({"dataset": "d", field: "x" * 10**6})
     assert len(str(no.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "field", ["dataset", "fingerprint", "batch_size", "shuffle", "tail", "compression", "seed", "x"]
+)
+def test_a_value_is_not_repeated_at_length(field: str) -> None:
+    """Nor is it walked through, when it is nested as deeply as JSON is read: that would be a RecursionError."""
+    nested: list[Any] = []
+    for _ in range(sys.getrecursionlimit()):
+        nested = [nested]
+    for value in (["x" * 100] * 1000, {"a": "x" * 10**6}, nested):
+        with pytest.raises(InvalidSpec) as caught:
+            LoaderSpec.from_json({"dataset": "d", field: value})
+        assert len(str(caught.value)) < 1000
+
+
+def test_the_name_of_a_field_is_not_repeated_at_length() -> None:
+    """As above."""
+    with pytest.raises(InvalidSpec, match="unknown field 'xxx") as caught:
+        LoaderSpec.from_json({"dataset": "d", "x" * 10**6: 0})
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("own", [{"order": "client"}, {"num_workers": 1}, {"in_process": True}], ids=str)

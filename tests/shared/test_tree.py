@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
-from teleloader_shared.tree import MAX_DEPTH, Tensor, flatten, unflatten
+from teleloader_shared.records import RecordTypes
+from teleloader_shared.tree import MAX_DEPTH, MAX_SAME_HASH, Tensor, flatten, unflatten
 from tests.conftest import need
 from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, assert_same, keep, plain_trees, trees
 
@@ -729,6 +730,47 @@ def test_a_class_that_the_reader_has_not_is_made_once() -> None:
     three, four = unflatten(described([place(1, 2), place(3, 4)]), no_leaf)
     assert type(three) is type(four)
     assert repr(four) == "place(x=3, y=4)"
+
+
+def _keys_of_one_hash(count: int) -> list[Any]:
+    """-1 and -2 have the same hash, so tuples of them have."""
+    return [{"tuple": [-1 - (number >> bit & 1) for bit in range(16)]} for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["dict", "ordereddict", "defaultdict", "counter", "set", "frozenset"])
+def test_keys_of_one_hash_are_few(kind: str) -> None:
+    """Each would be compared with all others: a body of some megabytes would take a server hours."""
+
+    def node(count: int) -> Any:
+        keys = _keys_of_one_hash(count)
+        return {kind: keys if kind.endswith("set") else [[key, 0] for key in keys]}
+
+    assert len(unflatten(node(MAX_SAME_HASH), no_leaf)) == MAX_SAME_HASH
+    with pytest.raises(ProtocolError, match="more than 256 keys of the same hash"):
+        unflatten(node(MAX_SAME_HASH + 1), no_leaf)
+
+
+@pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
+def test_classes_and_their_fields_are_few(kind: str) -> None:
+    """Making a class takes long: so a batch has at most 1,024 of them and of their fields, but any number of uses."""
+    most = RecordTypes.MOST
+
+    def record(name: str, fields: int) -> Any:
+        return {kind: ["elsewhere", name, [f"f{i}" for i in range(fields)], [0] * fields]}
+
+    assert len(unflatten([record("C", 3)] * 2 * most, no_leaf)) == 2 * most
+    for nodes in ([record("C", most)], [record(f"C{i}", 0) for i in range(most + 1)]):
+        with pytest.raises(ProtocolError, match="more than 1,024 classes and fields"):
+            unflatten(nodes, no_leaf)
+
+
+def test_a_batch_of_too_many_classes_is_refused_where_it_is_made() -> None:
+    """What a reader would refuse is not sent."""
+    wide = make_dataclass("Wide", [f"f{i}" for i in range(RecordTypes.MOST)])
+    with pytest.raises(
+        EncodeError, match=r"batch\[1\] is a .*Wide, and the batch has more than 1,024 classes and fields"
+    ):
+        flatten([Box(1, 2), wide(*[0] * RecordTypes.MOST)])
 
 
 def test_reading_imports_nothing() -> None:

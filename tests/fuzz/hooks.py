@@ -1,0 +1,56 @@
+"""Loaded by schemathesis: requests that would all be for unknown loaders go to those that are registered, in part."""
+
+from __future__ import annotations
+
+import json
+import os
+from random import Random
+from typing import Any, Final
+
+import schemathesis
+
+from teleloader_shared.messages import FRAME_MEDIA_TYPE
+from tests.fuzz import frames
+
+KEYS: Final = os.environ["FUZZ_KEYS"].split(",")
+"""Loaders that are registered: one of the plan, one whose client says what its batches hold."""
+KNOWN_SHARE: Final = 0.75
+"""Of the values that may be those of something that exists."""
+
+
+@schemathesis.hook
+def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[str, Any]:
+    """Known loaders, and small numbers of epochs and batches, in three of four requests."""
+    random = Random(repr(path_parameters))
+    known = {"key": random.choice(KEYS), "epoch": random.choice((0, 0, 1)), "k": random.randrange(20), "name": "rows"}
+    for name in path_parameters or {}:
+        if random.random() < KNOWN_SHARE:
+            path_parameters[name] = known.get(name, path_parameters[name])
+    return path_parameters
+
+
+@schemathesis.hook
+def map_query(context: Any, query: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Ranges that a loader has."""
+    random = Random(repr(query))
+    if query and random.random() < 0.5:
+        query["start"] = random.choice((0, 0, random.randrange(16)))
+        if "stop" in query:
+            query["stop"] = query["start"] + random.randrange(1, 5)
+    return query
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    """Specs of the dataset that is hosted."""
+    if isinstance(body, dict) and "dataset" in body and Random(repr(body)).random() < KNOWN_SHARE:
+        body["dataset"] = "rows"
+        if Random(repr(body)).random() < KNOWN_SHARE:
+            body.pop("fingerprint", None)
+    return body
+
+
+@schemathesis.serializer(FRAME_MEDIA_TYPE)
+def frames_of(context: Any, value: Any) -> bytes:
+    """Index lists, most of them broken."""
+    return frames.mutate_list(Random(json.dumps(value, default=repr)), KEYS[-1])
