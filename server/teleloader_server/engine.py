@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class Engine:
         self._loaders: dict[str, Loader] = {}
         self._indices: dict[Address, bytes] = {}
         """What clients with an order of their own said of batches that may have to be made (again)."""
+        self._listed: Counter[Address] = Counter()
+        """How many open requests say so."""
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
         self._decision_due = False
@@ -136,7 +139,9 @@ class Engine:
         """
         key = loader.spec.key
         self._loaders[key] = loader
-        self._indices.update((Address(key, epoch, k), frame) for k, frame in indices.items())
+        listed = {Address(key, epoch, k): frame for k, frame in indices.items()}
+        self._indices.update(listed)
+        self._listed.update(listed.keys())
         ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, time.monotonic())
         self._decide_soon()
         try:
@@ -144,12 +149,19 @@ class Engine:
         finally:
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
-            for k in indices:
-                self._forget_indices(Address(key, epoch, k))
+            for address in listed:
+                self._listed[address] -= 1
+                if not self._listed[address]:
+                    del self._listed[address]
+                self._forget_indices(address)
 
     def _forget_indices(self, address: Address) -> None:
-        """Those of a batch that is being made are needed in case that its worker dies."""
-        if not self._dispatcher.is_unfinished(address):
+        """Of a batch that may have to be made (again) they are needed.
+
+        That is, one that is being made, whose worker may die, and one that a request waits for: though it is ready, it
+        may have to be let go for want of memory before it is sent.
+        """
+        if address not in self._listed and not self._dispatcher.is_unfinished(address):
             self._indices.pop(address, None)
 
     async def _take(self, ask: Ask) -> ReadyFrame:
@@ -239,7 +251,7 @@ class Engine:
 
     def _arrived(self, address: Address, frame: ReadyFrame) -> None:
         self._frames[address] = frame
-        self._indices.pop(address, None)
+        self._forget_indices(address)
         for arrived in self._waiting.pop(address, ()):
             if not arrived.done():
                 arrived.set_result(None)

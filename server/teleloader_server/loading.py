@@ -140,6 +140,10 @@ class Loading:
         """What the batch holds, and how many of it are padding."""
         if task.indices is not None:
             return _listed(task.spec, task.indices), 0
+        if task.spec.order == "client":
+            raise RuntimeError(
+                "the server does not know what this batch holds: a bug, and it must not make another one"
+            )
         plan = self._plan(task.spec, task.length, task.address.epoch)
         return plan[task.address.batch].tolist(), plan.padding(task.address.batch)
 

@@ -1,0 +1,99 @@
+"""The engine between a dispatcher and a pool that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from teleloader_server.engine import Engine, Loader
+from teleloader_server.loading import Report, Task
+from teleloader_server.metrics import Metrics
+from teleloader_server.pool import Loss, WorkerState
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+
+BUDGET = 2**20
+REPORT = Report(1, failed=False, fetch=1.0, collate=0.0, encode=0.0)
+
+
+class FakePool:
+    """Two workers; they have what was submitted to them until the test says what becomes of it."""
+
+    num_workers = 2
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[int, Task]] = []
+        self.submitted: list[Task] = []
+
+    async def start(self, listener: Any) -> list[DatasetInfo]:
+        """Both can take something."""
+        listener.worker_ready(0)
+        listener.worker_ready(1)
+        return []
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Note it."""
+        self.tasks.append((worker, task))
+        self.submitted.append(task)
+
+    def workers(self) -> list[WorkerState]:
+        """None is asked for."""
+        return []
+
+    def pids(self) -> list[int]:
+        """None."""
+        return []
+
+    def mapped_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    async def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+async def begun() -> None:
+    """Let the engine decide."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
+    """A client with an order of its own says once what its batches hold; memory may be full more than once."""
+    pool = FakePool()
+    engine = Engine(pool, BUDGET, Metrics())
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
+    loader = Loader(spec, 100, MAX_EPOCH, engine)
+
+    def finish(worker: int, task: Task) -> None:
+        pool.tasks.remove((worker, task))
+        engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
+
+    lists = {k: f"list {k}".encode() for k in range(4)}
+    async with engine.batches(loader, "a", 0, 0, 4, 0, lists) as stream:
+        await begun()
+        assert [(worker, task.address.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+        lost = [pair for pair in pool.tasks if pair[0] == 0]
+        for pair in [pair for pair in pool.tasks if pair[0] == 1]:
+            finish(*pair)
+        await begun()
+        pool.tasks.clear()
+        engine.worker_lost(0, [task for _, task in lost], Loss("killed"))
+        engine.worker_ready(0)
+        taken = 0
+        while taken < len(lists):
+            await begun()
+            if stream.take_ready() is not None:
+                taken += 1
+            else:
+                finish(*pool.tasks[0])
+    submitted = [task.address.batch for task in pool.submitted]
+    assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
+    assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
+    assert engine._indices == {}, "and nothing is kept of it"
