@@ -1,0 +1,302 @@
+"""The processes of a run: servers behind fault proxies, and consumers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from tests.chaos.consumer import Orders
+from tests.chaos.roles import ROLES
+from tests.chaos.schedule import SERVERS
+from tests.conftest import ROOT, ServerProcess
+from tests.faults.proxy import FaultProxy, Line
+
+WORKERS: Final = 2
+MEMORY_BUDGET: Final = 16 * 2**20
+SHUTDOWN_GRACE: Final = 2.0
+START_TRIES: Final = 5
+TARGET: Final = "tests.chaos.dataset"
+WORKER_DESCRIPTORS: Final = 4
+"""What a server may hold of a worker."""
+MARK: Final = "TELELOADER_TESTS_CHAOS"
+"""Environment variable of all processes of a run, by which those that outlive it are found."""
+
+CONFIG: Final = f"""
+[server]
+num_workers = {WORKERS}
+memory_budget = {MEMORY_BUDGET}
+shutdown_grace = {SHUTDOWN_GRACE}
+[datasets.plain]
+factory = "{TARGET}:plain"
+collate = "{TARGET}:collate"
+[datasets.augmented]
+factory = "{TARGET}:augmented"
+collate = "{TARGET}:collate"
+"""
+
+
+class Host:
+    """A server's place: one port, one proxy, and the servers that follow one another there.
+
+    Args:
+        config: The servers' configuration file.
+        seed: Of the proxy.
+    """
+
+    def __init__(self, config: Path, seed: int) -> None:
+        self._config = config
+        self._port = _quiet_port()
+        self._proxy_seed = seed
+        self._trouble: list[dict[str, Any]] = []
+        self.lock = threading.RLock()
+        """Held by whoever ends the server or makes it stand still, until it is back."""
+        self.starts = 0
+        self.server = self._start()
+        self.baseline = sum(memory_of(self.processes()).values())
+        """Bytes that a server has before any client came."""
+        self.descriptors = self._descriptors()
+        self.proxy = FaultProxy(self.url, seed=seed)
+
+    @property
+    def url(self) -> str:
+        """The server's own, past the proxy."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def processes(self) -> list[psutil.Process]:
+        """The server, the template, the workers."""
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self.server.pid)
+            return [server, *server.children(recursive=True)]
+        return []
+
+    def template(self) -> psutil.Process | None:
+        """The process that forks the workers, if there is one now."""
+        with suppress(psutil.NoSuchProcess):
+            return next(iter(psutil.Process(self.server.pid).children()), None)
+        return None
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that there are now."""
+        template = self.template()
+        with suppress(psutil.NoSuchProcess):
+            return [] if template is None else template.children()
+        return []
+
+    def end(self, how: signal.Signals) -> None:
+        """End the server."""
+        self.server.end(how)
+
+    def restart(self) -> None:
+        """Another server on the same port."""
+        self.server = self._start()
+        self.descriptors = self._descriptors()
+
+    @property
+    def connections(self) -> int:
+        """Connections that the server has now."""
+        with suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.server.pid).net_connections("tcp")
+            return sum(connection.status != psutil.CONN_LISTEN for connection in found)
+        return 0
+
+    @property
+    def more_descriptors(self) -> int:
+        """How many more the server has than at its beginning, when its workers were about to start."""
+        return max(0, self._descriptors() - self.descriptors - WORKERS * WORKER_DESCRIPTORS)
+
+    @contextmanager
+    def trouble(self, **changes: Any) -> Iterator[None]:
+        """Change the line to the proxy's clients for a while; several changes add up."""
+        self._trouble.append(changes)
+        self._set_line()
+        try:
+            yield
+        finally:
+            self._trouble.remove(changes)
+            self._set_line()
+
+    def _set_line(self) -> None:
+        self.proxy.line = Line(**{name: value for changes in self._trouble for name, value in changes.items()})
+
+    def _descriptors(self) -> int:
+        with suppress(psutil.NoSuchProcess):
+            return int(psutil.Process(self.server.pid).num_fds())
+        return 0
+
+    def _start(self) -> ServerProcess:
+        self.starts += 1
+        for tries_left in reversed(range(START_TRIES)):
+            try:
+                return ServerProcess("--config", str(self._config), "--port", str(self._port))
+            except AssertionError:
+                # somebody else on this machine may have the port for a moment
+                if not tries_left:
+                    raise
+                time.sleep(0.5)
+        raise AssertionError
+
+
+class Trainer:
+    """A consumer's place, and the processes that follow one another there."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.name = ROLES[orders.role].name
+        self.lock = threading.RLock()
+        """Held by whoever kills it, until another process is in its place."""
+        self._errors = Path(orders.history).with_suffix(".stderr")
+        self._counting = threading.Lock()
+        self._counted_to = self._batches = 0
+        self.process = self._start()
+
+    def kill_and_resume(self) -> bool:
+        """SIGKILL, and another process that goes on; False when it had ended by itself."""
+        with self.lock:
+            if self.process.poll() is not None:
+                return False
+            self.process.kill()
+            self.process.wait()
+            self.process = self._start()
+            return True
+
+    def tell_to_end(self) -> None:
+        """Let it finish the epoch, and no more."""
+        Path(self.orders.stop).touch()
+
+    def where_it_hangs(self) -> str:
+        """The stacks of its threads."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        return self.errors
+
+    @property
+    def errors(self) -> str:
+        """The end of what it wrote to stderr."""
+        return self._errors.read_text()[-4000:]
+
+    @property
+    def lines(self) -> list[str]:
+        """Its history up to now."""
+        history = Path(self.orders.history)
+        return history.read_text().splitlines() if history.exists() else []
+
+    def batches(self) -> int:
+        """How many batches it was given up to now; reads what is new in its history."""
+        history = Path(self.orders.history)
+        with self._counting:
+            if history.exists():
+                with history.open("rb") as file:
+                    file.seek(self._counted_to)
+                    new = file.read()
+                self._counted_to += len(new)
+                self._batches += new.count(b"batch ")
+            return self._batches
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._errors.open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.consumer", json.dumps(asdict(self.orders))],
+                cwd=ROOT, stderr=errors, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+
+class Cluster:
+    """Two servers behind proxies and three consumers, from ``with`` to its end.
+
+    Args:
+        folder: For configuration, histories and states.
+        seed: Of everything that is drawn.
+        epochs: How many each consumer loads; None until it is told to end.
+        reconnect_timeout: Of the consumers.
+        stall_timeout: Of the consumers.
+    """
+
+    def __init__(
+        self, folder: Path, seed: int, epochs: int | None, reconnect_timeout: float, stall_timeout: float
+    ) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._epochs = epochs
+        self._timeouts = (reconnect_timeout, stall_timeout)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Cluster:
+        config = self._folder / "loader.toml"
+        config.write_text(CONFIG)
+        with ExitStack() as stack:
+            self.hosts = [self._host(stack, config, number) for number in range(SERVERS)]
+            self.trainers = [self._trainer(stack, number) for number in range(len(ROLES))]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _host(self, stack: ExitStack, config: Path, number: int) -> Host:
+        host = Host(config, self._seed * SERVERS + number)
+        stack.callback(_end_host, host)
+        stack.enter_context(host.proxy)
+        return host
+
+    def _trainer(self, stack: ExitStack, number: int) -> Trainer:
+        trainer = Trainer(
+            Orders(
+                role=number,
+                urls=[host.proxy.url for host in self.hosts],
+                seed=self._seed,
+                epochs=self._epochs,
+                history=str(self._folder / f"consumer{number}.history"),
+                state=str(self._folder / f"consumer{number}.state"),
+                stop=str(self._folder / f"consumer{number}.stop"),
+                reconnect_timeout=self._timeouts[0],
+                stall_timeout=self._timeouts[1],
+            )
+        )
+        stack.callback(_end_trainer, trainer)
+        return trainer
+
+
+def memory_of(processes: list[psutil.Process]) -> dict[int, int]:
+    """The proportional set size of each, in bytes."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.Error, OSError, ValueError, StopIteration):
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            found[process.pid] = 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+    return found
+
+
+def _end_host(host: Host) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(host.server.pid, signal.SIGCONT)
+    host.server.end(signal.SIGKILL)
+
+
+def _end_trainer(trainer: Trainer) -> None:
+    if trainer.process.poll() is None:
+        trainer.process.kill()
+    trainer.process.wait()
+
+
+def _quiet_port() -> int:
+    """A free port that the kernel gives to no connection in the meantime: the server will be away from it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(max(1024, first - 12000), first)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,125 @@
+"""Which faults happen when, and to whom: a pure function of a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import takewhile
+from typing import Final
+
+SERVERS: Final = 2
+CONSUMERS: Final = 3
+GAPS: Final = (0.1, 1.0)
+"""Seconds between the beginnings of two faults."""
+MAX_AWAY: Final = 4.0
+"""Seconds for which a fault itself keeps a server away."""
+DOUBLE: Final = 0.3
+"""How often a server goes though the other one is not back yet."""
+
+
+class Kind(StrEnum):
+    """What can happen."""
+
+    WORKER_KILL = "worker killed"
+    WORKER_STOP = "worker stopped"
+    WORKERS_KILL = "all workers killed"
+    TEMPLATE_KILL = "template killed"
+    SERVER_KILL = "server killed, restarted"
+    SERVER_DRAIN = "server drained, restarted"
+    SERVER_STOP = "server stopped"
+    RESET = "reset in mid-frame"
+    CUT = "cut in mid-frame"
+    CORRUPT = "bit flipped"
+    DUPLICATE = "bytes doubled"
+    LATENCY = "latency"
+    BANDWIDTH = "narrow line"
+    STALL = "black hole"
+    STORM = "connections dropped"
+    MEMORY = "memory filled"
+    GARBAGE = "hostile connection"
+    CONSUMER_KILL = "consumer killed, resumed"
+
+
+RETURN: Final = {
+    Kind.TEMPLATE_KILL: 2.0,
+    Kind.SERVER_KILL: 3.0,
+    Kind.SERVER_DRAIN: 3.0,
+    Kind.SERVER_STOP: 1.0,
+    Kind.STALL: 1.0,
+}
+"""The faults while which a server gives nothing, and in how many seconds after them it should be back."""
+MAX_BOTH_AWAY: Final = MAX_AWAY + max(RETURN.values())
+"""Seconds for which there may be no server; the clients' reconnect_timeout must be longer."""
+LASTING: Final = {
+    Kind.WORKER_STOP: (1.0, 5.0),
+    Kind.SERVER_KILL: (0.0, 3.0),
+    Kind.SERVER_DRAIN: (0.0, 2.0),
+    Kind.SERVER_STOP: (0.5, MAX_AWAY),
+    Kind.LATENCY: (0.5, 3.0),
+    Kind.BANDWIDTH: (0.5, 3.0),
+    Kind.STALL: (0.5, MAX_AWAY),
+    Kind.STORM: (0.2, 1.0),
+    Kind.MEMORY: (1.0, 4.0),
+}
+"""For how many seconds, where it is not over at once."""
+
+
+ROUND: Final = (*Kind, *[Kind.CONSUMER_KILL] * (CONSUMERS - 1))
+"""The faults that come in some order before they come in another one."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    at: float
+    """Seconds after the beginning."""
+    kind: Kind
+    target: int
+    """Number of the server, or of the consumer."""
+    seconds: float
+    """How long it lasts."""
+    seed: int
+    """Decides what else there is to decide."""
+
+    @property
+    def who(self) -> str:
+        """Whom it happens to."""
+        return f"{'consumer' if self.kind is Kind.CONSUMER_KILL else 'server'} {self.target}"
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.at:7.2f} s  {self.who:<10}  {self.kind}{lasting}"
+
+
+def faults(seed: int) -> Iterator[Fault]:
+    """The faults of a seed, without end.
+
+    Each kind comes once in a `ROUND`, and each consumer is killed once.
+    """
+    rng = random.Random(seed)
+    back = [0.0] * SERVERS
+    """When each server should be there again."""
+    now = 0.0
+    while True:
+        consumers = rng.sample(range(CONSUMERS), CONSUMERS)
+        for kind in rng.sample(ROUND, len(ROUND)):
+            now += rng.uniform(*GAPS)
+            seconds = rng.uniform(*LASTING[kind]) if kind in LASTING else 0.0
+            target = rng.randrange(SERVERS)
+            if kind is Kind.CONSUMER_KILL:
+                target = consumers.pop()
+            elif kind in RETURN:
+                both = rng.random() < DOUBLE
+                now = max(now, back[target] if both else max(back))
+                back[target] = now + seconds + RETURN[kind]
+            elif back[target] > now:
+                target = back.index(min(back))  # there is nothing to break at a server that is away
+            yield Fault(round(now, 3), kind, target, round(seconds, 3), rng.getrandbits(32))
+
+
+def plan(seed: int, seconds: float) -> list[Fault]:
+    """The faults of a seed that begin within so many seconds."""
+    return list(takewhile(lambda fault: fault.at <= seconds, faults(seed)))

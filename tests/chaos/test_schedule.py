@@ -1,0 +1,95 @@
+"""What a seed says of the faults."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chaos.run import RECONNECT_TIMEOUT
+from tests.chaos.schedule import CONSUMERS, MAX_BOTH_AWAY, RETURN, ROUND, SERVERS, Fault, Kind, plan
+
+seeds = st.integers(0, 2**32)
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_a_schedule_is_a_function_of_its_seed(seed: int) -> None:
+    """The same faults at the same times, and a longer run begins like a shorter one."""
+    assert plan(seed, 60) == plan(seed, 60)
+    assert plan(seed, 120)[: len(plan(seed, 60))] == plan(seed, 60)
+
+
+def test_seeds_differ() -> None:
+    """Each has a schedule of its own."""
+    assert len({tuple(plan(seed, 30)) for seed in range(50)}) == 50
+
+
+def test_a_known_schedule() -> None:
+    """A seed that failed once means the same faults in later versions, or this test says that it does not."""
+    assert [(fault.at, fault.kind, fault.target, fault.seconds) for fault in plan(1, 3)] == [
+        (0.128, Kind.TEMPLATE_KILL, 0, 0.0),
+        (1.073, Kind.MEMORY, 1, 2.144),
+        (1.553, Kind.STORM, 1, 0.223),
+        (2.047, Kind.CONSUMER_KILL, 1, 0.0),
+        (2.357, Kind.BANDWIDTH, 0, 1.077),
+        (2.87, Kind.GARBAGE, 1, 0.0),
+        (2.99, Kind.CONSUMER_KILL, 2, 0.0),
+    ]
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
+    """And each consumer is killed once in that time."""
+    faults = plan(seed, 300)
+    for start in range(0, len(faults) - len(ROUND), len(ROUND)):
+        these = faults[start : start + len(ROUND)]
+        assert sorted(fault.kind for fault in these) == sorted(ROUND)
+        assert {fault.target for fault in these if fault.kind is Kind.CONSUMER_KILL} == set(range(CONSUMERS))
+        assert {fault.target for fault in these if fault.kind is not Kind.CONSUMER_KILL} <= set(range(SERVERS))
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_there_is_a_server_often_enough(seed: int) -> None:
+    """The time without any is bounded, well below the clients' patience."""
+    assert _longest_without(plan(seed, 600)) <= MAX_BOTH_AWAY < RECONNECT_TIMEOUT / 2
+
+
+def test_at_times_there_is_no_server() -> None:
+    """Or the runs would be too easy."""
+    assert max(_longest_without(plan(seed, 600)) for seed in range(10)) > 1
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_a_server_that_is_away_is_not_sent_away_again(seed: int) -> None:
+    """It could not show that it comes back."""
+    back = [0.0] * SERVERS
+    for fault in plan(seed, 600):
+        if fault.kind in RETURN:
+            assert fault.at >= back[fault.target] - 0.002
+            back[fault.target] = fault.at + fault.seconds + RETURN[fault.kind]
+
+
+@settings(deadline=None)
+@given(seeds)
+def test_nothing_is_broken_at_a_server_that_is_away(seed: int) -> None:
+    """As long as the other one is there."""
+    back = [0.0] * SERVERS
+    for fault in plan(seed, 600):
+        if fault.kind in RETURN:
+            back[fault.target] = fault.at + fault.seconds + RETURN[fault.kind]
+        elif fault.kind is not Kind.CONSUMER_KILL and min(back) <= fault.at:
+            assert back[fault.target] <= fault.at + 0.002
+
+
+def _longest_without(faults: list[Fault]) -> float:
+    """The longest time in which all servers are away."""
+    longest = 0.0
+    back = [0.0] * SERVERS
+    for fault in faults:
+        if fault.kind in RETURN:
+            back[fault.target] = fault.at + fault.seconds + RETURN[fault.kind]
+            longest = max(longest, min(back) - fault.at)
+    return longest

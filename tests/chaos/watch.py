@@ -1,0 +1,111 @@
+"""What the processes of a run take while it lasts, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from tests.chaos.cluster import MARK, MEMORY_BUDGET, Cluster, memory_of
+
+INTERVAL: Final = 0.5
+SLACK: Final = 64 * 2**20
+CLIENT_BOUND: Final = 192 * 2**20
+"""What a consumer may have: Python with NumPy and its window of batches."""
+LEAVE_TIME: Final = 10.0
+"""Seconds that processes have to be gone after the run."""
+
+_SHM = re.compile(r"/dev/shm/\S+")
+
+
+class Watch:
+    """Looks at a cluster again and again, in a thread of its own.
+
+    Args:
+        cluster: What to look at.
+        patience: Seconds in which a consumer must be given something.
+    """
+
+    def __init__(self, cluster: Cluster, patience: float) -> None:
+        self._cluster = cluster
+        self._patience = patience
+        self.server_peaks = [0] * len(cluster.hosts)
+        self.client_peaks = [0] * len(cluster.trainers)
+        self.hung: dict[str, str] = {}
+        """Consumers that were given nothing for too long, and where they hung."""
+        self._given = [(0, time.monotonic())] * len(cluster.trainers)
+        self._shared_files: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch")
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def server_bounds(self) -> list[int]:
+        """What a server with its workers may have."""
+        return [int(host.baseline + 1.5 * MEMORY_BUDGET + SLACK) for host in self._cluster.hosts]
+
+    def files_left(self) -> list[str]:
+        """Files in /dev/shm that the run's processes had open, and that are still there."""
+        return [path for path in sorted(self._shared_files) if Path(path).exists()]
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL):
+            for number, host in enumerate(self._cluster.hosts):
+                family = host.processes()
+                self._look_for_files(family)
+                taken = sum(memory_of(family).values())
+                self.server_peaks[number] = max(self.server_peaks[number], taken)
+            for number, trainer in enumerate(self._cluster.trainers):
+                with suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(trainer.process.pid)
+                    self._look_for_files([process])
+                    self.client_peaks[number] = max(self.client_peaks[number], *memory_of([process]).values(), 0)
+                self._look_for_progress(number)
+
+    def _look_for_progress(self, number: int) -> None:
+        trainer = self._cluster.trainers[number]
+        batches = trainer.batches()
+        before, since = self._given[number]
+        if batches != before or trainer.process.poll() is not None:
+            self._given[number] = (batches, time.monotonic())
+        elif time.monotonic() - since > self._patience and trainer.name not in self.hung:
+            self.hung[trainer.name] = trainer.where_it_hangs()
+            trainer.process.kill()
+
+    def _look_for_files(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            with suppress(OSError):
+                self._shared_files.update(_SHM.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+
+
+def processes_left(mark: str) -> list[str]:
+    """Processes of the run that are still there some time after it, apart from this one."""
+    deadline = time.monotonic() + LEAVE_TIME
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"pid {entry.name}: {command[:100]}")
+    return found

@@ -1,0 +1,485 @@
+"""A TCP proxy that does to a connection what bad networks do, for clients and servers under test.
+
+Two kinds of trouble:
+
+- A `Line` says how bytes flow in both directions, for as long as it is set: late, slowly, in slices, not at all.
+- A fault is armed for one answer, and happens to the answer's body once: `Cut`, `Reset`, `Stall`, `Flip`, `Omit`,
+  `Repeat`, `Rewrite`. Where it does not say at which byte, the proxy's seed does.
+
+::
+
+    with FaultProxy(server.url, seed=7) as proxy:
+        proxy.line = Line(latency=0.1)
+        proxy.arm(Reset(at=1000))
+        loader = DataLoader(RemoteDataset(proxy.url, "train"), 32)
+
+The proxy runs in a thread of its own; everything public may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+_CHUNK: Final = 2**16
+_QUEUED_CHUNKS: Final = 64
+_STEPS_PER_SECOND: Final = 50
+"""In how many pieces a second's worth of a narrow line is passed."""
+_BATCHES: Final = "/batches"
+
+_REQUEST = re.compile(rb"(?:GET|POST|DELETE) (\S+) HTTP/1\.1\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """How bytes flow, in each direction."""
+
+    latency: float = 0.0
+    """Seconds on the way."""
+    bandwidth: float | None = None
+    """Bytes a second."""
+    slice: int | None = None
+    """Bytes of the largest piece that arrives at once."""
+    silent: bool = False
+    """Connections are accepted and stay open, and nothing is passed: a black hole."""
+    buffered: bool = False
+    """An answer is passed when the whole of it is there, as some reverse proxies do."""
+    idle_limit: float | None = None
+    """Seconds without a byte after which a connection is cut, as reverse proxies and firewalls do."""
+
+
+class After(Enum):
+    """What comes after the bytes that a fault lets through."""
+
+    MORE = auto()
+    """The next answer, as if nothing had been."""
+    FIN = auto()
+    RST = auto()
+    SILENCE = auto()
+
+
+class Fault(Protocol):
+    """What happens to one answer."""
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """What arrives of the body, and what comes after it."""
+
+
+def _place(at: int | None, body: bytes, rng: random.Random) -> int:
+    if at is None:
+        return rng.randrange(max(1, len(body)))
+    if not 0 <= at <= len(body):
+        raise ValueError(f"a fault at byte {at} of an answer that has {len(body)}")
+    return at
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The connection is closed in order (FIN) after `at` bytes of the body."""
+
+    at: int | None = None
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The bytes before it."""
+        return body[: _place(self.at, body, rng)], After.FIN
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The connection is reset (RST) after `at` bytes of the body."""
+
+    at: int | None = None
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The bytes before it."""
+        return body[: _place(self.at, body, rng)], After.RST
+
+
+@dataclass(frozen=True)
+class Stall:
+    """After `at` bytes of the body nothing more arrives, and the connection stays open."""
+
+    at: int | None = None
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The bytes before it."""
+        return body[: _place(self.at, body, rng)], After.SILENCE
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Bit `bit` of byte `at` of the body is turned."""
+
+    at: int | None = None
+    bit: int = 0
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The body with one wrong bit."""
+        at = _place(self.at, body, rng)
+        return body[:at] + bytes([body[at] ^ 1 << self.bit]) + body[at + 1 :], After.MORE
+
+
+@dataclass(frozen=True)
+class Omit:
+    """`count` bytes from byte `at` of the body are missing; the bytes after them follow."""
+
+    at: int | None = None
+    count: int = 1
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The body without them."""
+        at = _place(self.at, body, rng)
+        return body[:at] + body[at + self.count :], After.MORE
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`count` bytes from byte `at` of the body arrive twice."""
+
+    at: int | None = None
+    count: int = 64
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The body with more bytes than it should have."""
+        at = _place(self.at, body, rng)
+        return body[: at + self.count] + body[at:], After.MORE
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """The body is what `change` makes of it; the head still says its old size."""
+
+    change: Callable[[bytes], bytes]
+
+    def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
+        """The other body."""
+        return self.change(body), After.MORE
+
+
+class FaultProxy:
+    """A proxy in front of one server, from ``with`` to its end.
+
+    Args:
+        target: The server's URL, ``http://host:port``; settable, for a server that moves.
+        seed: Decides what faults leave open.
+        http: Whether HTTP is spoken; faults and buffering need to know where an answer begins and ends.
+    """
+
+    def __init__(self, target: str, *, seed: int = 0, http: bool = True) -> None:
+        self.target = target
+        self.happened: Counter[str] = Counter()
+        """How often each kind of fault has happened, by its class's name."""
+        self.accepted = 0
+        """Connections that were ever accepted."""
+        self._http = http
+        self._rng = random.Random(seed)
+        self._line = Line()
+        self._armed: deque[tuple[str, Fault]] = deque()
+        self._connections: set[_Connection] = set()
+        self._runner = asyncio.Runner()
+        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
+        self._ready = threading.Event()
+
+    def __enter__(self) -> FaultProxy:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    # -- what tests use
+
+    @property
+    def url(self) -> str:
+        """Where clients connect to."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def line(self) -> Line:
+        """How bytes flow now; set it to change that, for connections that exist too."""
+        return self._line
+
+    @line.setter
+    def line(self, line: Line) -> None:
+        def change() -> None:
+            self._line = line
+            self._flows.clear() if line.silent else self._flows.set()
+
+        self._call(change)
+
+    def arm(self, fault: Fault, *, path: str = _BATCHES, times: int = 1) -> None:
+        """Let `fault` happen to the next answers to requests whose path has `path` in it."""
+        self._call(lambda: self._armed.extend([(path, fault)] * times))
+
+    def disarm(self) -> None:
+        """What was armed and has not happened shall not happen."""
+        self._call(self._armed.clear)
+
+    @property
+    def armed(self) -> int:
+        """Faults that have not happened yet."""
+        return len(self._armed)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._connections)
+
+    def drop_all(self, *, reset: bool = True) -> int:
+        """End all connections at once, by RST or FIN; how many there were."""
+
+        def drop() -> int:
+            dropped = list(self._connections)
+            for connection in dropped:
+                connection.end(reset=reset)
+            return len(dropped)
+
+        return self._call(drop)
+
+    # -- in the proxy's own thread
+
+    def take(self, path: str) -> Fault | None:
+        """The fault that is armed for the next answer to a request for `path`; it has happened then."""
+        for position, (wanted, fault) in enumerate(self._armed):
+            if wanted in path:
+                del self._armed[position]
+                self.happened[type(fault).__name__] += 1
+                return fault
+        return None
+
+    @property
+    def rng(self) -> random.Random:
+        """Decides what faults leave open."""
+        return self._rng
+
+    @property
+    def http(self) -> bool:
+        """Whether HTTP is spoken."""
+        return self._http
+
+    async def flows(self) -> None:
+        """Wait while the line is silent."""
+        await self._flows.wait()
+
+    def _call(self, action: Callable[[], _Result]) -> _Result:
+        """Do something in the proxy's thread, and wait until it is done."""
+
+        async def run() -> _Result:
+            return action()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    def _run(self) -> None:
+        with self._runner as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over, self._flows = asyncio.Event(), asyncio.Event()
+        self._flows.set()
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, backlog=1024)
+        self.port: int = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._over.wait()
+        server.close()
+        handlers = [connection.task for connection in self._connections]
+        for handler in handlers:
+            handler.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        connection = _Connection(self, reader, writer)
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        except asyncio.CancelledError:
+            pass  # the proxy ends; asyncio would report a handler that was cancelled
+        finally:
+            self._connections.discard(connection)
+            connection.end(reset=False)
+
+
+class _Connection:
+    """One client's connection and the one to the server that belongs to it."""
+
+    def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a connection is handled in a task")
+        self.task = task
+        self._proxy = proxy
+        self._loop = asyncio.get_running_loop()
+        self._client = (reader, writer)
+        self._writers = [writer]
+        self._asked = ""
+        """Path of the last request."""
+        self._active = self._loop.time()
+
+    def end(self, *, reset: bool) -> None:
+        """Close both sides."""
+        for writer in self._writers:
+            end = _reset if reset else asyncio.StreamWriter.close
+            end(writer)
+
+    async def run(self) -> None:
+        """Pass bytes until one side ends."""
+        await self._proxy.flows()
+        target = urlsplit(self._proxy.target)
+        try:
+            server = await asyncio.open_connection(target.hostname, target.port)
+        except OSError:
+            _reset(self._client[1])
+            return
+        self._writers.append(server[1])
+        ways: list[Coroutine[Any, Any, None]] = [
+            self._way(self._client[1], lambda to: self._answers(server[0], to)),
+            self._way(server[1], lambda to: self._requests(self._client[0], to)),
+            self._watch(),
+        ]
+        tasks = [asyncio.ensure_future(way) for way in ways]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _way(
+        self, writer: asyncio.StreamWriter, source: Callable[[asyncio.Queue[_Parcel]], Coroutine[Any, Any, After]]
+    ) -> None:
+        """One direction, from its source to its end."""
+        parcels: asyncio.Queue[_Parcel] = asyncio.Queue(_QUEUED_CHUNKS)
+        delivering = asyncio.ensure_future(self._deliver(parcels, writer))
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                after = await source(parcels)
+                await parcels.put(_Parcel(self._due, b"", after))
+                await delivering
+                return
+            await parcels.put(_Parcel(self._due, b"", After.FIN))
+            await delivering
+        finally:
+            delivering.cancel()
+
+    @property
+    def _due(self) -> float:
+        return self._loop.time() + self._proxy.line.latency
+
+    async def _requests(self, reader: asyncio.StreamReader, to: asyncio.Queue[_Parcel]) -> After:
+        while chunk := await reader.read(_CHUNK):
+            if request := _REQUEST.match(chunk):
+                self._asked = request[1].decode()
+            await self._put(to, chunk)
+        return After.FIN
+
+    async def _answers(self, reader: asyncio.StreamReader, to: asyncio.Queue[_Parcel]) -> After:
+        while self._proxy.http:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = _LENGTH.search(head)
+            if length is None:
+                await self._put(to, head)
+                if b" 204 " in head[:16]:
+                    continue
+                break  # the rest of the connection is the body
+            fault = self._proxy.take(self._asked)
+            if fault is None and not self._proxy.line.buffered:
+                await self._put(to, head)
+                await self._copy(reader, to, int(length[1]))
+                continue
+            body = await reader.readexactly(int(length[1]))
+            after = After.MORE
+            if fault is not None:
+                body, after = fault.apply(body, self._proxy.rng)
+            await self._put(to, head + body)
+            if after is not After.MORE:
+                return after
+        await self._copy(reader, to, None)
+        return After.FIN
+
+    async def _copy(self, reader: asyncio.StreamReader, to: asyncio.Queue[_Parcel], count: int | None) -> None:
+        """Pass so many bytes, or all until the end."""
+        while count is None or count > 0:
+            chunk = await reader.read(_CHUNK if count is None else min(_CHUNK, count))
+            if not chunk:
+                return
+            count = None if count is None else count - len(chunk)
+            await self._put(to, chunk)
+
+    async def _put(self, to: asyncio.Queue[_Parcel], content: bytes) -> None:
+        self._active = self._loop.time()
+        await to.put(_Parcel(self._due, content, After.MORE))
+
+    async def _deliver(self, parcels: asyncio.Queue[_Parcel], writer: asyncio.StreamWriter) -> None:
+        while True:
+            parcel = await parcels.get()
+            await asyncio.sleep(parcel.due - self._loop.time())
+            await self._proxy.flows()
+            try:
+                await self._write(parcel.content, writer)
+            except OSError:
+                return
+            match parcel.after:
+                case After.RST:
+                    _reset(writer)
+                    return
+                case After.FIN:
+                    return
+                case After.SILENCE:
+                    await asyncio.Event().wait()
+
+    async def _write(self, content: bytes, writer: asyncio.StreamWriter) -> None:
+        start = 0
+        while start < len(content):
+            line = self._proxy.line
+            size = min(
+                len(content),
+                line.slice or len(content),
+                max(1, int(line.bandwidth / _STEPS_PER_SECOND)) if line.bandwidth else len(content),
+            )
+            await asyncio.sleep(size / line.bandwidth if line.bandwidth else 0)
+            await self._proxy.flows()
+            writer.write(content[start : start + size])
+            await writer.drain()
+            start += size
+            self._active = self._loop.time()
+
+    async def _watch(self) -> None:
+        """End when the connection is idle for longer than the line allows."""
+        while True:
+            limit = self._proxy.line.idle_limit
+            if limit is not None and self._loop.time() - self._active >= limit:
+                return
+            await asyncio.sleep(0.02 if limit is None else limit / 10)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """Bytes on their way."""
+
+    due: float
+    content: bytes
+    after: After
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST, as a process that died with unread bytes, or a machine that restarted, does."""
+    with suppress(OSError):
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
