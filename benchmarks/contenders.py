@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from benchmarks import floor
-from benchmarks.workloads import SMALL, Workload
+from benchmarks.workloads import EPOCH_BATCHES, SMALL, Workload
 
 WORKERS: Final = (1, 2)
 
@@ -53,7 +55,7 @@ class Floor:
         return floor.floor(self._workload)
 
     def indices(self, count: int) -> Indices:
-        """One after another."""
+        """The workload's own."""
         return in_turn(self._workload, count)
 
 
@@ -77,7 +79,7 @@ class Teleloader:
         self._loader = DataLoader(
             RemoteDataset(url, workload.name),
             batch_size=workload.batch_size,
-            shuffle=shuffle,
+            shuffle=shuffle or workload.shuffled,
             seed=0,
             checksum=checksum,
         )
@@ -139,8 +141,16 @@ class TorchLocal:
         self.name = f"torch local, {_workers(num_workers)}"
         self.num_workers = num_workers
         self._workload = workload
+        options: dict[str, Any] = {"batch_size": workload.batch_size, "sampler": InOrder(workload)}
+        dataset = workload.dataset()
+        if workload.whole_batches:  # torch has no other way: batches of indices as if they were samples
+            dataset = _ByIndexLists(dataset)
+            options = {
+                "batch_size": None,
+                "sampler": torch.utils.data.BatchSampler(InOrder(workload), workload.batch_size, drop_last=True),
+            }
         self._loader = torch.utils.data.DataLoader(
-            workload.dataset(), batch_size=workload.batch_size, num_workers=num_workers
+            dataset, num_workers=num_workers, collate_fn=workload.collate, **options
         )
 
     @contextmanager
@@ -149,7 +159,7 @@ class TorchLocal:
         yield iter(self._loader)
 
     def indices(self, count: int) -> Indices:
-        """One after another."""
+        """The workload's own."""
         return in_turn(self._workload, count)
 
 
@@ -166,10 +176,33 @@ def contenders(workload: Workload, urls: Mapping[int, str]) -> list[Contender]:
     return found
 
 
+class InOrder:
+    """A sampler: the workload's own order, which takes no time to be drawn."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def __iter__(self) -> Iterator[int]:
+        return self._workload.order()
+
+    def __len__(self) -> int:
+        return EPOCH_BATCHES * self._workload.batch_size
+
+
+class _ByIndexLists:
+    """A dataset of whole batches, each indexed by what it holds."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return self._dataset.__getbatch__(np.array(indices))
+
+
 def in_turn(workload: Workload, count: int) -> Indices:
-    """What the first batches hold without shuffling."""
-    size = workload.batch_size
-    return [list(range(k * size, (k + 1) * size)) for k in range(count)]
+    """What the first batches hold in the workload's own order."""
+    order = workload.order()
+    return [list(islice(order, workload.batch_size)) for _ in range(count)]
 
 
 def has_torch() -> bool:

@@ -14,10 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.processes import ROOT, end
 from benchmarks.workloads import WORKLOADS, Workload
@@ -28,8 +27,8 @@ _ALIGNMENT: Final = 64
 
 
 @contextmanager
-def floor(workload: Workload) -> Iterator[Iterator[NDArray[Any]]]:
-    """The batches, as one array that is written over and over."""
+def floor(workload: Workload) -> Iterator[Iterator[memoryview]]:
+    """The bytes of the batches, in one buffer that is written over and over."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(START_TIMEOUT)
         port = listening.getsockname()[1]
@@ -44,14 +43,14 @@ def floor(workload: Workload) -> Iterator[Iterator[NDArray[Any]]]:
             end(producer)
 
 
-def _receive(connection: socket.socket, workload: Workload) -> Iterator[NDArray[Any]]:
+def _receive(connection: socket.socket, workload: Workload) -> Iterator[memoryview]:
     size = bytearray(_SIZE.size)
-    buffer = np.empty(workload.batch_bytes, np.uint8)
-    batch = buffer.view(workload.dtype).reshape(workload.batch_shape)
+    buffer = np.empty(workload.max_bytes, np.uint8)
     while True:
         _fill(connection, memoryview(size))
         (nbytes,) = _SIZE.unpack(size)
-        _fill(connection, buffer.data[:nbytes])
+        batch = buffer.data[:nbytes]
+        _fill(connection, batch)
         yield batch
 
 
@@ -67,16 +66,17 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
 def produce(workload: Workload, port: int) -> None:
     """Send batches for as long as somebody takes them."""
     dataset = workload.dataset()
-    storage = np.empty(workload.batch_bytes + 2 * _ALIGNMENT, np.uint8)
+    storage = np.empty(workload.max_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _ALIGNMENT - storage.ctypes.data % _ALIGNMENT
-    message = storage[start - _SIZE.size :][: _SIZE.size + workload.batch_bytes]
-    _SIZE.pack_into(message.data, 0, workload.batch_bytes)
-    batch = message[_SIZE.size :].view(workload.dtype).reshape(workload.batch_shape)
+    message = storage[start - _SIZE.size :][: _SIZE.size + workload.max_bytes]
+    order = workload.order()
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for k in itertools.count():
-            np.stack(workload.samples(dataset, k), out=batch)
-            connection.sendall(message.data)
+        while True:
+            indices = list(itertools.islice(order, workload.batch_size))
+            nbytes = workload.fill(dataset, indices, message[_SIZE.size :])
+            _SIZE.pack_into(message.data, 0, nbytes)
+            connection.sendall(message[: _SIZE.size + nbytes].data)
 
 
 def main() -> None:

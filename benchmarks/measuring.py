@@ -10,10 +10,9 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.contenders import Contender
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Arrays, Workload
 
 VERIFIED: Final = 3
 """Batches of each contender that are compared with the dataset."""
@@ -63,7 +62,7 @@ def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
     dataset = workload.dataset()
     with contender.open() as batches:
         for k, indices in enumerate(contender.indices(VERIFIED)):
-            if not _is_right(np.asarray(next(batches)), [dataset[i] for i in indices]):
+            if not _is_right(workload.arrays(next(batches)), workload.expected(dataset, indices)):
                 raise AssertionError(f"batch {k} of {contender.name} is not what the dataset holds")
         _count(batches, seconds / 2)
         taken, took = _count(batches, seconds / 2)
@@ -79,8 +78,9 @@ def measure(contender: Contender, count: int) -> Turn:
         return Turn(count, time.perf_counter() - began, time.process_time() - cpu)
 
 
-def _is_right(batch: NDArray[Any], samples: list[NDArray[Any]]) -> bool:
-    return batch.dtype == samples[0].dtype and len(batch) == len(samples) and all(map(np.array_equal, batch, samples))
+def _is_right(arrays: Arrays, expected: Arrays) -> bool:
+    pairs = zip(arrays, expected, strict=True)
+    return all(array.dtype == right.dtype and np.array_equal(array, right) for array, right in pairs)
 
 
 def _drain(batches: Iterator[Any], count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import socket
 import subprocess
@@ -9,12 +10,14 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import Workload
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SERVER: Final = Path(sysconfig.get_path("scripts"), "teleloader-server")
@@ -22,25 +25,75 @@ START_TIMEOUT: Final = 60.0
 STOP_TIMEOUT: Final = 10.0
 
 
-@contextmanager
-def server(num_workers: int, *options: str) -> Iterator[str]:
-    """A loader server with all workloads on a free loopback port; gives its URL when it is ready.
+@dataclass(slots=True)
+class LoaderServer:
+    """A loader server on a loopback port that is its own for good, so that it can be started there again.
 
-    Raises:
-        RuntimeError: When it does not become ready; it has said why on stderr.
+    Args:
+        hosted: What it hosts, as `name=module:factory`, or the option that says it.
+        num_workers: Its worker processes.
+        options: Further arguments of the command.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    hosted = [f"{name}=benchmarks.workloads:{name}" for name in WORKLOADS]
-    settings = ["--host", "127.0.0.1", "--port", str(port), "--num-workers", str(num_workers)]
-    command = [str(SERVER), *hosted, *settings, "--log-level", "warning", *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+
+    hosted: list[str]
+    num_workers: int
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=lambda: free_port())
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it; it is not ready yet."""
+        settings = ["--host", "127.0.0.1", "--port", str(self.port), "--num-workers", str(self.num_workers)]
+        command = [str(SERVER), *self.hosted, *settings, "--log-level", "warning", *self.options]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
+
+    def stats(self) -> dict[str, Any]:
+        """What /stats says now."""
+        with urllib.request.urlopen(f"{self.url}/stats", timeout=START_TIMEOUT) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def await_ready(self) -> None:
+        """Wait until batches can be had.
+
+        Raises:
+            RuntimeError: When it does not become ready; it has said why on stderr.
+        """
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=START_TIMEOUT):
+                    return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.05)
+        raise RuntimeError(f"{SERVER.name} did not become ready (exit status {self.process.poll()})")
+
+
+@contextmanager
+def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[LoaderServer]:
+    """A loader server that is ready; whichever process it has at the end is ended."""
+    started = LoaderServer(hosted, num_workers, options)
+    started.start()
     try:
-        _await_ready(process, url)
-        yield url
+        started.await_ready()
+        yield started
     finally:
-        end(process)
+        end(started.process)
+
+
+@contextmanager
+def server(num_workers: int, workloads: Iterable[Workload], *options: str) -> Iterator[str]:
+    """A loader server with those workloads; gives its URL when it is ready."""
+    with TemporaryDirectory() as folder:
+        config = Path(folder, "loader.toml")
+        config.write_text("\n".join(workload.toml for workload in workloads))
+        with running(["--config", str(config)], num_workers, *options) as started:
+            yield started.url
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -60,12 +113,8 @@ def end_forked() -> None:
         child.join()
 
 
-def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=START_TIMEOUT):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-    raise RuntimeError(f"{SERVER.name} did not become ready (exit status {process.poll()})")
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port

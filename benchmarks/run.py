@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         progress = stack.enter_context(Progress(*_columns(), console=console, auto_refresh=False, transient=True))
         bar = progress.add_task("starting servers", total=None)
         progress.refresh()
-        urls = {num_workers: stack.enter_context(server(num_workers)) for num_workers in WORKERS}
+        urls = {num_workers: stack.enter_context(server(num_workers, chosen)) for num_workers in WORKERS}
         taking_part = {workload: contenders(workload, urls) for workload in chosen}
         progress.update(bar, total=sum(map(len, taking_part.values())) * (options.rounds + 1))
 

@@ -1,16 +1,21 @@
-"""What is loaded: datasets that do no work, so that what is measured is the loader.
+"""What is loaded. A server hosts these datasets as ``benchmarks.workloads:WIRE.dataset`` and so on.
 
-A server hosts them as ``benchmarks.workloads:wire`` and so on.
+`wire` and `small` do no work, so that what is measured is the loader; the others are what people train on. Each knows
+how a producer with plain sockets would do the same: `Workload.fill`.
 """
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+Arrays = list[NDArray[Any]]
 
 EPOCH_BATCHES: Final = 10**6
 
@@ -30,36 +35,192 @@ class InMemory:
         return sample
 
 
+class WholeBatches(InMemory):
+    """The same, which gives a whole batch for an array of indices."""
+
+    def __getbatch__(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """The batch, with no sample for itself."""
+        return self._rows.take(indices, axis=0, mode="wrap")
+
+
+class Ragged:
+    """Sequences of 16 to 255 tokens, cut out of one array."""
+
+    def __init__(self, length: int) -> None:
+        generator = np.random.default_rng(0)
+        self._tokens = generator.integers(0, 50_000, 2**20)
+        self._sizes = generator.integers(16, 256, 1009)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        start = index * 7919 % (len(self._tokens) - 256)
+        return self._tokens[start : start + int(self._sizes[index % len(self._sizes)])]
+
+
+class Photographs:
+    """JPEG files in memory; each sample is decoded, and a part of it, drawn from its number, resized."""
+
+    FILES: Final = 2000
+    SIZE: Final = (500, 375)
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._files = [self._draw(number) for number in range(self.FILES)]
+
+    @classmethod
+    def _draw(cls, number: int) -> bytes:
+        from PIL import Image
+
+        generator = np.random.default_rng(number)
+        # coarse noise, enlarged: about as much detail, and as many bytes, as a photograph has
+        coarse = Image.fromarray(generator.integers(0, 256, (48, 64, 3), np.uint8), "RGB")
+        file = io.BytesIO()
+        coarse.resize(cls.SIZE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+        return file.getvalue()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        from PIL import Image
+
+        generator = np.random.default_rng(index)
+        width, height = self.SIZE
+        size = int(generator.integers(160, height))
+        left, top = int(generator.integers(0, width - size)), int(generator.integers(0, height - size))
+        with Image.open(io.BytesIO(self._files[index % self.FILES])) as image:
+            part = image.convert("RGB").resize(
+                (224, 224), Image.Resampling.BILINEAR, (left, top, left + size, top + size)
+            )
+        return np.asarray(part).transpose(2, 0, 1)
+
+
+def pad(samples: Sequence[NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+    """A collate function: sequences side by side, zeros after the shorter ones."""
+    ids = np.zeros((len(samples), max(map(len, samples))), np.int64)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample)] = sample
+    return {"ids": ids, "lengths": np.array([len(sample) for sample in samples])}
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A dataset and how it is batched."""
+    """A dataset and how it is batched: equally shaped samples, one above the other."""
 
     name: str
-    """Its factory's name in this module."""
+    """What it stands under in this module, in capitals."""
     about: str
     batch_size: int
     sample_shape: tuple[int, ...]
     dtype: str
     rows: int
     """Different samples; no divisor of the batch size, so that neighbouring batches differ."""
+    shuffled: bool = False
+    """Whether everybody takes the samples in a random order."""
+    whole_batches: bool = False
+    """Whether the dataset gives whole batches to those who ask for such."""
+    collate: Any = None
+    """A function of this module that makes a batch of samples; None is torch's."""
 
     @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Shape of a batch."""
-        return (self.batch_size, *self.sample_shape)
+    def max_bytes(self) -> int:
+        """The most bytes that `fill` may write."""
+        return self.batch_bytes
 
     @property
     def batch_bytes(self) -> int:
         """Bytes of a batch's elements: what counts for every contender, whatever it sends around them."""
-        return int(np.prod(self.batch_shape)) * np.dtype(self.dtype).itemsize
+        return self.batch_size * int(np.prod(self.sample_shape)) * np.dtype(self.dtype).itemsize
 
-    def dataset(self) -> InMemory:
+    @property
+    def toml(self) -> str:
+        """How a server's configuration says it."""
+        collate = "" if self.collate is None else f'collate = "{__name__}:{self.collate.__name__}"\n'
+        return f'[datasets.{self.name}]\nfactory = "{__name__}:{self.name.upper()}.dataset"\n{collate}'
+
+    def dataset(self) -> Any:
         """The dataset, longer than any run."""
-        return InMemory(_rows(self), EPOCH_BATCHES * self.batch_size)
+        kind = WholeBatches if self.whole_batches else InMemory
+        return kind(_rows(self), EPOCH_BATCHES * self.batch_size)
 
-    def samples(self, dataset: InMemory, k: int) -> list[NDArray[Any]]:
-        """The samples of batch k in their own order."""
-        return [dataset[i] for i in range(k * self.batch_size, (k + 1) * self.batch_size)]
+    def order(self) -> Iterator[int]:
+        """The samples, in the order of those who have none of their own."""
+        if not self.shuffled:
+            yield from range(EPOCH_BATCHES * self.batch_size)
+        while self.shuffled:
+            yield from np.random.default_rng(0).permutation(self.rows).tolist()
+
+    def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
+        """Make a batch in the first bytes of `out`; how many."""
+        batch = out.view(self.dtype).reshape(self.batch_size, *self.sample_shape)
+        if self.whole_batches:
+            batch[:] = dataset.__getbatch__(np.asarray(indices))
+        else:
+            np.stack([dataset[i] for i in indices], out=batch)
+        return out.nbytes
+
+    def arrays(self, batch: Any) -> Arrays:
+        """The arrays of a batch of whatever contender."""
+        if isinstance(batch, memoryview):
+            return [np.frombuffer(batch, self.dtype).reshape(self.batch_size, *self.sample_shape)]
+        return [np.asarray(batch)]
+
+    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
+        """What they must be."""
+        return [np.stack([dataset[i] for i in indices])]
+
+
+class Padded(Workload):
+    """Ragged samples, padded in each batch."""
+
+    __slots__ = ()
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that `fill` may write."""
+        return 8 + self.batch_size * 8 * 257
+
+    def dataset(self) -> Ragged:
+        """The dataset, longer than any run."""
+        return Ragged(EPOCH_BATCHES * self.batch_size)
+
+    def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
+        """The longest sample's length, all lengths, and the rows."""
+        samples = [dataset[i] for i in indices]
+        words = out.view(np.int64)
+        words[0] = longest = max(map(len, samples))
+        words[1 : 1 + self.batch_size] = [len(sample) for sample in samples]
+        ids = words[1 + self.batch_size :][: self.batch_size * longest].reshape(self.batch_size, longest)
+        ids[:] = 0
+        for row, sample in zip(ids, samples, strict=True):
+            row[: len(sample)] = sample
+        return 8 * (1 + self.batch_size * (1 + longest))
+
+    def arrays(self, batch: Any) -> Arrays:
+        """Tokens and lengths."""
+        if isinstance(batch, memoryview):
+            words = np.frombuffer(batch, np.int64)
+            lengths, ids = words[1 : 1 + self.batch_size], words[1 + self.batch_size :]
+            return [ids.reshape(self.batch_size, int(words[0])), lengths]
+        return [np.asarray(batch["ids"]), np.asarray(batch["lengths"])]
+
+    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
+        """Tokens and lengths."""
+        batch = pad([dataset[i] for i in indices])
+        return [batch["ids"], batch["lengths"]]
+
+
+class Decoded(Workload):
+    """Samples that are decoded."""
+
+    __slots__ = ()
+
+    def dataset(self) -> Photographs:
+        """The dataset, longer than any run."""
+        return Photographs(EPOCH_BATCHES * self.batch_size)
 
 
 @cache
@@ -72,14 +233,17 @@ def _rows(workload: Workload) -> NDArray[Any]:
 
 WIRE: Final = Workload("wire", "38.5 MB batches: 256 images of 3x224x224, uint8", 256, (3, 224, 224), "uint8", rows=257)
 SMALL: Final = Workload("small", "4 KB batches: one sample of 1024 float32", 1, (1024,), "float32", rows=1009)
-WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL)}
-
-
-def wire() -> InMemory:
-    """Factory of the dataset of `WIRE`."""
-    return WIRE.dataset()
-
-
-def small() -> InMemory:
-    """Factory of the dataset of `SMALL`."""
-    return SMALL.dataset()
+TABLE: Final = Workload(
+    "table", "1,000,000 rows of 32 float32, shuffled, 256 to a batch, one by one", 256, (32,), "float32", 10**6,
+    shuffled=True,
+)  # fmt: skip
+WHOLE: Final = Workload(
+    "whole", "the same table, a whole batch at a time", 256, (32,), "float32", 10**6, shuffled=True, whole_batches=True
+)
+TOKENS: Final = Padded(
+    "tokens", "16 to 255 tokens of int64, padded, 32 to a batch", 32, (170,), "int64", 1009, collate=pad
+)
+JPEG: Final = Decoded(
+    "jpeg", "JPEGs of 500x375, decoded, a part resized to 3x224x224, 64 to a batch", 64, (3, 224, 224), "uint8", 2000
+)
+WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL, TABLE, WHOLE, TOKENS, JPEG)}

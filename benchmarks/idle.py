@@ -1,0 +1,242 @@
+"""What consumers cost that ask for nothing: ``python -m benchmarks.idle``.
+
+1,000 idle consumers, each with a loader of its own and an open connection on which it has taken some batches, beside
+200 that take batches as fast as they come. Rounds without and with the idle ones take turns.
+
+The consumers are no `DataLoader`: a thousand of these, with their threads, would be what is measured on a small
+machine. They are connections in two processes, one for the idle and one for the active ones. They speak
+docs/protocol.md and read each answer whole, but do not decode it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import resource
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.measuring import Spread
+from benchmarks.processes import LoaderServer, running
+from benchmarks.workloads import SMALL
+
+HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
+NUM_WORKERS: Final = 1
+RANGE: Final = 16
+"""Batches that are asked for at a time."""
+AT_ONCE: Final = 50
+_FRAME_SIZE: Final = struct.Struct(">10xQ")
+
+
+class Consumer:
+    """A connection that takes batches of a loader of its own.
+
+    Args:
+        number: Decides the loader.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._spec = {"dataset": SMALL.name, "batch_size": SMALL.batch_size, "shuffle": True, "seed": number}
+        self._next = 0
+        self._size = 0
+
+    async def open(self, url: str) -> None:
+        """Connect and register."""
+        parts = urlsplit(url)
+        self._reader, self._writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
+        answer = await self._exchange("POST", "/v1/loaders", json.dumps(self._spec).encode())
+        self._key = json.loads(answer)["key"]
+
+    async def take(self, count: int = RANGE) -> int:
+        """Ask for the next batches, and as many ahead; how many came."""
+        query = f"start={self._next}&stop={self._next + count}&ahead={count}&ready=true"
+        answer = await self._exchange("GET", f"/v1/loaders/{self._key}/epochs/0/batches?{query}")
+        start = came = 0
+        while start < len(answer):
+            (size,) = _FRAME_SIZE.unpack_from(answer, start)
+            start += size
+            came += 1
+        self._next += came
+        return came
+
+    def close(self) -> None:
+        """Leave."""
+        self._writer.close()
+
+    async def _exchange(self, method: str, path: str, body: bytes = b"") -> bytes:
+        head = f"{method} {path} HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        answer = await self._reader.readexactly(int(headers["content-length"]))
+        if first.split()[1] != "200":
+            raise RuntimeError(f"{path} was answered with {first}: {answer[:200]!r}")
+        return answer
+
+
+async def _opened(url: str, numbers: range) -> list[Consumer]:
+    consumers = [Consumer(number) for number in numbers]
+    await _for_each(consumers, lambda consumer: consumer.open(url))
+    return consumers
+
+
+async def _for_each(consumers: list[Consumer], act: Callable[[Consumer], Awaitable[Any]]) -> None:
+    for start in range(0, len(consumers), AT_ONCE):
+        await asyncio.gather(*map(act, consumers[start : start + AT_ONCE]))
+
+
+# -- a process of consumers: it is told what to do, and answers when it is done
+
+
+def _serve(commands: Connection, url: str, numbers: range) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(_obey(commands, url, numbers))
+
+
+async def _obey(commands: Connection, url: str, numbers: range) -> None:
+    consumers: list[Consumer] = []
+    while True:
+        command, argument = await asyncio.to_thread(commands.recv)
+        answer: Any = None
+        if command == "open":
+            consumers = await _opened(url, numbers)
+            for _ in range(argument):
+                await _for_each(consumers, lambda consumer: consumer.take(1))
+        elif command == "run":
+            answer = await _run(consumers, argument)
+        elif command == "close":
+            for consumer in consumers:
+                consumer.close()
+        else:
+            return
+        commands.send(answer)
+
+
+async def _run(consumers: list[Consumer], seconds: float) -> float:
+    """Let all take batches for some time; batches a second of them together."""
+    began = time.perf_counter()
+    counts = [0] * len(consumers)
+
+    async def take(number: int) -> None:
+        while time.perf_counter() < began + seconds:
+            counts[number] += await consumers[number].take()
+
+    await asyncio.gather(*(take(number) for number in range(len(consumers))))
+    return sum(counts) / (time.perf_counter() - began)
+
+
+Tell = Callable[..., Any]
+
+
+@contextmanager
+def consumers(url: str, numbers: range) -> Iterator[Tell]:
+    """A process of consumers; yields a function that tells it what to do, and gives its answer."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, url, numbers), daemon=True)
+    process.start()
+    theirs.close()
+
+    def tell(command: str, argument: Any = None) -> Any:
+        ours.send((command, argument))
+        return ours.recv()
+
+    try:
+        yield tell
+    finally:
+        if process.is_alive():
+            ours.send(("end", None))
+        process.join()
+
+
+# -- the command
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes."""
+
+    server: int
+    """The server's own process, shared pages divided."""
+    batches: int
+    """Batches that the server keeps."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__.partition(":")[0])
+    parser.add_argument("--idle", type=int, default=1000, help="consumers that ask for nothing (default: %(default)s)")
+    parser.add_argument("--active", type=int, default=200, help="consumers that take batches (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    facts = machine.describe()
+    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    with (
+        running(HOSTED, NUM_WORKERS) as server,
+        consumers(server.url, range(options.idle)) as idle,
+        consumers(server.url, range(options.idle, options.idle + options.active)) as active,
+    ):
+        active("open", 1)
+        active("run", options.seconds)  # what the server takes for active ones it has taken before it is measured
+        before = _memory(server)
+        idle("open", 3)
+        after = _memory(server)
+        idle("close")
+        alone, beside = [], []
+        for _ in range(options.rounds):
+            alone.append(active("run", options.seconds))
+            idle("open", 3)
+            beside.append(active("run", options.seconds))
+            idle("close")
+        active("close")
+    console.print(_table(options, before, after, alone, beside))
+    return 0
+
+
+def _memory(server: LoaderServer) -> Memory:
+    return Memory(psutil.Process(server.process.pid).memory_full_info().pss, server.stats()["server"]["memory_used"])
+
+
+def _table(
+    options: argparse.Namespace, before: Memory, after: Memory, alone: list[float], beside: list[float]
+) -> Table:
+    made = Table(title=f"{options.idle:,} idle consumers beside {options.active:,} active ones", title_justify="left")
+    made.add_column("what")
+    made.add_column("median (least..most)", justify="right")
+    ratios = Spread.of([with_idle / without for with_idle, without in zip(beside, alone, strict=True)])
+    for name, rates in (("without idle ones, batches/s", alone), ("with them, batches/s", beside)):
+        spread = Spread.of(rates)
+        made.add_row(name, f"{spread.middle:,.0f} ({spread.low:,.0f}..{spread.high:,.0f})")
+    made.add_row("with to without", f"{ratios.middle:.2f} ({ratios.low:.2f}..{ratios.high:.2f})")
+    grown = (after.server - before.server) / 1024
+    made.add_row(
+        "server's own memory, before and after, MiB", f"{before.server / 2**20:.1f}, {after.server / 2**20:.1f}"
+    )
+    made.add_row("  for each idle consumer, KiB", f"{grown / options.idle:.1f}")
+    made.add_row(
+        "batches that are kept, before and after, MiB", f"{before.batches / 2**20:.1f}, {after.batches / 2**20:.1f}"
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

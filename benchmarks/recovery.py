@@ -1,0 +1,213 @@
+"""How long a training loop waits when something dies: ``python -m benchmarks.recovery``.
+
+The loop takes batches as fast as they come, so nothing is fetched ahead that would hide the wait. A batch takes a
+worker 20 ms, so the two workers of a server make one every 10 ms. Each batch is checked: it must be the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from threading import Thread
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.processes import LoaderServer, running
+
+NUM_WORKERS: Final = 2
+LENGTH: Final = 10**7
+BATCH_SIZE: Final = 2
+SAMPLE_SECONDS: Final = 0.01
+DRAIN_SECONDS: Final = 0.5
+USUAL_SECONDS: Final = 0.5
+"""Time before each fault in which the usual time of a batch is taken."""
+WATCHED_SECONDS: Final = 2.0
+"""How long the loop is watched after a fault that another worker or server makes good."""
+RETURN_SECONDS: Final = 3.0
+"""How long a server that has come back is left in peace, so that the client finds it again."""
+
+
+class Timed:
+    """Samples that take some time: sample i is a row of i."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        time.sleep(SAMPLE_SECONDS)
+        return np.full(8192, index)
+
+
+HOSTED: Final = ["timed=benchmarks.recovery:Timed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What one fault cost, in seconds."""
+
+    usual: float
+    """Time of a batch just before."""
+    wait: float
+    """The longest time between two batches after it, or from the fault to the first batch after it was over."""
+    after_return: float | None = None
+    """From the moment at which a restarted server listened to the next batch."""
+
+
+class Loop:
+    """A training loop, and when its batches came."""
+
+    def __init__(self, urls: list[str]) -> None:
+        from teleloader import DataLoader, RemoteDataset
+
+        loader = DataLoader(RemoteDataset(urls, "timed"), batch_size=BATCH_SIZE, seed=0, output="numpy")
+        self._batches: Iterator[Any] = iter(loader)
+        self._taken = itertools.count()
+
+    def step(self) -> float:
+        """Take the next batch; when it came.
+
+        Raises:
+            AssertionError: When it is not the next one.
+        """
+        batch = next(self._batches)
+        first = next(self._taken) * BATCH_SIZE
+        if batch[:, 0].tolist() != list(range(first, first + BATCH_SIZE)):
+            raise AssertionError(f"in the place of the samples from {first} on came {batch[:, 0].tolist()}")
+        return time.perf_counter()
+
+    def usual(self) -> float:
+        """The mean time of a batch now, when what was fetched ahead has been taken."""
+        self.longest_wait(time.perf_counter(), DRAIN_SECONDS)
+        began = ended = self.step()
+        taken = 0
+        while ended < began + USUAL_SECONDS:
+            ended = self.step()
+            taken += 1
+        return (ended - began) / taken
+
+    def longest_wait(self, since: float, seconds: float) -> float:
+        """The longest time between two batches, from `since` on and for so many seconds."""
+        came = [since]
+        while came[-1] < since + seconds:
+            came.append(self.step())
+        return max(after - before for before, after in itertools.pairwise(came))
+
+
+# -- the faults
+
+
+def worker_killed(server: LoaderServer, loop: Loop, number: int) -> Recovery:
+    """SIGKILL to one of the workers, in turn."""
+    usual = loop.usual()
+    os.kill(server.stats()["workers"][number % NUM_WORKERS]["pid"], signal.SIGKILL)
+    return Recovery(usual, loop.longest_wait(time.perf_counter(), WATCHED_SECONDS))
+
+
+def one_server_killed(servers: Sequence[LoaderServer], loop: Loop, number: int) -> Recovery:
+    """SIGKILL to one of the servers, in turn; it is started again when the loop has been watched."""
+    usual = loop.usual()
+    victim = servers[number % len(servers)]
+    _kill(victim)
+    killed = time.perf_counter()
+    victim.process.wait()
+    recovery = Recovery(usual, loop.longest_wait(killed, WATCHED_SECONDS))
+    victim.start()
+    loop.longest_wait(time.perf_counter(), RETURN_SECONDS)
+    victim.await_ready()
+    return recovery
+
+
+def server_restarted(server: LoaderServer, loop: Loop, number: int) -> Recovery:
+    """SIGKILL to the only server, which is started again at once on the same port."""
+    usual = loop.usual()
+    _kill(server)
+    killed = time.perf_counter()
+    server.process.wait()
+    server.start()
+    listening: list[float] = []
+    watcher = Thread(target=_await_listening, args=(server.port, listening))
+    watcher.start()
+    came = loop.step()
+    while not listening or came < listening[0]:  # what had arrived before the server died
+        came = loop.step()
+    watcher.join()
+    return Recovery(usual, came - killed, came - listening[0])
+
+
+def _kill(server: LoaderServer) -> None:
+    server.process.send_signal(signal.SIGKILL)
+
+
+def _await_listening(port: int, found: list[float]) -> None:
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionError:
+            time.sleep(0.002)
+        else:
+            found.append(time.perf_counter())
+            return
+
+
+# -- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.partition(":")[0])
+    parser.add_argument("--times", type=int, default=20, help="faults of each kind (default: %(default)s)")
+    times = parser.parse_args(arguments).times
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    facts = machine.describe()
+    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    table = Table(title=f"from a fault to the next batch, {times} times each", title_justify="left")
+    table.add_column("fault")
+    for heading in ("median, ms", "worst, ms", "after it listens: median, ms", "worst, ms", "usual batch, ms"):
+        table.add_column(heading, justify="right")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(HOSTED, NUM_WORKERS)) for _ in range(2)]
+        first, urls = servers[0], [server.url for server in servers]
+        kinds: list[tuple[str, list[str], Callable[[Loop, int], Recovery]]] = [
+            ("a worker killed", urls[:1], partial(worker_killed, first)),
+            ("one of two servers killed", urls, partial(one_server_killed, servers)),
+            ("the server killed, started again", urls[:1], partial(server_restarted, first)),
+        ]
+        for name, where, fault in kinds:
+            loop = Loop(where)
+            loop.usual()
+            table.add_row(name, *_figures([fault(loop, number) for number in range(times)]))
+    console.print(table)
+    return 0
+
+
+def _figures(recoveries: list[Recovery]) -> list[str]:
+    waits = [recovery.wait for recovery in recoveries]
+    returns = [recovery.after_return for recovery in recoveries if recovery.after_return is not None]
+    usual = [recovery.usual for recovery in recoveries]
+    after = (_ms(median(returns)), _ms(max(returns))) if returns else ("-", "-")
+    return [_ms(median(waits)), _ms(max(waits)), *after, _ms(median(usual))]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Whether anything grows: ``python -m benchmarks.soak --minutes 30``.
+
+Two consumers take epoch after epoch: one in the plan's order, one in an order of its own, which needs a session for
+each epoch. Now and then one leaves in the middle of an epoch. Memory, open files and threads of the server, its
+template, its workers and the consumers are sampled each second. A process that gained more than it may, after the
+warm-up, is named, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.processes import LoaderServer, running
+
+NUM_WORKERS: Final = 2
+LENGTH: Final = 20_000
+BATCH_SIZE: Final = 64
+STEP_SECONDS: Final = 0.005
+"""What a consumer does with a batch."""
+LEFT_EARLY: Final = 0.2
+"""Share of the epochs that a consumer leaves in their middle."""
+WARM_UP: Final = 0.5
+"""Share of the run that does not count: shared memory grows to the most that was ever used at once, and stays."""
+MAY_GAIN: Final = 16 * 2**20
+"""Bytes that a process may gain after the warm-up."""
+MAY_GAIN_SHARE: Final = 0.05
+"""The same as a share of what it has."""
+MAY_GAIN_FILES: Final = 4
+"""How many open files or threads it may gain."""
+PICTURE: Final = Path(__file__).with_name("soak.png")
+
+
+class Images:
+    """Small images: sample i is filled with i."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
+        return np.full((3, 64, 64), index % 256, np.uint8), index
+
+
+HOSTED: Final = ["images=benchmarks.soak:Images"]
+
+
+def consume(url: str, number: int, batches: Any) -> None:
+    """Take epochs for ever; the second consumer brings an order of its own.
+
+    Raises:
+        AssertionError: When a batch is not what it should be.
+    """
+    from teleloader import DataLoader, RemoteDataset
+
+    order: dict[str, Any] = {"seed": 0} if number == 0 else {"sampler": Shuffled()}
+    if number == 0:
+        order["shuffle"] = True
+    loader = DataLoader(RemoteDataset(url, "images"), batch_size=BATCH_SIZE, output="numpy", **order)
+    leaving = random.Random(number)
+    while True:
+        most = leaving.randrange(len(loader)) if leaving.random() < LEFT_EARLY else None
+        for images, labels in islice(loader, most):
+            if not np.array_equal(images[:, 0, 0, 0], np.asarray(labels) % 256):
+                raise AssertionError(f"consumer {number} got images that do not belong to their labels")
+            with batches.get_lock():
+                batches.value += 1
+            time.sleep(STEP_SECONDS)
+
+
+class Shuffled:
+    """A sampler."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Any:
+        return iter(np.random.default_rng().permutation(LENGTH).tolist())
+
+
+# -- samples
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one moment."""
+
+    seconds: float
+    rss: int
+    pss: int
+    files: int
+    threads: int
+
+
+@dataclass(slots=True)
+class History:
+    """One process over time; a worker that was replaced goes on in its place."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    def gain(self, of: Callable[[Sample], int]) -> float:
+        """How much more there was at the end of what counts than at its beginning: medians over a tenth of it."""
+        counted = self.samples[int(len(self.samples) * WARM_UP) :]
+        part = max(1, len(counted) // 10)
+        return median(map(of, counted[-part:])) - median(map(of, counted[:part]))
+
+    def slope(self, of: Callable[[Sample], int]) -> float:
+        """How much is gained in an hour: a line through what counts."""
+        counted = self.samples[int(len(self.samples) * WARM_UP) :]
+        times = np.array([sample.seconds for sample in counted])
+        if len(times) < 2:
+            return 0.0
+        return float(np.polyfit(times - times[0], [of(sample) for sample in counted], 1)[0] * 3600)
+
+    @property
+    def complaint(self) -> str:
+        """What grows, "" when nothing does."""
+        may = max(MAY_GAIN, MAY_GAIN_SHARE * self.samples[-1].pss)
+        found = [
+            *(["memory"] if self.gain(lambda sample: sample.pss) > may else []),
+            *(["open files"] if self.gain(lambda sample: sample.files) > MAY_GAIN_FILES else []),
+            *(["threads"] if self.gain(lambda sample: sample.threads) > MAY_GAIN_FILES else []),
+        ]
+        return ", ".join(found)
+
+
+def processes(server: LoaderServer, consumers: Sequence[BaseProcess]) -> dict[str, int]:
+    """The processes that are looked at, by name."""
+    workers = {f"worker {worker['worker']}": worker["pid"] for worker in server.stats()["workers"] if worker["pid"]}
+    children = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+    others = [pid for pid in children if pid not in workers.values()]
+    return {
+        "server": server.process.pid,
+        **{f"template{'' if number == 0 else f' {number}'}": pid for number, pid in enumerate(others)},
+        **workers,
+        **{f"consumer {number}": consumer.pid for number, consumer in enumerate(consumers) if consumer.pid},
+    }
+
+
+def look(pid: int, seconds: float) -> Sample:
+    """One process, now."""
+    process = psutil.Process(pid)
+    memory = process.memory_full_info()
+    return Sample(seconds, memory.rss, memory.pss, process.num_fds(), process.num_threads())
+
+
+# -- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.partition(":")[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, default=PICTURE, metavar="FILE", help="the picture (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    facts = machine.describe()
+    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    context = multiprocessing.get_context("spawn")
+    batches = context.Value("Q", 0)
+    with running(HOSTED, NUM_WORKERS) as server:
+        consumers = [context.Process(target=consume, args=(server.url, number, batches)) for number in range(2)]
+        for consumer in consumers:
+            consumer.start()
+        try:
+            histories = _watch(server, consumers, 60 * options.minutes, console)
+        finally:
+            ended = [consumer.exitcode for consumer in consumers if consumer.exitcode is not None]
+            for consumer in consumers:
+                consumer.terminate()
+                consumer.join()
+    console.print(_table(histories, batches.value, options.minutes))
+    _draw(histories, options.plot, console)
+    if ended:
+        console.print(f"[bold]a consumer ended by itself, with exit status {ended[0]}")
+    growing = {name: history.complaint for name, history in histories.items() if history.complaint}
+    for name, complaint in growing.items():
+        console.print(f"[bold]grows: {complaint} of {name}")
+    if not growing and not ended:
+        console.print("nothing grows")
+    return 1 if growing or ended else 0
+
+
+def _watch(
+    server: LoaderServer, consumers: Sequence[BaseProcess], seconds: float, console: Console
+) -> dict[str, History]:
+    histories: dict[str, History] = {}
+    began = time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("sampling", total=seconds)
+        while (now := time.monotonic() - began) < seconds and all(consumer.is_alive() for consumer in consumers):
+            for name, pid in processes(server, consumers).items():
+                with suppress(psutil.NoSuchProcess):  # it may have been replaced
+                    histories.setdefault(name, History()).samples.append(look(pid, now))
+            progress.update(bar, completed=now)
+            time.sleep(max(0.0, 1 - (time.monotonic() - began - now)))
+    return histories
+
+
+def _table(histories: Mapping[str, History], batches: int, minutes: float) -> Table:
+    made = Table(
+        title=f"{minutes:g} minutes, {batches:,} batches; the first {WARM_UP:.0%} are not counted", title_justify="left"
+    )
+    made.add_column("process")
+    for heading in (
+        "RSS, MiB",
+        "PSS, MiB",
+        "PSS gained, MiB",
+        "PSS slope, MiB/hour",
+        "open files",
+        "threads",
+        "verdict",
+    ):
+        made.add_column(heading, justify="right")
+    for name, history in histories.items():
+        last = history.samples[-1]
+        made.add_row(
+            name,
+            f"{last.rss / 2**20:,.1f}",
+            f"{last.pss / 2**20:,.1f}",
+            f"{history.gain(lambda sample: sample.pss) / 2**20:+.1f}",
+            f"{history.slope(lambda sample: sample.pss) / 2**20:+.1f}",
+            f"{last.files} ({history.gain(lambda sample: sample.files):+.0f})",
+            f"{last.threads} ({history.gain(lambda sample: sample.threads):+.0f})",
+            history.complaint or "steady",
+        )
+    return made
+
+
+def _draw(histories: Mapping[str, History], path: Path, console: Console) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no picture: matplotlib is not installed (pip install 'teleloader[bench]')")
+        return
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 1, figsize=(10, 10), sharex=True)
+    kinds: tuple[tuple[str, Callable[[Sample], float]], ...] = (
+        ("PSS, MiB", lambda sample: sample.pss / 2**20),
+        ("open files", lambda sample: sample.files),
+        ("threads", lambda sample: sample.threads),
+    )
+    for axis, (label, of) in zip(axes, kinds, strict=True):
+        for name, history in histories.items():
+            times = [sample.seconds / 60 for sample in history.samples]
+            axis.plot(times, [of(sample) for sample in history.samples], label=name, linewidth=1)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    axes[0].legend(ncols=3, fontsize="small")
+    axes[-1].set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    console.print(f"the picture is in {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
