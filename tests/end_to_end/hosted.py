@@ -190,6 +190,7 @@ def unhurried() -> Samples:
 
     return Samples(make, 1000)
 
+
 nothing = 5
 """No dataset."""
 
