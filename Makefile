@@ -4,6 +4,9 @@ VENV ?= .venv
 # What to install torch from, for example TORCH=torch==2.13.0. Empty: tests that need torch are skipped.
 TORCH ?=
 
+# Which tests to run; all of them unless some are named.
+TESTS ?=
+
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 
@@ -16,7 +19,7 @@ demo: $(VENV)/.demo  ## Serve the embedded digits, train a classifier on them th
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev  ## Run the tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .
