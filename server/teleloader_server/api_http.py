@@ -21,7 +21,7 @@ from teleloader_server.problems import Problem, Refusal
 from teleloader_server.service import LoaderService
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
-from teleloader_shared.errors import InvalidSpec, ProtocolError, ServerUnavailable, VersionMismatch
+from teleloader_shared.errors import InvalidSpec, ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -90,15 +90,12 @@ class StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head, then frames as they come."""
-        with suppress(ClientDisconnect, ServerUnavailable):  # an answer that has begun can only be broken off
-            await self._send(receive, send)
-
-    async def _send(self, receive: Receive, send: Send) -> None:
         async with self._service.batches(*self._request) as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while not stream.exhausted:
-                await self._send_frames(await unless(gone, ready_frames(stream)), send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
+                while not stream.exhausted:
+                    await self._send_frames(await unless(gone, ready_frames(stream)), send)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_frames(self, frames: list[Lease], send: Send) -> None:
         with self._service.sending(sum(len(frame) for frame in frames)):

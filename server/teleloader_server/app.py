@@ -82,7 +82,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=max(1, round(grace)),
+                # what is left of the grace after `shutdown` has waited
+                timeout_graceful_shutdown=max(1, round(grace / 10)),
             )
         )
         self._service = service

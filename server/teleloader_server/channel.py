@@ -104,6 +104,12 @@ class Channel:
                 del self._unsent[: self._socket.send(self._unsent)]
         return not self._unsent
 
+    def hang_up(self) -> None:
+        """Close it, and end it for the other side too, whoever else holds a copy: user code may have forked since."""
+        with suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.close()
+
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took."""
         _open_channels.discard(self)

@@ -106,6 +106,11 @@ class Consumer:
             found = k - self.position
         return found
 
+    def wants(self, k: int) -> bool:
+        """Whether it wants batch k."""
+        ahead = k >= self.position and k not in self.sent_beyond
+        return ahead or any(ask.next <= k < ask.stop for ask in self.asks)
+
 
 @dataclass(slots=True)
 class _RunState:
@@ -115,6 +120,10 @@ class _RunState:
     def distance(self, k: int) -> int | None:
         """How many batches from now the first consumer wants batch k; None when nobody does."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
+
+    def wants(self, k: int) -> bool:
+        """Whether anybody wants batch k."""
+        return any(consumer.wants(k) for consumer in self.consumers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +186,7 @@ class Dispatcher:
         consumer = self._consumers.get((name, run))
         if consumer is None:
             if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
-                for before in [other for other in self._consumers.values() if not other.asks and other.run != run]:
-                    self._forget(before)
+                self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
             consumer = self._join(name, run, start, now)
         if consumer not in self._active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
@@ -231,17 +239,18 @@ class Dispatcher:
         if self._in_turn:
             return []  # the session ends with its client; what is let go could not be made again at once
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
-        for consumer in gone:
-            self._forget(consumer)
+        self._forget(gone)
         return gone
 
-    def _forget(self, consumer: Consumer) -> None:
-        del self._consumers[consumer.name, consumer.run]
-        self._active.pop(consumer, None)
-        state = self._runs[consumer.run]
-        state.consumers.remove(consumer)
-        self._let_go(consumer.run, state.batches)
-        self._drop_empty(consumer.run)
+    def _forget(self, gone: list[Consumer]) -> None:
+        for consumer in gone:
+            del self._consumers[consumer.name, consumer.run]
+            self._active.pop(consumer, None)
+            self._runs[consumer.run].consumers.remove(consumer)
+        # once for all of them: hundreds may go at a time, and each look is at every batch
+        for run in {consumer.run for consumer in gone}:
+            self._let_go(run, self._runs[run].batches)
+            self._drop_empty(run)
 
     # -- what happened: workers
 
@@ -547,7 +556,7 @@ class Dispatcher:
 
     def _want_again(self, state: _RunState) -> None:
         for k, batch in state.batches.items():
-            if batch.address in self._unwanted and state.distance(k) is not None:
+            if batch.address in self._unwanted and state.wants(k):
                 del self._unwanted[batch.address]
 
     def _let_go(self, run: Run, numbers: Iterable[int]) -> None:
@@ -555,7 +564,7 @@ class Dispatcher:
         state = self._runs[run]
         for k in numbers:
             batch = state.batches.get(k)
-            if batch is not None and batch.ready and state.distance(k) is None:
+            if batch is not None and batch.ready and not state.wants(k):
                 self._unwanted[batch.address] = None
 
     def _drop_empty(self, run: Run) -> None:

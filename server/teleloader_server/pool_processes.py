@@ -99,10 +99,14 @@ class ProcessPool:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._infos = await self._start_template()
-        for number in range(self._limits.num_workers):
-            self._places[number] = _Place(self._fork(number))
         self._checked = time.monotonic()
         self._next_check = self._loop.call_later(self._check_every, self._check)
+        try:
+            for number in range(self._limits.num_workers):
+                self._places[number] = _Place(self._fork(number))
+        except OSError:  # no descriptor is left
+            await self.close()
+            raise
         return self._infos
 
     def submit(self, worker: int, task: Task) -> None:
@@ -127,7 +131,7 @@ class ProcessPool:
             WorkerState(
                 number,
                 place.process.pid,
-                place.process.ready,
+                place.process.ready and not self._is_restarting,
                 place.restarts,
                 place.recycled,
                 place.last_exit,
@@ -158,8 +162,7 @@ class ProcessPool:
     async def close(self) -> None:
         """Close the channels, upon which the processes end, and wait for the template."""
         self._closing = True
-        if self._places:
-            self._next_check.cancel()
+        self._next_check.cancel()
         for examination in self._examinations:
             examination.cancel()
         if self._restarting is not None:
@@ -168,52 +171,81 @@ class ProcessPool:
                 await self._restarting
         for place in self._places.values():
             self._forget(place.process)
-        if self._template.channel.fileno() != -1:
-            self._loop.remove_reader(self._template.channel)
+        self._unwatch_template()
         await aside(self._template.reap)
 
     # -- the template
+
+    @property
+    def _is_restarting(self) -> bool:
+        """Whether the template has died, and no other one is built yet."""
+        return self._restarting is not None and not self._restarting.done()
+
+    def _watch_template(self, receive: Callable[[], object], ended: Callable[[], object]) -> None:
+        self._loop.add_reader(self._template.channel, receive)
+        if self._template.end != -1:
+            self._loop.add_reader(self._template.end, ended)
+
+    def _unwatch_template(self) -> None:
+        for end in (self._template.channel.fileno(), self._template.end):
+            if end != -1:
+                self._loop.remove_reader(end)
 
     async def _start_template(self) -> list[DatasetInfo]:
         template = self._template = self._make_template()
         built: asyncio.Future[list[Any]] = self._loop.create_future()
 
+        def hear(message: list[Any]) -> None:
+            if not built.done():
+                built.set_result(message)
+
         def receive() -> None:
             try:
-                messages = template.channel.receive()
+                for message in template.channel.receive():
+                    hear(message)
             except EOFError:
-                messages = [["failed", "the process that builds the datasets ended without a word; see its output", 0]]
-            for message in messages:
-                if not built.done():
-                    built.set_result(message)
+                hear(["failed", "the process that builds the datasets ended without a word; see its output", 0])
 
-        self._loop.add_reader(template.channel, receive)
+        def ended() -> None:
+            with suppress(BlockingIOError):  # when what it has forked holds its channel open
+                while not built.done():
+                    receive()
+            hear(["failed", "the process that builds the datasets ended without a word; see its output", 0])
+
+        self._watch_template(receive, ended)
         try:
             word, content, pid = await built
         except asyncio.CancelledError:
-            self._loop.remove_reader(template.channel)
-            template.channel.close()
+            self._unwatch_template()
+            template.channel.hang_up()
             raise
-        self._loop.remove_reader(template.channel)
+        self._unwatch_template()
         if word == "failed":
             await aside(template.reap)
             raise ConfigError(content)
-        template.pid = pid
-        self._loop.add_reader(template.channel, self._receive_from_template)
+        template.is_process(pid)
+        self._watch_template(self._receive_from_template, self._template_ended)
         return [DatasetInfo(**info) for info in content]
+
+    def _template_ended(self) -> None:
+        self._unwatch_template()
+        logger.error("the template process (pid %s) died; starting another", self._template.pid)
+        self._restarting = self._loop.create_task(self._restart_template())
 
     def _receive_from_template(self) -> None:
         try:
             messages = self._template.channel.receive()
         except EOFError:
-            self._loop.remove_reader(self._template.channel)
-            logger.error("the template process (pid %s) died; starting another", self._template.pid)
-            self._restarting = self._loop.create_task(self._restart_template())
+            self._template_ended()
             return
         for message in messages:
             match message:
                 case ["forked", int(number), int(pid)]:
                     self._places[number].process.pid = pid
+                case ["not forked", int(number), str(reason)]:
+                    self._lose(
+                        self._places[number].process, Loss(f"worker {number} cannot be forked: {reason}", "nobody")
+                    )
                 case ["exited", int(pid), int(status)]:
                     self._exited(pid, status)
 
@@ -227,15 +259,19 @@ class ProcessPool:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
         delay = FIRST_RESPAWN_DELAY
-        while True:
+        for attempt in itertools.count(1):
             try:
                 infos = await self._start_template()
                 if infos == self._infos:
                     break
+                self._unwatch_template()
                 await aside(self._template.reap)
-                logger.error("the datasets changed since the start: start the server anew to host %s", infos)
-            except ConfigError as error:
-                logger.error("the datasets cannot be built again: %s", error)
+                reason = f"the datasets changed since the start: start the server anew to host {infos}"
+            except (ConfigError, OSError) as error:
+                reason = f"the datasets cannot be built again: {error}"
+            logger.error("%s", reason)
+            if attempt >= UNREADY_DEATHS:
+                self._listener.no_worker_starts(reason)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESPAWN_DELAY)
         for process in lost:
@@ -355,7 +391,7 @@ class ProcessPool:
             # unlike a worker it is not replaced: all workers would end with it, and all datasets be built again
             logger.warning("the template process (pid %d) was stopped (SIGSTOP); it is continued", pid)
             _signal(pid, signal.SIGCONT)
-        if self._restarting is None or self._restarting.done():
+        if not self._is_restarting:
             for place in self._places.values():
                 place.process.forgive(late)
                 self._look_at(place.process)
@@ -373,8 +409,11 @@ class ProcessPool:
             return
         if process.ready and not process.held_up and (waiting := process.waiting()):
             self._take_back(process, waiting)
-        if process.stopped.seconds(process.pid) > STOPPED_LIMIT:
+        stopped = process.stopped.seconds(process.pid)
+        if stopped > STOPPED_LIMIT:
             self._kill(process, Loss(f"{process} was stopped (SIGSTOP), and killed", "nobody"))
+        elif stopped:
+            process.forgive(self._check_every)  # a shorter limit of a batch must not blame the batch
         elif self._hangs(process) and not process.examined:
             process.examined = True
             examination = self._loop.create_task(self._examine(process))
@@ -429,10 +468,10 @@ class ProcessPool:
     def _recycle(self, process: WorkerProcess) -> None:
         """Let a worn process end, and start another in its place."""
         place = self._places[process.number]
-        if self._closing or place.process is not process or not process.ready or process.tasks:
+        if self._closing or self._is_restarting or place.process is not process:
             return
-        if self._template.channel.fileno() == -1 or (self._restarting is not None and not self._restarting.done()):
-            return  # it ends with the template
+        if not process.ready or process.has_work:
+            return
         self._forget(process)
         place.recycled += 1
         place.process = self._fork(process.number)
@@ -476,10 +515,17 @@ class ProcessPool:
 
     def _respawn(self, place: _Place) -> None:
         place.respawn = None
-        if self._restarting is not None and not self._restarting.done():
-            place.respawn = self._loop.call_later(FIRST_RESPAWN_DELAY, self._respawn, place)
-        elif not self._closing:
-            place.process = self._fork(place.process.number)
+        if self._closing:
+            return
+        delay = FIRST_RESPAWN_DELAY
+        if not self._is_restarting:
+            try:
+                place.process = self._fork(place.process.number)
+                return
+            except OSError as error:  # no descriptor is left
+                logger.error("worker %d cannot be replaced yet: %s", place.process.number, error)
+                delay = LAST_RESPAWN_DELAY
+        place.respawn = self._loop.call_later(delay, self._respawn, place)
 
     def _forget(self, process: WorkerProcess) -> None:
         if process.channel.fileno() != -1:

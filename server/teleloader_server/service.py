@@ -191,12 +191,16 @@ class LoaderService:
             engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
             self._sessions[spec.key] = asyncio.create_task(_started(engine))
             self._session_workers[spec.key] = own.num_workers
+        starting = self._sessions[spec.key]
         try:
-            return await asyncio.shield(self._sessions[spec.key])
+            engine = await asyncio.shield(starting)
         except (ConfigError, OSError) as error:
-            self._sessions.pop(spec.key, None)
-            self._session_workers.pop(spec.key, None)
+            if self._sessions.get(spec.key) is starting:
+                del self._sessions[spec.key], self._session_workers[spec.key]
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+        if self._sessions.get(spec.key) is not starting:
+            raise ServerUnavailable("the session was ended while its workers were started: register it again")
+        return engine
 
     def _refuse_too_many(self, num_workers: int) -> None:
         if len(self._sessions) >= MAX_SESSIONS:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import select
 import selectors
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -29,16 +32,28 @@ from teleloader_server.worker import WorkerSettings
 
 _LAST_WORDS: Final = 2.0
 """Seconds that workers have to end by themselves when the server stops."""
+_LONGEST_END: Final = 2 * _LAST_WORDS
+"""Seconds after which a template that was told to end is killed: it is stopped, or still builds its datasets."""
 
 
 class Template:
     """The template process, as the server sees it: its channel and its end."""
 
-    def __init__(self, channel: Channel, pid: int | None, wait: Callable[[], object]) -> None:
+    def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], object] = lambda: None) -> None:
         self.channel = channel
-        self.pid = pid
+        self.pid: int | None = None
         """None until it is built, for one that was split off."""
+        self.end = -1
+        """A descriptor that is readable when it has ended: the channel may outlive it in what user code has forked."""
         self._wait = wait
+        self._reaping = threading.Lock()
+        if pid is not None:
+            self.is_process(pid)
+
+    def is_process(self, pid: int) -> None:
+        """Say which process it is, while that lives."""
+        if self.end == -1:
+            self.pid, self.end = pid, os.pidfd_open(pid)
 
     @classmethod
     def spawn(cls, configs: Sequence[DatasetConfig]) -> Template:
@@ -55,32 +70,38 @@ class Template:
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> Template:
         """Fork this process; the datasets are what they are now."""
         channel, theirs = Channel.pair()
-        pid = _fork()
+        pid = _fork(theirs)
         if pid == 0:
             _be_forked(theirs, hosted)
-        theirs.close()
         return cls(channel, pid, lambda: os.waitpid(pid, 0))
 
     def split(self) -> Template:
         """A fork of the template, with workers of its own, which see the datasets as they were built."""
         channel, theirs = Channel.pair()
-        # held open by the new template and its parent only: the pipe's end tells that they are gone
-        ended, held = os.pipe()
         with theirs:
-            self.channel.send(["split"], [theirs.fileno(), held])
-        os.close(held)
-
-        def wait() -> None:
-            os.read(ended, 1)
-            os.close(ended)
-
-        return Template(channel, None, wait)
+            self.channel.send(["split"], [theirs.fileno()])
+        return Template(channel)
 
     def reap(self) -> None:
-        """Close the channel, which ends the process and its workers, and wait for it."""
-        self.channel.close()
-        with suppress(ChildProcessError):  # it was waited for already
-            self._wait()
+        """Close the channel, which ends the process and its workers, and wait for it, but not for ever."""
+        with self._reaping:
+            self.channel.hang_up()
+            if self.end == -1:
+                return
+            if not _has_ended(self.end, _LONGEST_END):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.end, signal.SIGKILL)
+            if _has_ended(self.end, _LAST_WORDS):  # else the kernel cannot end it yet
+                with suppress(ChildProcessError):  # it was waited for already
+                    self._wait()
+            end, self.end = self.end, -1
+            os.close(end)
+
+
+def _has_ended(end: int, seconds: float) -> bool:
+    ended = select.poll()
+    ended.register(end, select.POLLIN)
+    return bool(ended.poll(1000 * seconds))
 
 
 def main() -> None:
@@ -154,12 +175,18 @@ def _carry_out(
     requests: Sequence[Any], control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]
 ) -> None:
     for request in requests:
-        if request == ["split"]:
-            pid = _fork_template(control, selector, hosted)
-        else:
-            settings = WorkerSettings(*request[1])
-            pid = _fork_worker(control, selector, hosted, settings)
-            control.send(["forked", settings.number, pid])
+        try:
+            if request == ["split"]:
+                pid = _fork_template(control, selector, hosted)
+            else:
+                settings = WorkerSettings(*request[1])
+                pid = _fork_worker(control, selector, hosted, settings)
+                control.send(["forked", settings.number, pid])
+        except OSError as error:  # there is no process to be had, for now
+            print(f"cannot fork: {error}", file=sys.stderr)
+            if request != ["split"]:
+                control.send(["not forked", settings.number, str(error)])
+            continue
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
 
@@ -174,11 +201,9 @@ def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
 
 
 def _fork_template(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
-    end, held = socket.socket(fileno=control.take_fd()), control.take_fd()
-    pid = _fork()
+    end = socket.socket(fileno=control.take_fd())
+    pid = _fork(end)
     if pid != 0:
-        end.close()
-        os.close(held)
         return pid
     try:
         _close_watched(selector)
@@ -199,23 +224,30 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
     selector.close()
 
 
-def _fork() -> int:
+def _fork(end: socket.socket) -> int:
+    """Fork; `end` is the child's."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # what is buffered must not be printed by the child as well
             stream.flush()
     with warnings.catch_warnings():
         # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            end.close()
+            raise
+    if pid != 0:
+        end.close()
+    return pid
 
 
 def _fork_worker(
     control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
 ) -> int:
     end = socket.socket(fileno=control.take_fd())
-    pid = _fork()
+    pid = _fork(end)
     if pid != 0:
-        end.close()
         return pid
     code = 1
     try:

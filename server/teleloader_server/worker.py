@@ -70,6 +70,8 @@ def leave_signals_to_the_server() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # a handler, not SIG_IGN, which programs that user code starts would inherit
         signal.signal(number, lambda *_: None)
+    # one that ignores or collects ended children, as it may be inherited, would leave none to be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def look_after_children() -> None:

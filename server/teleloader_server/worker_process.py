@@ -134,7 +134,7 @@ class WorkerProcess:
         self.ready = False
         self.tasks.clear()
         self.slots.clear()
-        self.channel.close()
+        self.channel.hang_up()
         if self._notes is not None:
             os.close(self._notes)
             self._notes = None
