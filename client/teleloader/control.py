@@ -53,6 +53,8 @@ class Server:
             raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self.trouble: type[Exception] | None = None
+        """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
 
     def datasets(self) -> list[DatasetInfo]:
         """What it hosts."""

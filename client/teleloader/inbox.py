@@ -155,6 +155,11 @@ class Inbox:
         all_here = self._complete and self.session.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one server."""
+        return len(self._failing) > 1
+
     def on_end(self, interrupt: Callable[[], object]) -> None:
         """Have `interrupt` called when there is nothing more to receive, to end a thread that waits for it."""
         with self.changed:
@@ -220,6 +225,8 @@ class Inbox:
             if not all(self._failing.values()):
                 return False
             final = (error for error in self._failing.values() if not isinstance(error, BROKEN))
+            if self.several:
+                error = ServerUnavailable("; ".join(map(str, self._failing.values())))
             self._error = next(final, error)
             self._wake()
             self._end()

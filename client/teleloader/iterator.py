@@ -307,5 +307,7 @@ def _leave() -> None:
         _end(pass_)
 
 
+# what is registered last is called first: before the servers of objects of this process end, which are finalizers too
+weakref.finalize(Pass, lambda: None)
 atexit.register(_leave)
 os.register_at_fork(after_in_child=_passes.clear)

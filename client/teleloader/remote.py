@@ -64,8 +64,6 @@ class RemoteDataset:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, was {stall_timeout!r}")
         self.servers = tuple(Server(url, stall_timeout) for url in urls)
         self.reconnect_timeout = reconnect_timeout
-        self._passed_over = 0
-        """How many servers did not answer before the one that did, when a loader was registered the last time."""
         self._info = self._persistently(lambda: self._found(name))
 
     @property
@@ -163,15 +161,16 @@ class RemoteDataset:
     def _register(self, spec: LoaderSpec) -> tuple[int, Registration]:
         errors: list[TeleloaderError] = []
         count = len(self.servers)
-        for i in range(count):
-            # not the shards of all ranks on the same server; and not first at one that was silent the last time
-            number = (spec.rank + self._passed_over + i) % count
+        in_turn = [(spec.rank + i) % count for i in range(count)]  # not the shards of all ranks on the same server
+        for number in sorted(in_turn, key=lambda number: self.servers[number].trouble is not None):
+            server = self.servers[number]
             try:
-                registered = self.servers[number].register(spec)
+                registered = server.register(spec)
             except TeleloaderError as error:
+                server.trouble = type(error)
                 errors.append(error)
                 continue
-            self._passed_over = (self._passed_over + i) % count
+            server.trouble = None
             return number, registered
         raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
@@ -180,6 +179,7 @@ class RemoteDataset:
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[ServerUnavailable] = []
         for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
+            server.trouble = ServerUnavailable if isinstance(answer, ServerUnavailable) else None
             if isinstance(answer, ServerUnavailable):
                 missing.append(answer)
                 continue

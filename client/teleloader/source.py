@@ -130,11 +130,16 @@ class Source:
         server, timeout = self._servers[0], self._wanted.reconnect_timeout
         if damaged >= MAX_DAMAGED:
             error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {error}")
-        if backoff.failed():
+        backoff.failed()
+        trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
+        if server.trouble is not trouble:
+            others = "the other servers go on, and it is tried now and then"
             logger.warning(
-                "%s does not send batch %d (%s); trying again, for %g s unless another server does",
-                server.url, self._inbox.session.received, error or type(error).__name__, timeout,
+                "batch %d does not come from %s (%s); %s",
+                self._inbox.session.received, server.url, error or type(error).__name__,
+                others if self._inbox.several else f"trying again for {timeout:g} s",
             )  # fmt: skip
+        server.trouble = trouble
         if isinstance(error, BROKEN):
             if backoff.pause():
                 return
@@ -172,6 +177,9 @@ class Source:
         with self._calling():
             registered = server.register(self._wanted.spec)
         self._heard = time.monotonic()
+        if server.trouble is not None:
+            logger.warning("%s answers again", server.url)
+        server.trouble = None
         self._is_registered = True
         self.registered_at.add(server)
         self._inbox.joined(self._number, server.url, registered.num_workers)

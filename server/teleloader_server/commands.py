@@ -202,6 +202,8 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
 
     def stop() -> None:
         # the first signal lets answers be finished, the second does not
+        if not web.should_exit:
+            logger.info("told to stop: what was asked for is finished, for %g s at most; once more stops it now", grace)
         web.force_exit = web.should_exit
         web.should_exit = True
         starting.cancel()

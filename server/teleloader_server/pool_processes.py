@@ -507,7 +507,9 @@ class ProcessPool:
         if place.failures_in_a_row:
             delay = min(FIRST_RESPAWN_DELAY * 2 ** (place.failures_in_a_row - 1), LAST_RESPAWN_DELAY)
         stack = f". It was at:\n{loss.stack}" if loss.stack else ""
-        logger.warning("%s with %d batches to do; replacing it in %.2f s%s", loss.reason, len(tasks), delay, stack)
+        logger.warning(
+            "%s; %d batches are left to others; replacing it in %.2f s%s", loss.reason, len(tasks), delay, stack
+        )
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, loss)
         if place.unready_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):

@@ -142,8 +142,9 @@ class WorkerProcess:
 
 def _without_our_callers(stacks: str) -> str:
     """The stacks, most recent call first, down to the first frame of ours: what is below is always the same."""
+    threads = [thread for thread in stacks.rstrip().split("\n\n") if "in _report_soon" not in thread]
     kept, below = [], False
-    for line in stacks.rstrip().splitlines():
+    for line in "\n\n".join(threads).splitlines():
         below = below and line.startswith("  ")
         if not below:
             kept.append(line)

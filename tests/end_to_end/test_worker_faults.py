@@ -806,5 +806,5 @@ def test_a_log_line_tells_of_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:
         assert arrived(loader_of(url, seed=1))[1] == [1]
     (text,) = [text for text in caplog.messages if "was killed" in text]
-    assert "took longer than 0.2 s, the limit (--batch-timeout) with 1 batches to do; replacing it in" in text
+    assert "took longer than 0.2 s, the limit (--batch-timeout); 1 batches are left to others; replacing it in" in text
     assert "in _sleep" in text
