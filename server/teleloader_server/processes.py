@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import psutil
-
 
 class Memory(NamedTuple):
     """Bytes of a process."""
@@ -28,6 +26,8 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
 
     Reads every mapping of the processes, which takes milliseconds: not for the event loop.
     """
+    import psutil  # here, so that `serve` can be imported without the server's extra, to say that it is missing
+
     found = {}
     for pid in pids:
         try:
