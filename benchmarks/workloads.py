@@ -95,7 +95,7 @@ class Photographs:
             part = image.convert("RGB").resize(
                 (224, 224), Image.Resampling.BILINEAR, (left, top, left + size, top + size)
             )
-        return np.asarray(part).transpose(2, 0, 1)
+        return np.array(part).transpose(2, 0, 1)
 
 
 def pad(samples: Sequence[NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
