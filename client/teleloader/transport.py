@@ -127,7 +127,11 @@ class BatchConnection:
     def _answer(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
         """The answer, of which something has come."""
         answer = http.client.HTTPResponse(*args, **options)
-        self._await(answer.fp)
+        try:
+            self._await(answer.fp)
+        except BaseException:
+            answer.close()
+            raise
         return answer
 
     def _await(self, arriving: io.BufferedReader) -> None:

@@ -135,8 +135,17 @@ class _LocalServer:
                 ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
             )
             return
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._serve())
+        loop = uvloop.new_event_loop()
+        try:
+            loop.run_until_complete(self._serve())
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            # not by asyncio.Runner: it starts a thread to end the executor, and when the interpreter ends none starts
+            loop.close()
 
     async def _serve(self) -> None:
         # here, so that a process that hosts nothing does not load fastapi
