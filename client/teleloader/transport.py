@@ -105,24 +105,23 @@ class BatchConnection:
             http.client.HTTPException: When the answer is cut off or no HTTP.
             TeleloaderError: When the server refused.
         """
-        answer = self._http.getresponse()
-        if answer.status != http.client.OK:
-            raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
-        size = answer.length
-        if size is None or not 0 < size <= max_bytes:
-            raise ProtocolError(
-                f"an answer must state its size in bytes, up to {max_bytes:,} (see max_batch_bytes), stated {size}"
-            )
-        buffer = pool.take(size)
-        view = memoryview(buffer.data)
-        filled = 0
-        while filled < size:
-            got = answer.readinto(view[filled:])
-            if not got:
-                raise http.client.IncompleteRead(b"", size - filled)
-            filled += got
-        answer.close()
-        return buffer
+        with self._http.getresponse() as answer:
+            if answer.status != http.client.OK:
+                raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
+            size = answer.length
+            if size is None or not 0 < size <= max_bytes:
+                raise ProtocolError(
+                    f"an answer must state its size in bytes, up to {max_bytes:,} (see max_batch_bytes), stated {size}"
+                )
+            buffer = pool.take(size)
+            view = memoryview(buffer.data)
+            filled = 0
+            while filled < size:
+                got = answer.readinto(view[filled:])
+                if not got:
+                    raise http.client.IncompleteRead(b"", size - filled)
+                filled += got
+            return buffer
 
     def _answer(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
         """The answer, of which something has come."""

@@ -138,10 +138,7 @@ class _LocalServer:
         loop = uvloop.new_event_loop()
         try:
             loop.run_until_complete(self._serve())
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(_cancel_others())
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             # not by asyncio.Runner: it starts a thread to end the executor, and when the interpreter ends none starts
@@ -169,3 +166,10 @@ class _LocalServer:
             await serving
         finally:
             await service.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
