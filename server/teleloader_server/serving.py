@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -94,11 +96,13 @@ def serve(
     server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port)
     url = server.start()
     local.begin_serving(url, server.thread, num_workers)
+    # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
+    ending = weakref.finalize(server, server.stop)
     try:
         yield url
     finally:
         local.end_serving(url)
-        server.stop()
+        ending()
 
 
 class _LocalServer:
@@ -109,6 +113,7 @@ class _LocalServer:
         self._limits = limits
         self._address = address
         self._port = port
+        self._pid = os.getpid()
         self._started: Future[str] = Future()
         self._stop: Callable[[], object]
         self.thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
@@ -124,6 +129,8 @@ class _LocalServer:
 
     def stop(self) -> None:
         """Stop it and wait for its end."""
+        if os.getpid() != self._pid:
+            return  # a forked copy: the server is the parent's
         self._stop()
         self.thread.join()
 
