@@ -26,7 +26,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
@@ -185,11 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="pairs of turns (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn (default: %(default)s)")
     options = parser.parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
-    facts = machine.describe()
-    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    console = machine.announce(machine.describe())
     with (
         running(HOSTED, NUM_WORKERS) as server,
         consumers(server.url, range(options.idle)) as idle,

@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
 from benchmarks.processes import ROOT
 
 PACKAGES: Final = ("numpy", "torch", "uvicorn", "uvloop", "teleloader")
+
+
+def announce(facts: Mapping[str, str], heading: str = "") -> Console:
+    """A console for what is measured, on which it is said what and on which machine."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    console.print(heading + ", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    return console
 
 
 def describe() -> dict[str, str]:

@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
@@ -172,11 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.partition(":")[0])
     parser.add_argument("--times", type=int, default=20, help="faults of each kind (default: %(default)s)")
     times = parser.parse_args(arguments).times
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
-    facts = machine.describe()
-    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    console = machine.announce(machine.describe())
     table = Table(title=f"from a fault to the next batch, {times} times each", title_justify="left")
     table.add_column("fault")
     for heading in ("median, ms", "worst, ms", "after it listens: median, ms", "worst, ms", "usual batch, ms"):

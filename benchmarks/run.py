@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
@@ -69,12 +68,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     facts = machine.describe()
-    console.print(f"$ {command}\n{', '.join(f'{name} {fact}' for name, fact in facts.items())}\n", highlight=False)
+    console = machine.announce(facts, f"$ {command}\n")
+    console.print()
     if not has_torch():
         console.print("torch is not installed: torch's local DataLoader is left out\n")
     chosen = [WORKLOADS[name] for name in options.workloads or WORKLOADS]

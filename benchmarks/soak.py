@@ -172,11 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=PICTURE, metavar="FILE", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
-    facts = machine.describe()
-    console.print(", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
+    console = machine.announce(machine.describe())
     context = multiprocessing.get_context("spawn")
     batches = context.Value("Q", 0)
     with running(HOSTED, NUM_WORKERS) as server:

@@ -29,20 +29,20 @@ class Backoff:
 
     def reset(self) -> None:
         """Something went well: the next failure is the first one again."""
-        self._is_failing = False
+        self._deadline: float | None = None
         self._delay = FIRST_DELAY
 
-    def failed(self) -> bool:
-        """Something failed; whether that is the first time since `reset`, and so worth telling."""
-        if self._is_failing:
-            return False
-        self._is_failing = True
-        self._deadline = time.monotonic() + self._timeout
-        return True
+    @property
+    def first(self) -> bool:
+        """Whether nothing has failed since `reset`: what is wrong is worth telling once."""
+        return self._deadline is None
 
     def pause(self) -> bool:
-        """Wait before the next try, after `failed`; False when the time is over."""
-        left = self._deadline - time.monotonic()
+        """Wait before the next try; False when the time is over."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._timeout
+        left = self._deadline - now
         if left <= 0:
             return False
         self._sleep(min(left, self._random.uniform(0, self._delay)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +18,6 @@ from teleloader_shared.errors import (
     TeleloaderError,
     UnknownLoader,
 )
-
-logger = logging.getLogger("teleloader")
 
 BROKEN: Final = (OSError, http.client.HTTPException, CorruptFrame, UnknownLoader, ServerUnavailable)
 """What asking again mends."""

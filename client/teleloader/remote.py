@@ -209,7 +209,7 @@ class RemoteDataset:
             try:
                 return request()
             except ServerUnavailable as error:
-                if backoff.failed():
+                if backoff.first:
                     logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
                 if not backoff.pause():
                     raise ServerUnavailable(

@@ -130,7 +130,6 @@ class Source:
         server, timeout = self._servers[0], self._wanted.reconnect_timeout
         if damaged >= MAX_DAMAGED:
             error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {error}")
-        backoff.failed()
         trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.trouble is not trouble:
             others = "the other servers go on, and it is tried now and then"
