@@ -4,8 +4,9 @@ VENV ?= .venv
 # What to install torch from, for example TORCH=torch==2.13.0. Empty: tests that need torch are skipped.
 TORCH ?=
 
-# Which tests to run; all of them unless some are named.
+# Which tests to run; all of them unless some are named. And how many at a time.
 TESTS ?=
+JOBS ?= 4
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
@@ -18,8 +19,8 @@ help:  ## Show this list.
 demo: $(VENV)/.demo  ## Serve the embedded digits, train a classifier on them through the client, show the result.
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.dev  ## Run the tests.
-	$(BIN)/python -m pytest $(TESTS)
+test: $(VENV)/.dev  ## Run the tests, several at a time: they wait for processes more than they work.
+	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
 
 lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .

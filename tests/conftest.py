@@ -29,6 +29,11 @@ def need(module: str) -> None:
         pytest.skip(f"needs {module}")
 
 
+def label(value: object) -> str:
+    """What a parameter is called in a test's name: the same in every process, so that several can share the tests."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))[:60]
+
+
 class ServerProcess:
     """A ``teleloader-server`` of its own, on a free port."""
 

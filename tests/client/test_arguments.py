@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader.arguments import Arguments, check, warn_of_too_many_workers
-from tests.conftest import need
+from tests.conftest import label, need
 
 Outcome = tuple[tuple[type[Exception], str] | None, list[tuple[type[Warning], str]]]
 
@@ -97,7 +97,7 @@ NO_CONTEXT = (
         ({"multiprocessing_context": "fork"}, NO_PROCESSES),
         ({"num_workers": 1, "multiprocessing_context": "x"}, NO_METHOD),
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_is_refused(changed: dict[str, Any], text: str) -> None:
     """A ValueError, with torch's text."""
@@ -114,7 +114,7 @@ def test_what_is_refused(changed: dict[str, Any], text: str) -> None:
         ({"num_workers": None}, "'<' not supported between instances of 'NoneType' and 'int'"),
         ({"timeout": "1"}, "'<' not supported between instances of 'str' and 'int'"),
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_has_a_wrong_type(changed: dict[str, Any], text: str) -> None:
     """A TypeError, with torch's or Python's text."""
@@ -139,7 +139,7 @@ def test_what_has_a_wrong_type(changed: dict[str, Any], text: str) -> None:
         {"num_workers": 1, "multiprocessing_context": multiprocessing.get_all_start_methods()[0]},
         {"num_workers": 1, "multiprocessing_context": multiprocessing.get_context()},
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_is_accepted(changed: dict[str, Any]) -> None:
     """Also what fails only in iter(), such as a prefetch_factor of 0, or a timeout without workers."""

@@ -17,7 +17,7 @@ from teleloader import RemoteDataset
 from teleloader.functions import name_on_server
 from teleloader_shared import local
 from tests.client.fake_server import INFO, fake_server
-from tests.conftest import need
+from tests.conftest import label, need
 
 Loader = type("Loader", (), {})
 """Whose function it is."""
@@ -143,7 +143,7 @@ def test_what_has_no_name_is_refused(dataset: RemoteDataset, function: Callable[
 
 
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
-@pytest.mark.parametrize("function", [5, "statistics:mean", [statistics.mean]], ids=repr)
+@pytest.mark.parametrize("function", [5, "statistics:mean", [statistics.mean]], ids=label)
 def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str, function: Any) -> None:
     """Also a name: it is the function itself that is passed."""
     with pytest.raises(TypeError, match=f"{argument} must be a function, was "):
@@ -155,7 +155,9 @@ def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str,
 
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
 @pytest.mark.parametrize(
-    "function", [statistics.variance, lambda samples: samples, Made(), functools.partial(max), Made().collate], ids=str
+    "function",
+    [statistics.variance, lambda samples: samples, Made(), functools.partial(max), Made().collate],
+    ids=label,
 )
 def test_a_server_of_this_process_is_lent_the_function(
     served_here: RemoteDataset, argument: str, function: Callable[..., Any]

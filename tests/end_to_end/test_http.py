@@ -36,6 +36,10 @@ def key(server: httpx.Client) -> str:
     return registered
 
 
+def _frames(answer: httpx.Response) -> list[codec.Frame]:
+    return list(codec.read_all(np.frombuffer(answer.content, np.uint8), lambda bits, *_: bits))
+
+
 def test_the_same_spec_has_the_same_key(server: httpx.Client, key: str) -> None:
     """However often it is registered, and whether defaults are spelled out or not."""
     spec = {"dataset": "dataset", "batch_size": 8, "shuffle": False, "seed": 0, "rank": 0}
@@ -69,8 +73,7 @@ def test_a_batch_that_the_client_has_is_not_sent_again(server: httpx.Client, key
 def test_a_range_is_all_its_frames_in_order(server: httpx.Client, key: str) -> None:
     """One after another, as they are ready."""
     answer = server.get(f"/v1/loaders/{key}/epochs/3/batches", params={"start": 1, "stop": 7})
-    frames = list(codec.split(np.frombuffer(answer.content, np.uint8)))
-    addresses = [codec.read(frame, lambda bits, *_: bits).address for frame in frames]
+    addresses = [frame.address for frame in _frames(answer)]
     assert addresses == [codec.Address(key, 3, k) for k in range(1, 7)]
 
 
@@ -78,8 +81,7 @@ def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str
     """With ready=true the answer has the first batches of the range, at least one, and a Content-Length."""
     answer = server.get(f"/v1/loaders/{key}/epochs/4/batches", params={"start": 0, "stop": 7, "ready": True})
     assert int(answer.headers["content-length"]) == len(answer.content)
-    frames = list(codec.split(np.frombuffer(answer.content, np.uint8)))
-    assert 1 <= len(frames) <= 7
+    assert 1 <= len(_frames(answer)) <= 7
 
 
 def test_a_registration_can_be_asked_for(server: httpx.Client, key: str) -> None:
@@ -154,8 +156,8 @@ def test_another_protocol_version_is_refused(server: httpx.Client) -> None:
 def test_probes_and_stats(server: httpx.Client, key: str) -> None:
     """Alive, ready, and a record for the server, each dataset, worker and consumer."""
     assert server.get("/healthz").json() == {"status": "ok"}
-    assert server.get("/readyz").json() == {"status": "ready"}
     server.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers={"Teleloader-Consumer": "me"})
+    assert server.get("/readyz").json() == {"status": "ready"}
     stats = server.get("/stats").json()
     assert stats["server"]["num_workers"] == len(stats["workers"]) == 2
     assert [dataset["dataset"] for dataset in stats["datasets"]] == ["dataset"]

@@ -13,7 +13,7 @@ import pytest
 from teleloader_server.collate import Stack
 from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
 from teleloader_server.datasets import HostedDataset, host, is_factory, open_dataset, open_datasets, resolve
-from tests.conftest import need
+from tests.conftest import label, need
 
 Module = Callable[[str, str], None]
 
@@ -259,7 +259,7 @@ def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> Non
 # --- What can be hosted -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), range(3), np.arange(3), Squares(3), "abc"], ids=repr)
+@pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), range(3), np.arange(3), Squares(3), "abc"], ids=label)
 def test_anything_with_samples_and_a_length_is_a_dataset(dataset: Any) -> None:
     """Lists and arrays too."""
     assert host(dataset, name="n").info.length == 3

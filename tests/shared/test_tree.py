@@ -28,7 +28,7 @@ from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
 from teleloader_shared.records import RecordTypes
 from teleloader_shared.tree import MAX_DEPTH, MAX_SAME_HASH, Tensor, flatten, unflatten
-from tests.conftest import need
+from tests.conftest import label, need
 from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, assert_same, keep, plain_trees, trees
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
@@ -254,7 +254,7 @@ class Colour(enum.IntEnum):
         ([{Frozen(1)}], "an element of batch[0] is a tests.shared.trees.Frozen, and only None, str, bytes, numbers"),
         ([{Colour.RED}], "an element of batch[0] is a tests.shared.test_tree.Colour, which cannot travel"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=label,
 )
 def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: str) -> None:
     """The error says where in the batch it is and what it is."""
