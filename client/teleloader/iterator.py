@@ -10,7 +10,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from teleloader.failures import exception_of
@@ -49,12 +49,11 @@ class Progress:
 
     def advance(self, frame: Frame, shards: int) -> None:
         """The loop was given the next batch, or an error in its place."""
-        states = self.next.shard_states
+        self.next = self.next._replace(batch=self.next.batch + 1)
         if frame.shard_state is not None:
             place = frame.address.batch % shards
-            states = states or (None,) * shards
-            states = (*states[:place], frame.shard_state, *states[place + 1 :])
-        self.next = replace(self.next, batch=self.next.batch + 1, shard_states=states)
+            states = self.next.shard_states or (None,) * shards
+            self.next = self.next._replace(shard_states=(*states[:place], frame.shard_state, *states[place + 1 :]))
 
     @property
     def position(self) -> Position:
@@ -101,12 +100,15 @@ class Pass:
             taking: Whether the loop is about to take a batch: what is drawn after it is drawn before, because drawing
                 is user code, which may be interrupted, and the batch would be lost.
         """
-        lists, window = self.lists, self.session.window
+        lists = self.lists
+        if lists is None:
+            return
+        window = self.session.window
         # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
         # as torch does; ours is drawn from for some batches at once
         step = max(1, window // 4) if self.session.adaptive else 1
         goal = self.progress.batch + taking + window
-        if lists is None or goal - lists.drawn < step:
+        if goal - lists.drawn < step:
             return
         key, epoch = self.key, self.progress.next.epoch
         frames = {}

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
-from teleloader.buffers import BufferPool, allocate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
 from teleloader.iterator import AsyncLoaderIterator, LoaderIterator, Pass, Progress
@@ -37,6 +36,7 @@ from teleloader.source import Wanted
 from teleloader.staging import Staging, Transform, accelerator_of
 from teleloader.state import Position
 from teleloader_shared import local
+from teleloader_shared.buffers import BufferPool, allocate
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
 from teleloader_shared.messages import Registration
@@ -326,13 +326,13 @@ class DataLoader:
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
             # before anything is drawn
-            self._next = replace(begun, random={**random_state.save(), "draws_base_seed": draws})
+            self._next = begun._replace(random={**random_state.save(), "draws_base_seed": draws})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
             lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
             if begun.random and begun.random["draws_base_seed"]:
                 self._draw_base_seed()  # it is known; what is drawn next is the order
             elif begun.base_seed is None and self._seed is None:
-                self._next = replace(self._next, base_seed=self._draw_base_seed() if draws else iterator.base_seed)
+                self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
             passing = self._pass(order, lists, iterator.session)
             iterator.begin(passing)
@@ -352,7 +352,7 @@ class DataLoader:
         if registered.key != spec.key:
             raise ProtocolError(f"{self._remote!r} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
-        begins = self._next if stop is None else replace(self._next, batch=min(self._next.batch, stop))
+        begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
         progress = Progress(begins, longest, keeps_base_seed=self._keeps_workers)
         asking = Session(
             progress.batch,

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader.buffers import Buffer
 from teleloader_shared import dtypes
+from teleloader_shared.buffers import Buffer
 from teleloader_shared.codec import MakeArray
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.tree import ArrayLeaf, Tensor, flatten, unflatten

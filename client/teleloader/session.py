@@ -194,7 +194,7 @@ class Session:
     def _further(self, server: int) -> Range:
         """The next batches that nobody was asked for."""
         start = self._asked
-        together = max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
+        together = self._together
         if self.shared:
             # what follows may be another server's: this one's workers know of no more than what it is asked for; and
             # the others shall have their share of the window
@@ -204,13 +204,21 @@ class Session:
         return Range(start, self._asked, min(self._ahead, self.stop - self._asked))
 
     @property
+    def _together(self) -> int:
+        """How many batches travel in one answer."""
+        return max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
+
+    @property
     def _ahead(self) -> int:
         """How many batches the server shall make beyond those that are asked for."""
         if self.on_demand or self.shared:
             return 0
         if self._shards:  # shards make them in turn, so they are asked for one range after another
             return max(0, self.taken + self.window - self._asked)
-        return max(1, self._servers[0].num_workers) if self.adaptive else 0
+        if not self.adaptive:
+            return 0
+        # as many as the next answer can carry: its workers go on while that is asked for
+        return max(min(self._together, self.window), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
         """What is left of a range without the batches at its beginning that are there, or are not wanted any more."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from teleloader.backoff import Backoff
-from teleloader.buffers import Buffer, BufferPool
 from teleloader.control import Server
 from teleloader.inbox import BROKEN, Inbox
 from teleloader.session import Range
 from teleloader.transport import BatchConnection, SilentConnection
 from teleloader_shared import codec
+from teleloader_shared.buffers import Buffer, BufferPool
 from teleloader_shared.codec import Address, End, Frame, MakeArray
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES, batches_path
@@ -236,8 +236,8 @@ class Source:
         """The frames of an answer, which must be the first batches of the range that was asked for."""
         frames = []
         try:
-            for number, raw in enumerate(codec.split(buffer), wanted.start):
-                frame = codec.read(raw, self._wanted.make_array, self._wanted.max_batch_bytes)
+            read = codec.read_all(buffer, self._wanted.make_array, self._wanted.max_batch_bytes)
+            for number, frame in enumerate(read, wanted.start):
                 expected = Address(self._wanted.key, self._wanted.epoch, number)
                 if frame.address != expected:
                     raise CorruptFrame(f"got {frame.address} where {expected} was asked for")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from reprlib import repr as short
 from types import UnionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from teleloader_shared.errors import StateMismatch
 
 STATE_VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where the next ``iter()`` begins."""
 
     epoch: int = 0

@@ -15,9 +15,9 @@ import ssl
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from teleloader.buffers import Buffer, BufferPool
 from teleloader.control import Server, error_of
 from teleloader.session import Range
+from teleloader_shared.buffers import Buffer, BufferPool
 from teleloader_shared.errors import ProtocolError, ServerUnavailable
 from teleloader_shared.messages import CONSUMER_HEADER
 

@@ -20,6 +20,7 @@ from teleloader_server.pool import Lease
 from teleloader_server.problems import Problem, Refusal
 from teleloader_server.service import LoaderService
 from teleloader_shared import codec
+from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import InvalidSpec, ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
@@ -48,7 +49,7 @@ LARGE_BODY: Final = 256 * 1024
 """Bodies from this size on are taken apart in a thread: others wait for the event loop."""
 LINGER: Final = 0.005
 """Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
-WRITE_BYTES: Final = 256 * 1024
+WRITE_BYTES: Final = 512 * 1024
 """Small frames are joined into writes of about this size: one write costs more than copying it."""
 
 MUTABLE: Final = {"cache-control": "no-store"}
@@ -167,7 +168,7 @@ def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview |
     for frame in frames:
         if len(frame) >= WRITE_BYTES:
             if small:
-                yield np.concatenate(small).data
+                yield _concatenated(small, gathered)
             small, gathered = [], 0
             step = 2**20 if split else len(frame)
             for start in range(0, len(frame), step):
@@ -176,10 +177,17 @@ def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview |
         small.append(frame)
         gathered += len(frame)
         if gathered >= WRITE_BYTES:
-            yield np.concatenate(small).data
+            yield _concatenated(small, gathered)
             small, gathered = [], 0
     if small:
-        yield np.concatenate(small).data
+        yield _concatenated(small, gathered)
+
+
+_writes: Final = BufferPool(free_bytes=16 * 2**20)
+
+
+def _concatenated(frames: list[Lease], size: int) -> memoryview:
+    return np.concatenate(frames, out=_writes.take(size)).data
 
 
 def make_router(service: LoaderService) -> APIRouter:
@@ -337,14 +345,16 @@ def indices_by_batch(body: bytes, first: Address) -> dict[int, bytes]:
         InvalidSpec: When they do not.
     """
     found: dict[int, bytes] = {}
+    start = 0
+    frames = codec.read_all(np.frombuffer(body, np.uint8), lambda bits, _dtype, _kind: bits, MAX_INDEX_BYTES)
     try:
-        for k, raw in enumerate(codec.split(np.frombuffer(body, np.uint8)), first.batch):
-            frame = codec.read(raw, lambda bits, _dtype, _kind: bits, MAX_INDEX_BYTES)
+        for k, frame in enumerate(frames, first.batch):
             if frame.address != Address(first.loader, first.epoch, k):
                 raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {k}")
             if len(found) == MAX_AHEAD:
                 raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists more")
-            found[k] = raw.tobytes()
+            found[k] = body[start : start + frame.nbytes]
+            start += frame.nbytes
     except ProtocolError as error:
         raise InvalidSpec(f"the body lists no indices: {error}") from None
     if not found:

@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -50,7 +50,8 @@ class Arena:
         self._retract = retract
         self._made = 0
         self._used: dict[int, Slot] = {}
-        self._free: OrderedDict[int, Slot] = OrderedDict()
+        self._free: OrderedDict[int, deque[Slot]] = OrderedDict()
+        """The free slots by their size, the size that was used longest ago first, and of each size the slot."""
         self._free_bytes = 0
 
     def take(self, nbytes: int) -> Slot:
@@ -59,25 +60,37 @@ class Arena:
         Raises:
             OSError: When the system has no memory for it.
         """
-        fitting = [slot for slot in self._free.values() if nbytes <= len(slot.memory) <= 2 * _rounded(nbytes)]
-        if fitting:
-            slot = min(fitting, key=lambda slot: len(slot.memory))
-            del self._free[slot.number]
-            self._free_bytes -= len(slot.memory)
-        else:
-            slot = self._make(_rounded(nbytes))
+        size = _rounded(nbytes)
+        slot = self._reuse(min((free for free in self._free if size <= free <= 2 * size), default=0))
+        if slot is None:
+            slot = self._make(size)
         self._used[slot.number] = slot
+        return slot
+
+    def _reuse(self, size: int) -> Slot | None:
+        slots = self._free.get(size)
+        if not slots:
+            return None
+        slot = slots.pop()  # what was used last is still in the processor's cache
+        self._free_bytes -= size
+        if slots:
+            self._free.move_to_end(size)
+        else:
+            del self._free[size]
         return slot
 
     def give_back(self, number: int) -> None:
         """The server has no use for the slot any more."""
         slot = self._used.pop(number)
-        self._free[number] = slot
-        self._free_bytes += len(slot.memory)
+        size = len(slot.memory)
+        self._free.setdefault(size, deque()).append(slot)
+        self._free_bytes += size
         while self._free_bytes > self._free_limit:
-            oldest, dropped = self._free.popitem(last=False)
-            self._free_bytes -= len(dropped.memory)
-            self._retract(oldest)
+            oldest, slots = next(iter(self._free.items()))
+            self._free_bytes -= oldest
+            self._retract(slots.popleft().number)
+            if not slots:
+                del self._free[oldest]
 
     def _make(self, size: int) -> Slot:
         fd = os.memfd_create("teleloader", os.MFD_CLOEXEC)
@@ -102,15 +115,16 @@ class Mapping:
         finally:
             os.close(fd)
         self.size = size
+        self._watch: weakref.ref[NDArray[np.uint8]] | None = None
 
     def lease(self, nbytes: int, released: Callable[[], None]) -> NDArray[np.uint8]:
         """The first `nbytes`, read-only; `released` is called when neither it nor a view of it exists any more.
 
         The event loop's transport holds a view of what it has not sent yet, so a slot is never written to while the
-        kernel still reads it.
+        kernel still reads it. There is one lease at a time: a worker does not fill a slot that is not free.
         """
         lease = np.frombuffer(self._memory, np.uint8, nbytes)
-        weakref.finalize(lease, released).atexit = False
+        self._watch = weakref.ref(lease, lambda _: released())
         return lease
 
 

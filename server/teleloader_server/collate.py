@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,18 +44,23 @@ class Stack:
     kind = "tensor"
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        first = arrays[0]
-        for entry, array in enumerate(arrays):
-            if array.shape != first.shape:
-                raise RuntimeError(
-                    f"stack expects each tensor to be equal size, but got {list(first.shape)} at entry 0 "
-                    f"and {list(array.shape)} at entry {entry}"
-                )
-        self._arrays = arrays
-        self._dtype = first.dtype
-        if any(array.dtype != first.dtype for array in arrays):
+        # sets, built without a line of Python for each array: samples may be many, and small
+        types = set(map(attrgetter("dtype"), arrays))
+        for dtype in types:
+            _check_is_numeric(dtype)
+        shapes = list(map(attrgetter("shape"), arrays))
+        if len(set(shapes)) > 1:
+            entry = next(entry for entry, shape in enumerate(shapes) if shape != shapes[0])
+            raise RuntimeError(
+                f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 "
+                f"and {list(shapes[entry])} at entry {entry}"
+            )
+        self._dtype = arrays[0].dtype
+        if len(types) > 1:
             self._dtype = _promoted(array.dtype for array in arrays)
-        self.shape = (len(arrays), *first.shape)
+            arrays = [array.astype(self._dtype, copy=False) for array in arrays]
+        self._arrays = arrays
+        self.shape = (len(arrays), *shapes[0])
 
     @property
     def dtype_name(self) -> str:
@@ -63,12 +69,17 @@ class Stack:
 
     def write(self, out: NDArray[Any]) -> None:
         """Stack into `out`."""
-        same = [array if array.dtype == self._dtype else array.astype(self._dtype) for array in self._arrays]
-        np.stack([dtypes.bits_of(array) for array in same], out=out)
+        arrays = self._arrays
+        if self.dtype_name in dtypes.EXTENDED:
+            arrays = [dtypes.bits_of(array) for array in arrays]
+        if out.ndim == 1:
+            out[...] = arrays
+        else:  # np.stack makes a view of each array first
+            np.concatenate(arrays, out=out.reshape(out.shape[0] * out.shape[1], *out.shape[2:]))
 
     def materialize(self) -> Tensor:
         """The stack as an array of its own."""
-        return np.stack(self._arrays, dtype=self._dtype, casting="unsafe").view(Tensor)
+        return np.stack(self._arrays).view(Tensor)
 
 
 class TensorStack:
@@ -183,10 +194,11 @@ def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None
 
 def _collate_numbers(samples: Sequence[Any], torch: Any, stacking: _Stacking) -> Any:
     first = samples[0]
-    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in set(map(type, samples))):
+    kinds = set(map(type, samples))
+    if torch is not None and any(issubclass(kind, torch.Tensor) for kind in kinds):
         return torch.utils.data.default_collate(list(samples))
     if isinstance(first, np.ndarray):
-        return stacking.arrays([_numeric(sample) for sample in samples])
+        return stacking.arrays(samples if kinds == {np.ndarray} else list(map(_as_array, samples)))
     return _floats(samples) if isinstance(first, float) and not isinstance(first, np.generic) else _numbers(samples)
 
 
@@ -235,12 +247,13 @@ _NOW: Final = _Stacking(lambda arrays: Stack(arrays).materialize(), _plain_stack
 _LATER: Final = _Stacking(Stack, _stack_tensors)
 
 
-def _numeric(value: Any) -> NDArray[Any]:
-    if not isinstance(value, np.ndarray | np.generic):
-        return _array_of(value)
-    if value.dtype.kind in "SUOMmV" and dtypes.name_of(value.dtype) not in dtypes.EXTENDED:
-        raise TypeError(_UNSUPPORTED.format(value.dtype))
-    return np.asarray(value)
+def _as_array(value: Any) -> NDArray[Any]:
+    return np.asarray(value) if isinstance(value, np.ndarray | np.generic) else _array_of(value)
+
+
+def _check_is_numeric(dtype: np.dtype[Any]) -> None:
+    if dtype.kind in "SUOMmV" and dtypes.name_of(dtype) not in dtypes.EXTENDED:
+        raise TypeError(_UNSUPPORTED.format(dtype))
 
 
 def _array_of(value: Any) -> NDArray[Any]:

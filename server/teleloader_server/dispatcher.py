@@ -19,7 +19,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
@@ -126,16 +126,14 @@ class _RunState:
         return any(consumer.wants(k) for consumer in self.consumers)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Have `worker` make a batch."""
 
     worker: int
     address: Address
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(NamedTuple):
     """Let go of a finished batch."""
 
     address: Address
@@ -372,20 +370,22 @@ class Dispatcher:
                 worker = self._free_worker(address)
                 if worker is None:
                     return  # what is less urgent must not take the worker for which this one waits
-                if not self._start(worker, address, consumer.distance(k) or 0, urgency, actions):
+                if not self._start(worker, address, consumer, urgency, actions):
                     left.remove(consumer)
                     continue
                 self._level = max(self._level, consumer.served)
                 consumer.served += self._seconds.get(consumer.run[0], 0.001)
 
     def _start(
-        self, worker: int, address: Address, distance: int, urgency: Urgency, actions: list[Start | Evict]
+        self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, actions: list[Start | Evict]
     ) -> bool:
         estimate = int(self._sizes.get(address.loader, 0))
-        evicted = self._make_room(estimate, distance, at_any_price=urgency is Urgency.WAITING)
-        if evicted is None:
-            return False
-        actions += evicted
+        if self._is_full(estimate):
+            distance = consumer.distance(address.batch) or 0
+            evicted = self._make_room(estimate, distance, at_any_price=urgency is Urgency.WAITING)
+            if evicted is None:
+                return False
+            actions += evicted
         self._runs[address.loader, address.epoch].batches[address.batch] = Batch(address, estimate)
         self._used += estimate
         self._count += 1
@@ -452,13 +452,11 @@ class Dispatcher:
         return self._used + nbytes > self._budget or self._count >= MAX_BATCHES
 
     def _make_room(self, nbytes: int, distance: int, *, at_any_price: bool) -> list[Evict] | None:
-        """Let go of what may go for a batch that is wanted `distance` batches from now.
+        """Let go of what may go, when memory is full, for a batch that is wanted `distance` batches from now.
 
         Returns:
             What was let go, or None when the batch has no room: then nothing was.
         """
-        if not self._is_full(nbytes):
-            return []
         evicted: list[Evict] = []
         if at_any_price or self._would_fit(nbytes, []):
             evicted += self._evict_unwanted(nbytes)

@@ -6,10 +6,9 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,11 @@ MAX_INDICES: Final = 1000
 """Indices of a failed batch that travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+Indices = NDArray[np.int64] | list[Any]
+"""What a batch holds: an array of the plan's, or whatever a client's own order lists."""
+
+
+class Task(NamedTuple):
     """A batch to be made. The plan is computed by the worker: a few numbers travel to it, not an index list."""
 
     spec: LoaderSpec
@@ -41,8 +43,7 @@ class Task:
     """The frame in which a client of an order of its own lists what the batch holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """How a task went; times in seconds."""
 
     samples: int
@@ -103,7 +104,7 @@ class Loading:
             The frame's size, and how it went.
         """
         started = fetched = collated = time.perf_counter()
-        indices: list[Any] = []
+        indices: Indices = []
         count = 0
         failed = False
         try:
@@ -136,7 +137,7 @@ class Loading:
         )  # fmt: skip
         return writer.nbytes, report
 
-    def _indices(self, task: Task) -> tuple[list[Any], int]:
+    def _indices(self, task: Task) -> tuple[Indices, int]:
         """What the batch holds, and how many of it are padding."""
         if task.indices is not None:
             return _listed(task.spec, task.indices), 0
@@ -145,7 +146,7 @@ class Loading:
                 "the server does not know what this batch holds: a bug, and it must not make another one"
             )
         plan = self._plan(task.spec, task.length, task.address.epoch)
-        return plan[task.address.batch].tolist(), plan.padding(task.address.batch)
+        return plan[task.address.batch], plan.padding(task.address.batch)
 
     def _shard(self, hosted: HostedDataset, task: Task) -> Shard:
         run = (task.address.loader, task.address.epoch)
@@ -160,7 +161,7 @@ class Loading:
             )
         return self._shards[run]
 
-    def _fetch(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
+    def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         if sys.modules.get("torch") is not None:
             return self._fetch_seeded(hosted, task, indices)
         try:
@@ -175,25 +176,26 @@ class Loading:
         self._torch_loaded()
         return self._fetch_seeded(hosted, task, indices)
 
-    def _fetch_seeded(self, hosted: HostedDataset, task: Task, indices: list[Any]) -> list[Any]:
+    def _fetch_seeded(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         spec, epoch, dataset = task.spec, task.address.epoch, hosted.dataset
         per_sample = hosted.info.seeding == "sample"
         if not per_sample:
             self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
             if spec.batch_size is not None and hosted.gives_batches(spec.collate):
                 return [dataset.__getbatch__(np.asarray(indices))]
-            if getattr(dataset, "__getitems__", None) is not None and spec.batch_size is not None:
-                samples: list[Any] = dataset.__getitems__(indices)
-                return samples
-        samples = []
-        for position, index in enumerate(indices):
-            if per_sample:
-                self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else position)
-            try:
+        numbers = _as_list(indices)
+        if not per_sample and spec.batch_size is not None and getattr(dataset, "__getitems__", None) is not None:
+            found: list[Any] = dataset.__getitems__(numbers)
+            return found
+        samples: list[Any] = []
+        try:
+            for index in numbers:
+                if per_sample:
+                    self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
                 samples.append(dataset[index])
-            except StopIteration as stop:
-                # torch lets it end the epoch silently: samples are lost and nobody knows
-                raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
+        except StopIteration as stop:
+            # torch lets it end the epoch silently: samples are lost and nobody knows
+            raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
         return samples
 
     def _seed(self, purpose: str, *coordinates: int) -> None:
@@ -219,8 +221,7 @@ def indices_of(task: Task) -> list[int]:
         return _numbers(_listed(task.spec, task.indices))
     if task.spec.session is not None and task.length == 0:
         return []
-    indices: list[int] = Plan(task.spec, task.length, task.address.epoch)[task.address.batch].tolist()
-    return indices
+    return _numbers(Plan(task.spec, task.length, task.address.epoch)[task.address.batch])
 
 
 def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
@@ -233,11 +234,15 @@ def _make_indices(bits: NDArray[Any], _dtype: str, kind: str) -> Any:
     return bits.tolist() if kind == "tensor" else bits
 
 
-def _numbers(indices: Sequence[Any]) -> list[int]:
-    return [index for index in indices[:MAX_INDICES] if isinstance(index, int)]
+def _as_list(indices: Indices) -> list[Any]:
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices
 
 
-def describe(error: BaseException, indices: Sequence[int], worker: int) -> Failure:
+def _numbers(indices: Indices) -> list[int]:
+    return [index for index in _as_list(indices[:MAX_INDICES]) if isinstance(index, int)]
+
+
+def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
     """What travels of an exception."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -305,7 +310,7 @@ def _set_random_state(state: _RandomState) -> None:
         sys.modules["torch"].set_rng_state(torch_state)
 
 
-def _collate(hosted: HostedDataset, task: Task, indices: list[Any], samples: list[Any]) -> tuple[int, Any]:
+def _collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[Any]) -> tuple[int, Any]:
     """How many samples the batch has, and the batch."""
     name = task.spec.collate
     if task.spec.batch_size is None:

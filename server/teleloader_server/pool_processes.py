@@ -307,6 +307,8 @@ class ProcessPool:
     def _hear(self, process: WorkerProcess, message: list[Any]) -> None:
         match message:
             case ["done", list(finished)]:
+                process.finished += len(finished)
+                self._got_on(process)
                 for task_id, frame, nbytes, *report in finished:
                     self._done(process, task_id, frame, nbytes, Report(*report))
             case ["slot", int(slot), int(size)]:
@@ -342,11 +344,9 @@ class ProcessPool:
         self._listener.worker_ready(process.number)
 
     def _done(self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
-        process.finished += 1
-        self._got_on(process)
         if task_id not in process.tasks:  # it was taken back when it had just been begun
             if not isinstance(frame, bytes):
-                self._put(process, ["free", frame])
+                self._put(process, ["free", [frame]])
             return
         if isinstance(frame, bytes):
             lease = np.frombuffer(frame, np.uint8)
@@ -358,8 +358,19 @@ class ProcessPool:
 
     def _released(self, process: WorkerProcess, slot: int) -> None:
         """Nobody reads a slot any more; called in whichever thread let go of it."""
-        with suppress(RuntimeError):  # the server has stopped, and its loop is closed
-            self._loop.call_soon_threadsafe(self._put, process, ["free", slot])
+        process.released.append(slot)
+        if not process.free_due:
+            process.free_due = True
+            with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+                self._loop.call_soon_threadsafe(self._free, process)
+
+    def _free(self, process: WorkerProcess) -> None:
+        """Tell a worker of its slots that nobody reads any more: one message for many."""
+        process.free_due = False  # first: what is released meanwhile is either taken below, or comes here again
+        slots = []
+        while process.released:
+            slots.append(process.released.popleft())
+        self._put(process, ["free", slots])
 
     def _put(self, process: WorkerProcess, message: list[Any]) -> None:
         """Send a message soon: one system call carries all that is said to a worker at a time."""

@@ -141,9 +141,10 @@ class LoaderService:
                 "they are collated changed. Start a new run, or host what the loader was made for"
             )
         spec = replace(spec, fingerprint=info.fingerprint)
-        if spec.key not in self._loaders:
-            await self._add_loader(spec, info)
-        return self.registration(spec.key)
+        key = spec.key
+        if key not in self._loaders:
+            await self._add_loader(key, spec, info)
+        return self.registration(key)
 
     def registration(self, key: str) -> Registration:
         """What the registration of a loader was answered with; it keeps a session from counting as idle.
@@ -162,7 +163,7 @@ class LoaderService:
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
-    async def _add_loader(self, spec: LoaderSpec, info: DatasetInfo) -> None:
+    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo) -> None:
         if info.kind == "iterable" and spec.session is None:
             raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
         if info.kind == "iterable" and (spec.order == "client" or spec.shuffle):
@@ -172,33 +173,33 @@ class LoaderService:
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
-        engine = await self._engine_of(spec, info)
+        engine = await self._engine_of(key, spec, info)
         length = 0 if info.kind == "iterable" else info.length or 0
-        self._loaders[spec.key] = _Known(Loader(spec, length, batches, engine), info.length)
+        self._loaders[key] = _Known(Loader(key, spec, length, batches, engine), info.length)
         if len(self._loaders) > MAX_LOADERS:
             self._forget_a_loader()
 
-    async def _engine_of(self, spec: LoaderSpec, info: DatasetInfo) -> Engine:
+    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo) -> Engine:
         own = self._host.own_pool(spec, info)
         if own is None:
             return await self._shared_engine()
-        if spec.key not in self._sessions:
+        if key not in self._sessions:
             self._refuse_too_many(own.num_workers)
             # a client that asks for workers has them used as torch uses them; user code may count on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
             engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
-            self._sessions[spec.key] = asyncio.create_task(_started(engine))
-            self._session_workers[spec.key] = own.num_workers
-        starting = self._sessions[spec.key]
+            self._sessions[key] = asyncio.create_task(_started(engine))
+            self._session_workers[key] = own.num_workers
+        starting = self._sessions[key]
         try:
             engine = await asyncio.shield(starting)
         except (ConfigError, OSError) as error:
-            if self._sessions.get(spec.key) is starting:
-                del self._sessions[spec.key], self._session_workers[spec.key]
+            if self._sessions.get(key) is starting:
+                del self._sessions[key], self._session_workers[key]
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
-        if self._sessions.get(spec.key) is not starting:
+        if self._sessions.get(key) is not starting:
             raise ServerUnavailable("the session was ended while its workers were started: register it again")
         return engine
 

@@ -34,6 +34,9 @@ from teleloader_shared.spec import LoaderSpec
 REPORT_EVERY: Final = 0.002
 """Seconds in which finished small batches are gathered before the server is told of them in one message."""
 
+REPORT_LATEST: Final = 0.01
+"""Seconds after which the server is told of a finished batch though the next one is still being made."""
+
 INLINE_BYTES: Final = 32 * 1024
 """Frames up to this size are sent to the server through the channel: a copy costs less than a mapping."""
 
@@ -139,6 +142,7 @@ class Worker:
         self._init_failures: dict[str, BaseException] = {}
         self._pid = os.getpid()
         self._told = 0.0
+        self._reported = 0.0
 
     def run(self) -> None:
         """Work until the server closes the channel.
@@ -150,7 +154,7 @@ class Worker:
         self._initialise()
         self._send(["ready"])
         # a batch that is finished must not wait for the next one, which may take for ever
-        threading.Thread(target=self._report_soon, daemon=True).start()
+        threading.Thread(target=self._report_late, daemon=True).start()
         while True:
             while not self._tasks:
                 self._report()
@@ -161,7 +165,10 @@ class Worker:
                 continue
             BEGUN.pack_into(self._notes, 0, task_id)
             self._work(task_id, task)
-            self._unreported.set()
+            if time.monotonic() - self._reported > REPORT_EVERY:
+                self._report()
+            else:
+                self._unreported.set()
 
     def _share_notes(self) -> None:
         """Let the server see at which batch this process hangs, and where: nothing of this needs a lock then."""
@@ -240,8 +247,9 @@ class Worker:
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
                 case ["task", int(task_id), str(key), int(epoch), int(batch), bytes() | None as indices]:
                     self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
-                case ["free", int(slot)]:
-                    self._arena.give_back(slot)
+                case ["free", list(slots)]:
+                    for slot in slots:
+                        self._arena.give_back(slot)
 
     def _work(self, task_id: int, task: Task) -> None:
         hosted = self._hosted[task.spec.dataset]
@@ -284,16 +292,18 @@ class Worker:
             self._told = now
             self._send(["progress"])
 
-    def _report_soon(self) -> None:
-        """Be the thread that tells the server of finished batches while the next one is made."""
+    def _report_late(self) -> None:
+        """Be the thread that tells the server of finished batches while the next one takes long."""
         while True:
             self._unreported.wait()
             self._unreported.clear()
-            time.sleep(REPORT_EVERY)
-            self._report()
+            time.sleep(REPORT_LATEST)
+            if time.monotonic() - self._reported > REPORT_EVERY:
+                self._report()
 
     def _report(self) -> None:
         with self._sending:
+            self._reported = time.monotonic()
             finished = []
             while self._finished:
                 finished.append(self._finished.popleft())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -44,6 +45,9 @@ class WorkerProcess:
         self.loaders: set[str] = set()
         """Those that it was told of."""
         self.slots: dict[int, Mapping] = {}
+        self.released: deque[int] = deque()
+        """Slots that nobody reads any more, of which it was not told yet."""
+        self.free_due = False
         self.flush_due = False
         self.held_up = False
         """What it does now takes long: what waited behind it was taken back, and it is given nothing more."""

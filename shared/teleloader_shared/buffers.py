@@ -70,7 +70,9 @@ class BufferPool:
         return lease
 
     def _find(self, size: int) -> Buffer | None:
-        for i, storage in enumerate(self._free):
+        # what came back last is still in the processor's cache
+        for i in reversed(range(len(self._free))):
+            storage = self._free[i]
             if size <= len(storage) <= 2 * size:
                 del self._free[i]
                 return storage

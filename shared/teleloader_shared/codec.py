@@ -32,6 +32,7 @@ DEFAULT_MAX_BATCH_BYTES: Final = 2**30
 # array32 of n, fixstr "TLF1", uint64 frame size, bool has checksum, uint64 checksum, uint32 header size
 _PROLOGUE: Final = struct.Struct(">BIB4sBQBBQBI")
 PROLOGUE_SIZE: Final = _PROLOGUE.size
+_BIN32_START: Final = struct.Struct(">BI")
 _ARRAY32, _FIXSTR4, _UINT64, _UINT32, _TRUE, _FALSE, _BIN8, _BIN32 = 0xDD, 0xA4, 0xCF, 0xCE, 0xC3, 0xC2, 0xC4, 0xC6
 _VALUES_BEFORE_SEGMENTS: Final = 6
 _BIN8_HEAD: Final = 2
@@ -44,8 +45,7 @@ MakeArray = Callable[[NDArray[Any], str, str], Any]
 """What a reader does with an array's bits: (bits, dtype name, kind) -> the leaf that the user sees."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Which batch a frame holds."""
 
     loader: str
@@ -81,8 +81,7 @@ class End:
     """Whether its code never asked which shard it is: then each shard gives the whole dataset."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A frame as it was read."""
 
     address: Address
@@ -169,7 +168,7 @@ class FrameWriter:
         raw[PROLOGUE_SIZE:end] = self._header
         for leaf, (start, size) in zip(self._leaves, self._segments, strict=True):
             _write_pad(raw, end, start - _BIN32_HEAD)
-            struct.pack_into(">BI", raw, start - _BIN32_HEAD, _BIN32, size)
+            _BIN32_START.pack_into(raw, start - _BIN32_HEAD, _BIN32, size)
             leaf.write(buffer[start : start + size].view(dtypes.storage(leaf.dtype_name)).reshape(leaf.shape))
             end = start + size
         _write_pad(raw, end, self.nbytes)
@@ -196,44 +195,50 @@ def frame_size(prologue: bytes | memoryview) -> int:
     Raises:
         ProtocolError: When these are not the beginning of a frame.
     """
-    return _read_prologue(prologue).size
+    return _read_prologue(prologue, 0).size
 
 
-def split(buffer: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    """The frames that stand one after another in `buffer`, as views.
+def read_all(
+    buffer: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAULT_MAX_BATCH_BYTES
+) -> Iterator[Frame]:
+    """Decode the frames that stand one after another in `buffer`.
+
+    Args:
+        buffer: Exactly their bytes; the arrays of the batches are views of them (unless they were compressed).
+        make_array: What to make of an array's bits.
+        max_bytes: How much decompressed arrays may take together, in each frame.
 
     Raises:
-        ProtocolError: When the buffer does not end where a frame ends.
+        CorruptFrame: When a checksum does not match.
+        ProtocolError: When the bytes break the format.
     """
     start = 0
     while start < len(buffer):
-        end = start + frame_size(buffer[start : start + PROLOGUE_SIZE].data)
-        if end > len(buffer):
-            raise ProtocolError(f"a frame of {end - start:,} bytes is cut off after {len(buffer) - start:,}")
-        yield buffer[start:end]
-        start = end
+        frame = _read_at(buffer, start, make_array, max_bytes)
+        yield frame
+        start += frame.nbytes
 
 
 def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
-    """Decode one whole frame.
+    """Decode exactly one frame: see `read_all`."""
+    found = _read_at(frame, 0, make_array, max_bytes)
+    if found.nbytes != len(frame):
+        raise ProtocolError(f"a frame states {found.nbytes:,} bytes and has {len(frame):,}")
+    return found
 
-    Args:
-        frame: Exactly its bytes; the arrays of the batch are views of them (unless they were compressed).
-        make_array: What to make of an array's bits.
-        max_bytes: How much decompressed arrays may take together.
 
-    Raises:
-        CorruptFrame: When the checksum does not match.
-        ProtocolError: When the bytes break the format.
-    """
-    size, values, checksum, header_size = _read_prologue(frame[:PROLOGUE_SIZE].data)
-    if size != len(frame):
-        raise ProtocolError(f"a frame states {size:,} bytes and has {len(frame):,}")
-    if checksum is not None and xxhash.xxh3_64_intdigest(frame[PROLOGUE_SIZE:].data) != checksum:
+def _read_at(buffer: NDArray[np.uint8], start: int, make_array: MakeArray, max_bytes: int) -> Frame:
+    raw = buffer.data
+    size, values, checksum, header_size = _read_prologue(raw, start)
+    stop = start + size
+    if stop > len(raw):
+        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {len(raw) - start:,}")
+    begin = start + PROLOGUE_SIZE
+    if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin:stop]) != checksum:
         raise CorruptFrame("a frame's content does not match its checksum")
-    end = PROLOGUE_SIZE + header_size
+    end = begin + header_size
     try:
-        header = msgpack.unpackb(frame[PROLOGUE_SIZE:end].data, strict_map_key=True)
+        header = msgpack.unpackb(raw[begin:end], strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of a frame is not msgpack: {error!r}") from None
     match header:
@@ -241,7 +246,7 @@ def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAU
             address = Address(loader, epoch, batch)
         case _:
             raise ProtocolError("the header of a frame states no loader, epoch and batch")
-    segments = _Segments(frame, end, header.get("compression"), make_array, max_bytes)
+    segments = _Segments(buffer, start, stop, end, header.get("compression"), make_array, max_bytes)
     padding = 0
     if "failure" in header:
         content: Any = _read_failure(header["failure"])
@@ -262,12 +267,21 @@ def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAU
 
 
 class _Segments:
-    """The arrays of a frame, taken one after another."""
+    """The arrays of the frame that stands in [start, stop) of a buffer, taken one after another from `end` on."""
 
     def __init__(
-        self, frame: NDArray[np.uint8], end: int, compression: object, make_array: MakeArray, max_bytes: int
+        self,
+        buffer: NDArray[np.uint8],
+        start: int,
+        stop: int,
+        end: int,
+        compression: object,
+        make_array: MakeArray,
+        max_bytes: int,
     ) -> None:
-        self._frame = frame
+        self._buffer = buffer
+        self._start = start
+        self._stop = stop
         self._end = end
         self._compression = compression
         self._make_array = make_array
@@ -283,31 +297,30 @@ class _Segments:
         if self._taken_bytes > self._max_bytes:
             raise ProtocolError(f"a frame declares arrays of more than the limit of {self._max_bytes:,} bytes")
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
-        if start > len(self._frame):
+        if start > self._stop:
             raise ProtocolError("a frame ends before the arrays that its tree declares")
-        marker, size = struct.unpack_from(">BI", self._frame.data, start - _BIN32_HEAD)
+        marker, size = _BIN32_START.unpack_from(self._buffer.data, start - _BIN32_HEAD)
         self._end = start + size
-        if marker != _BIN32 or self._end > len(self._frame):
+        if marker != _BIN32 or self._end > self._stop:
             raise ProtocolError("a frame has no array where its tree declares one")
-        segment = self._frame[start : self._end]
+        source, offset = self._buffer, start
         if self._compression is not None:
-            segment = _decompress(segment, self._compression, wanted)
-        if len(segment) != wanted:
-            raise ProtocolError(
-                f"an array {dtype_name} of shape {shape} must have {wanted:,} bytes, has {len(segment):,}"
-            )
-        if _KEPT_SHARE * wanted <= len(self._frame):
-            # labels are often kept for long, and must not keep the images of their batch
-            segment = segment.copy()
+            source, offset = _decompress(source[start : self._end], self._compression, wanted), 0
+            size = len(source)
+        if size != wanted:
+            raise ProtocolError(f"an array {dtype_name} of shape {shape} must have {wanted:,} bytes, has {size:,}")
         try:
-            bits = segment.view(dtype).reshape(shape)
-        except ValueError as error:
+            bits: NDArray[Any] = np.ndarray(shape, dtype, source, offset)
+        except (ValueError, OverflowError) as error:
             raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
+        if _KEPT_SHARE * wanted <= self._stop - self._start:
+            # labels are often kept for long, and must not keep the images of their batch
+            bits = bits.copy()
         return self._make_array(bits, dtype_name, kind)
 
     def finish(self, values: int) -> None:
         """After the last array the frame must end, and have as many values as it states."""
-        if _aligned(self._end + _BIN8_HEAD) != len(self._frame):
+        if _aligned(self._end + _BIN8_HEAD) != self._stop:
             raise ProtocolError("a frame goes on after the arrays that its tree declares")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
             raise ProtocolError(f"a frame states {values} values and has {self._taken} arrays")
@@ -320,13 +333,14 @@ class _Prologue(NamedTuple):
     header_size: int
 
 
-def _read_prologue(prologue: bytes | memoryview) -> _Prologue:
-    if len(prologue) < PROLOGUE_SIZE:
-        raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(prologue)}")
-    array, values, string, magic, *rest = _PROLOGUE.unpack_from(prologue)
+def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
+    if len(raw) - start < PROLOGUE_SIZE:
+        raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(raw) - start}")
+    (
+        array, values, string, magic, size_type, size, flag, digest_type, digest, header_type, header_size
+    ) = _PROLOGUE.unpack_from(raw, start)  # fmt: skip
     if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
-        raise ProtocolError(f"not a frame of this protocol version: it begins with {bytes(prologue[:10])!r}")
-    size_type, size, flag, digest_type, digest, header_type, header_size = rest
+        raise ProtocolError(f"not a frame of this protocol version: it begins with {bytes(raw[start : start + 10])!r}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
         raise ProtocolError("the prologue of a frame has values of other types than the format states")
     if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:

@@ -14,7 +14,7 @@ CONSUMER_HEADER: Final = "Teleloader-Consumer"
 FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
-READY_BYTES: Final = 2**20
+READY_BYTES: Final = 2**21
 """An answer of several frames ends with the one that reaches this size."""
 
 DATASETS_PATH: Final = "/v1/datasets"

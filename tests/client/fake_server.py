@@ -40,7 +40,8 @@ class Request:
         _, _, _, self.key, _, epoch, _ = parts.path.split("/")
         self.epoch = int(epoch)
         self.start = int(query["start"][0])
-        listed = [_indices(frame) for frame in codec.split(np.frombuffer(body, np.uint8))]
+        lists = codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits.tolist())
+        listed = [frame.content for frame in lists]
         self.listed: dict[int, Any] | None = dict(enumerate(listed, self.start)) if listed else None
         """What the batches hold, where the client says it."""
         self.stop = self.start + len(listed) if listed else int(query["stop"][0])
@@ -60,10 +61,6 @@ class Request:
         """The right answer."""
         over = BATCHES if self.listed is None else self.stop
         return b"".join(self.frame(k) if k < over else self.end(k) for k in range(self.start, self.stop))
-
-
-def _indices(frame: Any) -> Any:
-    return codec.read(frame, lambda bits, *_: bits.tolist()).content
 
 
 class _Server(ThreadingHTTPServer):

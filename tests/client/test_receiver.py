@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
+from teleloader_shared.messages import READY_BYTES
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
 RIGHT = [[k, k, k] for k in range(8)]
@@ -84,7 +85,7 @@ def test_a_server_that_is_always_wrong_is_an_error() -> None:
 def test_an_answer_that_states_too_much_is_not_received() -> None:
     """A hostile server cannot make the client take more memory than it allows."""
     with pytest.raises(ProtocolError, match="must state its size in bytes, up to"):
-        load(lambda request: bytes(2**20 + 2**12 + 1), max_batch_bytes=2**12)
+        load(lambda request: bytes(READY_BYTES + 2**12 + 1), max_batch_bytes=2**12)
 
 
 def test_a_server_that_never_can_is_unavailable() -> None:

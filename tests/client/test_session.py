@@ -51,7 +51,7 @@ def test_small_batches_travel_together() -> None:
     session.next_range()
     session.arrived(1, 4096)
     session.taken = 1
-    assert ranges(session)[0] == Range(1, 101, 1)
+    assert ranges(session)[0] == Range(1, 101, 100)
 
 
 def test_large_batches_travel_alone() -> None:

@@ -49,8 +49,7 @@ def read(data: bytes) -> str:
     buffer = np.frombuffer(bytearray(data), np.uint8)
     words = []
     canary.TOUCHED.clear()
-    for raw in codec.split(buffer):
-        frame = codec.read(raw, _READERS[len(data) // codec.ALIGNMENT % 2], MOST_ARRAYS)
+    for frame in codec.read_all(buffer, _READERS[len(data) // codec.ALIGNMENT % 2], MOST_ARRAYS):
         words.append(type(frame.content).__name__)
         if isinstance(frame.content, Failure):
             words.append(type(exception_of(frame.content, frame.address, "http://fuzz")).__name__)

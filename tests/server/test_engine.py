@@ -69,7 +69,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     engine = Engine(pool, BUDGET, Metrics())
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
-    loader = Loader(spec, 100, MAX_EPOCH, engine)
+    loader = Loader(spec.key, spec, 100, MAX_EPOCH, engine)
 
     def finish(worker: int, task: Task) -> None:
         pool.tasks.remove((worker, task))

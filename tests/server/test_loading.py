@@ -450,6 +450,6 @@ def test_a_dataset_that_is_not_hosted_is_a_failure() -> None:
 
 def test_describe_needs_no_traceback() -> None:
     """An exception that was never raised has none."""
-    failure = describe(ValueError("x"), range(3), -1)
+    failure = describe(ValueError("x"), [0, 1, 2], -1)
     assert (failure.type, failure.message, failure.traceback) == ("ValueError", "x", "ValueError: x\n")
     assert (failure.indices, failure.worker) == ([0, 1, 2], -1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teleloader.buffers import BufferPool, allocate
+from teleloader_shared.buffers import BufferPool, allocate
 from tests.conftest import need
 
 

@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
-# Up to 1024 the permutation is a table and above it a network; plans are computed in blocks of about 1024 samples.
-lengths = st.integers(0, 120) | st.integers(1000, 3000)
+# Up to 1024 the permutation is a table and above it a network; plans are computed in blocks of about 4096 samples.
+lengths = st.integers(0, 120) | st.integers(1000, 3000) | st.integers(4000, 10_000)
 epochs = st.integers(0, 5) | st.integers(0, MAX_EPOCH - 1)
 tails: tuple[Tail, ...] = ("pad", "drop", "uneven")
 
