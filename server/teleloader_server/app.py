@@ -23,6 +23,8 @@ from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
 """Seconds that an idle connection stays open: a trainer may think for a while between two batches."""
+TICK: Final = 1.0
+"""Seconds between the times at which the date in answers is set."""
 DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """The kernel drops an idle connection whose other machine has not answered for 20 s. (With TCP_USER_TIMEOUT, Linux does
 not count tries; that an answer is not taken, whatever the cause, is seen by the connection itself.)"""
@@ -69,6 +71,7 @@ class Server(uvicorn.Server):
             most = connections_for(service.limits.num_workers)
             limits = ConnectionLimits(max_connections=most, body_bytes=MAX_INDEX_BYTES)
         self._watch = Watch(limits, lambda: service.sends_too_much)
+        self._told_to_exit = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -94,6 +97,22 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to whoever runs the server: it is also started and stopped outside of uvicorn's reach."""
         yield
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether it was told to stop; to be set in its event loop."""
+        return self._told_to_exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, told: bool) -> None:
+        if told:
+            self._told_to_exit.set()
+
+    async def main_loop(self) -> None:
+        """Go on until it is told to stop. (uvicorn looks ten times a second: most of what an idle server did.)"""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._told_to_exit.wait(), TICK)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
