@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks import floor
+from benchmarks.parts import Setting, counted
 from benchmarks.workloads import EPOCH_BATCHES, SMALL, Workload
-
-WORKERS: Final = (1, 2)
 
 Indices = list[list[int]]
 
@@ -43,16 +43,16 @@ class Contender(Protocol):
 class Floor:
     """Plain sockets."""
 
-    name = "floor"
-    num_workers = 1
     beside = None
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, num_workers: int) -> None:
+        self.name = f"floor, {counted(num_workers, 'worker')}"
+        self.num_workers = num_workers
         self._workload = workload
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
-        """A producer process of its own."""
-        return floor.floor(self._workload)
+        """Producer processes of its own."""
+        return floor.floor(self._workload, self.num_workers)
 
     def indices(self, count: int) -> Indices:
         """The workload's own."""
@@ -62,7 +62,8 @@ class Floor:
 class Teleloader:
     """Our client, to torch tensors where torch is installed; the server runs all the time.
 
-    The order is the plan's: its batches can be shared, so no index list is sent for them.
+    The order is the plan's: its batches can be shared, so no index list is sent for them. The seed is another one in
+    each run, so that nothing is of use that a server has kept of the one before.
     """
 
     beside: str | None = None
@@ -72,15 +73,14 @@ class Teleloader:
     ) -> None:
         from teleloader import DataLoader, RemoteDataset
 
-        self.name = (
-            f"teleloader, {_workers(num_workers)}{', shuffled' if shuffle else ', checksum' if checksum else ''}"
-        )
+        kind = ", shuffled" if shuffle else ", checksum" if checksum else ""
+        self.name = f"teleloader, {counted(num_workers, 'worker')}{kind}"
         self.num_workers = num_workers
         self._loader = DataLoader(
             RemoteDataset(url, workload.name),
             batch_size=workload.batch_size,
             shuffle=shuffle or workload.shuffled,
-            seed=0,
+            seed=secrets.randbits(63),
             checksum=checksum,
         )
         self._epoch = -1
@@ -104,7 +104,7 @@ class TeleloaderShuffledHere:
     def __init__(self, workload: Workload, url: str, num_workers: int, beside: str) -> None:
         from teleloader import DataLoader, RemoteDataset
 
-        self.name = f"teleloader, {_workers(num_workers)}, shuffled by the client"
+        self.name = f"teleloader, {counted(num_workers, 'worker')}, shuffled by the client"
         self.num_workers = num_workers
         self.beside: str | None = beside
         self._loader = DataLoader(RemoteDataset(url, workload.name), batch_size=workload.batch_size, shuffle=True)
@@ -138,7 +138,7 @@ class TorchLocal:
     def __init__(self, workload: Workload, num_workers: int) -> None:
         import torch.utils.data
 
-        self.name = f"torch local, {_workers(num_workers)}"
+        self.name = f"torch local, {counted(num_workers, 'worker')}"
         self.num_workers = num_workers
         self._workload = workload
         options: dict[str, Any] = {"batch_size": workload.batch_size, "sampler": InOrder(workload)}
@@ -150,7 +150,7 @@ class TorchLocal:
                 "sampler": torch.utils.data.BatchSampler(InOrder(workload), workload.batch_size, drop_last=True),
             }
         self._loader = torch.utils.data.DataLoader(
-            dataset, num_workers=num_workers, collate_fn=workload.collate, **options
+            dataset, num_workers=num_workers, collate_fn=workload.collate_function, **options
         )
 
     @contextmanager
@@ -163,10 +163,12 @@ class TorchLocal:
         return in_turn(self._workload, count)
 
 
-def contenders(workload: Workload, urls: Mapping[int, str]) -> list[Contender]:
-    """All of them; `urls` are of running servers, by their number of workers."""
-    found: list[Contender] = [Floor(workload)]
-    for num_workers, url in urls.items():
+def contenders(workload: Workload, setting: Setting) -> list[Contender]:
+    """All of them; the floor can send over loopback only."""
+    found: list[Contender] = []
+    for num_workers, url in setting.urls.items():
+        if setting.is_local:
+            found.append(Floor(workload, num_workers))
         found += [Teleloader(workload, url, num_workers, checksum=checksum) for checksum in (False, True)]
         if has_torch():
             found.append(TorchLocal(workload, num_workers))
@@ -218,7 +220,3 @@ def _torch_seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"

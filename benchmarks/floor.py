@@ -1,7 +1,8 @@
 """The floor: the same work with plain sockets and nothing else, the least that any loader of this kind must do.
 
 A process runs the dataset, collates into one buffer that it uses again and again, and `sendall`s it with its size
-before it; the consumer does `recv_into` one buffer. No order, no second client, no failure is thought of.
+before it; the consumer does `recv_into` one buffer. Several take turns, each on a connection of its own. No order, no
+second client, no failure is thought of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import numpy as np
@@ -27,26 +28,25 @@ _ALIGNMENT: Final = 64
 
 
 @contextmanager
-def floor(workload: Workload) -> Iterator[Iterator[memoryview]]:
+def floor(workload: Workload, producers: int) -> Iterator[Iterator[memoryview]]:
     """The bytes of the batches, in one buffer that is written over and over."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.settimeout(START_TIMEOUT)
-        port = listening.getsockname()[1]
-        command = [sys.executable, "-m", "benchmarks.floor", workload.name, str(port)]
-        producer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
-        try:
-            connection, _ = listening.accept()
-            with connection:
-                connection.settimeout(None)
-                yield _receive(connection, workload)
-        finally:
-            end(producer)
+        connections = []
+        for number in range(producers):
+            places = (listening.getsockname()[1], number, producers)
+            command = [sys.executable, "-m", "benchmarks.floor", workload.name, *map(str, places)]
+            stack.callback(end, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL))
+            connections.append(stack.enter_context(listening.accept()[0]))
+            connections[-1].settimeout(None)
+        yield _receive(connections, workload)
 
 
-def _receive(connection: socket.socket, workload: Workload) -> Iterator[memoryview]:
+def _receive(connections: list[socket.socket], workload: Workload) -> Iterator[memoryview]:
     size = bytearray(_SIZE.size)
     buffer = np.empty(workload.max_bytes, np.uint8)
-    while True:
+    for connection in itertools.cycle(connections):
         _fill(connection, memoryview(size))
         (nbytes,) = _SIZE.unpack(size)
         batch = buffer.data[:nbytes]
@@ -63,28 +63,28 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
         filled += got
 
 
-def produce(workload: Workload, port: int) -> None:
-    """Send batches for as long as somebody takes them."""
+def produce(workload: Workload, port: int, number: int, producers: int) -> None:
+    """Send batches `number`, `number + producers`, ... for as long as somebody takes them."""
     dataset = workload.dataset()
     storage = np.empty(workload.max_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _ALIGNMENT - storage.ctypes.data % _ALIGNMENT
     message = storage[start - _SIZE.size :][: _SIZE.size + workload.max_bytes]
-    order = workload.order()
+    samples = workload.order()
+    batches = iter(lambda: list(itertools.islice(samples, workload.batch_size)), [])
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            indices = list(itertools.islice(order, workload.batch_size))
+        for indices in itertools.islice(batches, number, None, producers):
             nbytes = workload.fill(dataset, indices, message[_SIZE.size :])
             _SIZE.pack_into(message.data, 0, nbytes)
             connection.sendall(message[: _SIZE.size + nbytes].data)
 
 
 def main() -> None:
-    """Be the producer process: ``python -m benchmarks.floor WORKLOAD PORT``."""
+    """Be a producer process: ``python -m benchmarks.floor WORKLOAD PORT NUMBER PRODUCERS``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the consumer's end is ours
-    name, port = sys.argv[1:]
+    name, *places = sys.argv[1:]
     try:
-        produce(WORKLOADS[name], int(port))
+        produce(WORKLOADS[name], *map(int, places))
     except (BrokenPipeError, ConnectionResetError):
         return  # the consumer has seen enough
 

@@ -1,9 +1,12 @@
-"""What consumers cost that ask for nothing: ``python -m benchmarks.idle``.
+"""What a server costs that has nothing to do, and consumers that ask for nothing: ``python -m benchmarks.idle``.
 
-1,000 idle consumers, each with a loader of its own and an open connection on which it has taken some batches, beside
-200 that take batches as fast as they come. Rounds without and with the idle ones take turns.
+First a server alone: it was used once, and then nobody asks for anything, at first without a consumer and then with a
+`DataLoader` that holds its first batch.
 
-The consumers are no `DataLoader`: a thousand of these, with their threads, would be what is measured on a small
+Then 1,000 idle consumers, each with a loader of its own and an open connection on which it has taken some batches,
+beside 200 that take batches as fast as they come. Rounds without and with the idle ones take turns.
+
+These consumers are no `DataLoader`: a thousand of these, with their threads, would be what is measured on a small
 machine. They are connections in two processes, one for the idle and one for the active ones. They speak
 docs/protocol.md and read each answer whole, but do not decode it.
 """
@@ -15,11 +18,12 @@ import asyncio
 import dataclasses
 import json
 import multiprocessing
+import os
 import resource
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -30,11 +34,13 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.measuring import Spread
-from benchmarks.processes import LoaderServer, running
+from benchmarks.processes import LoaderServer, await_idle, running
 from benchmarks.workloads import SMALL
 
 HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
 NUM_WORKERS: Final = 1
+USED_BATCHES: Final = 10_000
+"""How much a server is used before it has nothing to do."""
 RANGE: Final = 16
 """Batches that are asked for at a time."""
 AT_ONCE: Final = 50
@@ -163,6 +169,66 @@ def consumers(url: str, numbers: range) -> Iterator[Tell]:
         process.join()
 
 
+# -- a server that has nothing to do
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rest:
+    """What one process cost in that time."""
+
+    cpu: float
+    """Seconds of processor time."""
+    pss: int
+    """Bytes at its end, shared pages divided."""
+
+
+def at_rest(seconds: float) -> tuple[dict[str, Rest], dict[str, Rest]]:
+    """A server's processes by name, when no consumer is there, and when one is that asks for nothing."""
+    from teleloader import DataLoader, RemoteDataset
+
+    with running(HOSTED, NUM_WORKERS) as server:
+        loader = DataLoader(RemoteDataset(server.url), shuffle=True, seed=0)
+        batches = iter(loader)
+        for _ in range(USED_BATCHES):
+            next(batches)
+        del batches
+        await_idle(server.url)
+        alone = _rest(server.pids(), seconds)
+        batches = iter(loader)
+        next(batches)
+        await_idle(server.url)
+        beside = _rest(server.pids() | {"consumer": os.getpid()}, seconds)
+        del batches
+        return alone, beside
+
+
+def _rest(pids: Mapping[str, int], seconds: float) -> dict[str, Rest]:
+    processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+    before = {name: _cpu(process) for name, process in processes.items()}
+    time.sleep(seconds)
+    return {
+        name: Rest(_cpu(process) - before[name], process.memory_full_info().pss) for name, process in processes.items()
+    }
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _rest_table(seconds: float) -> Table:
+    made = Table(title=f"a server that has nothing to do, {seconds:g} s", title_justify="left")
+    made.add_column("process")
+    for heading in ("CPU, s", "PSS, MiB", "CPU beside an idle consumer, s", "PSS, MiB"):
+        made.add_column(heading, justify="right")
+    alone, beside = at_rest(seconds)
+    for name, found in beside.items():
+        rest = alone.get(name)
+        without = ("-", "-") if rest is None else (f"{rest.cpu:.2f}", f"{rest.pss / 2**20:,.1f}")
+        made.add_row(name, *without, f"{found.cpu:.2f}", f"{found.pss / 2**20:,.1f}")
+    return made
+
+
 # -- the command
 
 
@@ -183,8 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--active", type=int, default=200, help="consumers that take batches (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of turns (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn (default: %(default)s)")
+    parser.add_argument("--rest", type=float, default=20.0, help="seconds of doing nothing (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())
+    console.print(_rest_table(options.rest))
     with (
         running(HOSTED, NUM_WORKERS) as server,
         consumers(server.url, range(options.idle)) as idle,

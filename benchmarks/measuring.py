@@ -49,6 +49,10 @@ class Spread(NamedTuple):
         """Of at least one value."""
         return cls(median(values), min(values), max(values))
 
+    def text(self, form: str) -> str:
+        """For a table; each number in that format."""
+        return f"{self.middle:{form}} ({self.low:{form}}..{self.high:{form}})"
+
 
 def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
     """How many batches take about so many seconds; the first are checked, so that nobody wins by being wrong.

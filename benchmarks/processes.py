@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import socket
 import subprocess
 import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from benchmarks.workloads import Workload
+import psutil
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SERVER: Final = Path(sysconfig.get_path("scripts"), "teleloader-server")
@@ -54,9 +56,15 @@ class LoaderServer:
 
     def stats(self) -> dict[str, Any]:
         """What /stats says now."""
-        with urllib.request.urlopen(f"{self.url}/stats", timeout=START_TIMEOUT) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+        return stats(self.url)
+
+    def pids(self) -> dict[str, int]:
+        """Its processes by name: the server, its template, and the workers that are there."""
+        workers = {f"worker {worker['worker']}": worker["pid"] for worker in self.stats()["workers"] if worker["pid"]}
+        children = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+        others = [pid for pid in children if pid not in workers.values()]
+        templates = {f"template{'' if number == 0 else f' {number}'}": pid for number, pid in enumerate(others)}
+        return {"server": self.process.pid, **templates, **workers}
 
     def await_ready(self) -> None:
         """Wait until batches can be had.
@@ -87,13 +95,70 @@ def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[Load
 
 
 @contextmanager
-def server(num_workers: int, workloads: Iterable[Workload], *options: str) -> Iterator[str]:
-    """A loader server with those workloads; gives its URL when it is ready."""
+def configured(num_workers: int, config: str) -> Iterator[LoaderServer]:
+    """A loader server with that configuration, as TOML."""
     with TemporaryDirectory() as folder:
-        config = Path(folder, "loader.toml")
-        config.write_text("\n".join(workload.toml for workload in workloads))
-        with running(["--config", str(config)], num_workers, *options) as started:
-            yield started.url
+        file = Path(folder, "loader.toml")
+        file.write_text(config)
+        with running(["--config", str(file)], num_workers) as started:
+            yield started
+
+
+def stats(url: str) -> dict[str, Any]:
+    """What /stats of a server says now."""
+    with urllib.request.urlopen(f"{url}/stats", timeout=START_TIMEOUT) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def await_idle(url: str) -> None:
+    """Wait until no worker of a server has anything to do.
+
+    Raises:
+        RuntimeError: When that does not happen: nobody else may use the server.
+    """
+    deadline = time.monotonic() + START_TIMEOUT
+    while any(worker["state"] != "idle" for worker in stats(url)["workers"]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{url} is used by others too: its workers were busy for {START_TIMEOUT:g} s")
+        time.sleep(0.005)
+
+
+@contextmanager
+def consumers(count: int, *shared: Any) -> Iterator[ProcessPoolExecutor]:
+    """So many fresh processes, which have imported what loads; each runs one function at a time.
+
+    They are forked from a process that has only imported it, so that they take milliseconds to start and have done
+    nothing before.
+
+    Args:
+        count: How many.
+        shared: What only a new process can be given, such as a lock: `shared_here` returns it there.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.imports"])
+    with ProcessPoolExecutor(count, context, initializer=_share, initargs=shared) as executor:
+        try:
+            yield executor
+        except BaseException:
+            end_forked()  # else the executor would wait for what they do
+            raise
+
+
+_shared: tuple[Any, ...] = ()
+
+
+def _share(*shared: Any) -> None:
+    global _shared
+    _shared = shared
+    # a local loader starts its workers as it always would, and not as this process was started
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches these processes too; their end is ours
+
+
+def shared_here() -> tuple[Any, ...]:
+    """What `consumers` was given for the processes that it started, of which this is one."""
+    return _shared
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -107,7 +172,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_forked() -> None:
-    """End what multiprocessing started here and is still there: torch's workers, when their iterator was cut short."""
+    """End what multiprocessing started here and is still there: consumers, and torch's workers of a turn cut short."""
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()

@@ -23,7 +23,8 @@ class Figures:
     bytes_per_second: Spread
     cpu_per_gb: Spread
     """Seconds of the consumer's process for 10**9 bytes."""
-    to_floor: Spread
+    to_floor: Spread | None
+    """To plain sockets with as many producers; None where they did not take part."""
     to_torch: Spread | None
     """To torch's local DataLoader with as many workers; None where it did not take part."""
     beside: str | None
@@ -35,12 +36,14 @@ class Figures:
 def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:
     """The figures of each contender; `turns` has a row for each, of one turn a round."""
     by_name = {contender.name: row for contender, row in zip(contenders, turns, strict=True)}
-    floor = by_name["floor"]
-    torch = {
-        contender.num_workers: row
-        for contender, row in zip(contenders, turns, strict=True)
-        if contender.name.startswith("torch")
-    }
+    floor, torch = (
+        {
+            contender.num_workers: row
+            for contender, row in zip(contenders, turns, strict=True)
+            if contender.name.startswith(kind)
+        }
+        for kind in ("floor", "torch")
+    )
     return [
         Figures(
             contender=contender.name,
@@ -49,7 +52,7 @@ def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequenc
             microseconds_per_batch=Spread.of([1e6 / turn.rate for turn in row]),
             bytes_per_second=Spread.of([turn.rate * workload.batch_bytes for turn in row]),
             cpu_per_gb=Spread.of([turn.cpu / (turn.batches * workload.batch_bytes) * 1e9 for turn in row]),
-            to_floor=_ratio(row, floor),
+            to_floor=_ratio(row, floor[contender.num_workers]) if contender.num_workers in floor else None,
             to_torch=_ratio(row, torch[contender.num_workers]) if contender.num_workers in torch else None,
             beside=contender.beside,
             cost_beside=None if contender.beside is None else _ratio(by_name[contender.beside], row),
@@ -67,11 +70,11 @@ def table(workload: Workload, figures: Sequence[Figures]) -> Table:
     for found in figures:
         made.add_row(
             found.contender,
-            _text(found.batches_per_second, ",.0f" if found.batches_per_second.middle >= 100 else ",.1f"),
+            found.batches_per_second.text(",.0f" if found.batches_per_second.middle >= 100 else ",.1f"),
             f"{found.bytes_per_second.middle / 1e6:,.0f}",
-            _text(found.to_floor, ".2f"),
-            "-" if found.to_torch is None else _text(found.to_torch, ".2f" if found.to_torch.middle < 10 else ".1f"),
-            _text(found.cpu_per_gb, ".2f"),
+            "-" if found.to_floor is None else found.to_floor.text(".2f"),
+            "-" if found.to_torch is None else found.to_torch.text(".2f" if found.to_torch.middle < 10 else ".1f"),
+            found.cpu_per_gb.text(".2f"),
         )
     return made
 
@@ -87,16 +90,12 @@ def orders(figures: Sequence[Figures]) -> Table | None:
         if found.beside is not None and found.cost_beside is not None:
             made.add_row(
                 found.beside,
-                _text(by_name[found.beside].microseconds_per_batch, ",.0f"),
-                _text(found.microseconds_per_batch, ",.0f"),
-                _text(found.cost_beside, ".2f"),
+                by_name[found.beside].microseconds_per_batch.text(",.0f"),
+                found.microseconds_per_batch.text(",.0f"),
+                found.cost_beside.text(".2f"),
             )
     return made if made.row_count else None
 
 
 def _ratio(row: Sequence[Turn], base: Sequence[Turn]) -> Spread:
     return Spread.of([turn.rate / other.rate for turn, other in zip(row, base, strict=True)])
-
-
-def _text(spread: Spread, form: str) -> str:
-    return f"{spread.middle:{form}} ({spread.low:{form}}..{spread.high:{form}})"

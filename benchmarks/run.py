@@ -1,19 +1,14 @@
-"""The command: contenders take turns in rounds, and a table of ratios is printed.
-
-One contender runs at a time, and all of them in each round, because on a shared machine what is measured at another
-time is measured on another machine.
-"""
+"""The command: the parts of the suite one after another, each with its tables."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -21,28 +16,35 @@ from typing import Any, Final
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
-from benchmarks.contenders import WORKERS, Contender, contenders, has_torch
-from benchmarks.measuring import Turn, calibrate, measure
-from benchmarks.processes import end_forked, server
-from benchmarks.report import evaluate, orders, table
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.contenders import has_torch
+from benchmarks.first_batch import Resume, Start
+from benchmarks.parts import Part, Setting, toml
+from benchmarks.processes import configured, end_forked, stats
+from benchmarks.sharing import Share
+from benchmarks.throughput import Throughput
+from benchmarks.workloads import WORKLOADS
 
 ROUNDS: Final = 7
 SECONDS: Final = 0.8
 QUICK_SECONDS: Final = 0.15
+WORKERS: Final = (1, 2)
 EXIT_INTERRUPTED: Final = 130
 
-Step = Callable[[str], None]
-"""Says what is being measured, one step further."""
+_ALL: Final[Sequence[Part]] = (*map(Throughput, WORKLOADS.values()), Start(), Resume(), Share())
+PARTS: Final = {part.name: part for part in _ALL}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit status."""
     options = _parse(arguments)
+    chosen = [PARTS[name] for name in options.workloads or PARTS]
+    if options.config:
+        print(_config(chosen))
+        return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        return _run(options)
+        return _run(options, chosen)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
@@ -51,15 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(WORKLOADS)}; default all")
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(PARTS)}; default all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help=f"about how long a turn counts (default: {SECONDS})")
     parser.add_argument("--quick", action="store_true", help="short turns: shows that it runs, not how fast")
+    parser.add_argument("--large", action="store_true", help="what needs minutes and gigabytes takes part as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn and all figures to a file")
+    parser.add_argument("--server", metavar="URL", help="measure a server that runs elsewhere, with what --config says")
+    parser.add_argument("--config", action="store_true", help="print the configuration of such a server, and end")
     options = parser.parse_args(arguments)
-    unknown = set(options.workloads) - set(WORKLOADS)
+    unknown = set(options.workloads) - set(PARTS)
     if unknown:
-        parser.error(f"there is no workload {', '.join(sorted(unknown))}; there is {', '.join(WORKLOADS)}")
+        parser.error(f"there is no workload {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, was {options.rounds}")
     if options.seconds is None:
@@ -67,57 +72,56 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     facts = machine.describe()
     console = machine.announce(facts, f"$ {command}\n")
     console.print()
     if not has_torch():
         console.print("torch is not installed: torch's local DataLoader is left out\n")
-    chosen = [WORKLOADS[name] for name in options.workloads or WORKLOADS]
+    if options.server is not None:
+        console.print(f"the servers' side is {options.server}: there is no floor, which is loopback's\n")
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         # the bar is drawn between turns only: a thread of its own would take time from what is measured
         progress = stack.enter_context(Progress(*_columns(), console=console, auto_refresh=False, transient=True))
         bar = progress.add_task("starting servers", total=None)
         progress.refresh()
-        urls = {num_workers: stack.enter_context(server(num_workers, chosen)) for num_workers in WORKERS}
-        taking_part = {workload: contenders(workload, urls) for workload in chosen}
-        progress.update(bar, total=sum(map(len, taking_part.values())) * (options.rounds + 1))
+        urls = stack.enter_context(_servers(options.server, chosen))
+        setting = Setting(urls, options.server is None, options.rounds, options.seconds, options.quick, options.large)
+        jobs = {part.name: part.prepare(setting) for part in chosen}
+        progress.update(bar, total=sum(job.steps for job in jobs.values()))
 
         def step(text: str) -> None:
             progress.update(bar, description=text, advance=1)
             progress.refresh()
 
-        for workload, found in taking_part.items():
-            turns = _turns(workload, found, options.rounds, options.seconds, step)
-            figures = evaluate(workload, found, turns)
-            console.print(table(workload, figures))
-            if (beside := orders(figures)) is not None:
-                console.print(beside)
-            results[workload.name] = [
-                {**dataclasses.asdict(row), "turns": [dataclasses.asdict(turn) for turn in taken]}
-                for row, taken in zip(figures, turns, strict=True)
-            ]
-    console.print("Medians over the rounds (least..most). A ratio is formed within each round. floor: 1 worker.")
+        for name, job in jobs.items():
+            outcome = job.run(step)
+            for table in outcome.tables:
+                console.print(table)
+            results[name] = outcome.results
+    console.print("Medians over the rounds (least..most). A ratio is formed within each round.")
     if options.json is not None:
         _write(options.json, {"command": command, "machine": facts, "workloads": results})
     return 0
 
 
-def _turns(workload: Workload, found: Sequence[Contender], rounds: int, seconds: float, step: Step) -> list[list[Turn]]:
-    """The turns of each contender, one a round; every other round goes through them backwards."""
-    counts = []
-    for contender in found:
-        step(f"{workload.name}: {contender.name}, first batches")
-        counts.append(calibrate(contender, workload, seconds))
-    turns: list[list[Turn]] = [[] for _ in found]
-    for number in range(rounds):
-        order = list(range(len(found)))
-        for i in order if number % 2 == 0 else reversed(order):
-            step(f"{workload.name}: {found[i].name}, round {number + 1} of {rounds}")
-            turns[i].append(measure(found[i], counts[i]))
-    return turns
+@contextmanager
+def _servers(url: str | None, chosen: Sequence[Part]) -> Iterator[dict[int, str]]:
+    """The servers' URLs by their number of workers: the one that runs elsewhere, or some that are started here."""
+    if url is not None:
+        yield {stats(url)["server"]["num_workers"]: url}
+        return
+    with ExitStack() as stack:
+        yield {count: stack.enter_context(configured(count, _config(chosen))).url for count in WORKERS}
+
+
+def _config(chosen: Sequence[Part]) -> str:
+    hosted: dict[str, str] = {}
+    for part in chosen:
+        hosted |= part.hosted
+    return toml(hosted)
 
 
 def _columns() -> tuple[TextColumn, BarColumn, TimeElapsedColumn]:

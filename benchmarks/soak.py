@@ -145,15 +145,8 @@ class History:
 
 def processes(server: LoaderServer, consumers: Sequence[BaseProcess]) -> dict[str, int]:
     """The processes that are looked at, by name."""
-    workers = {f"worker {worker['worker']}": worker["pid"] for worker in server.stats()["workers"] if worker["pid"]}
-    children = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-    others = [pid for pid in children if pid not in workers.values()]
-    return {
-        "server": server.process.pid,
-        **{f"template{'' if number == 0 else f' {number}'}": pid for number, pid in enumerate(others)},
-        **workers,
-        **{f"consumer {number}": consumer.pid for number, consumer in enumerate(consumers) if consumer.pid},
-    }
+    ours = {f"consumer {number}": consumer.pid for number, consumer in enumerate(consumers) if consumer.pid}
+    return server.pids() | ours
 
 
 def look(pid: int, seconds: float) -> Sample:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, Final
 
 import numpy as np
@@ -68,7 +69,12 @@ class Photographs:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._files = [self._draw(number) for number in range(self.FILES)]
+        self._files = self._drawn()
+
+    @classmethod
+    @cache
+    def _drawn(cls) -> list[bytes]:
+        return [cls._draw(number) for number in range(cls.FILES)]
 
     @classmethod
     def _draw(cls, number: int) -> bytes:
@@ -98,14 +104,6 @@ class Photographs:
         return np.array(part).transpose(2, 0, 1)
 
 
-def pad(samples: Sequence[NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-    """A collate function: sequences side by side, zeros after the shorter ones."""
-    ids = np.zeros((len(samples), max(map(len, samples))), np.int64)
-    for row, sample in zip(ids, samples, strict=True):
-        row[: len(sample)] = sample
-    return {"ids": ids, "lengths": np.array([len(sample) for sample in samples])}
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A dataset and how it is batched: equally shaped samples, one above the other."""
@@ -122,8 +120,8 @@ class Workload:
     """Whether everybody takes the samples in a random order."""
     whole_batches: bool = False
     """Whether the dataset gives whole batches to those who ask for such."""
-    collate: Any = None
-    """A function of this module that makes a batch of samples; None is torch's."""
+    collate: str | None = None
+    """``module:function`` that makes a batch of samples; None is torch's. Not imported where it is not needed."""
 
     @property
     def max_bytes(self) -> int:
@@ -136,10 +134,15 @@ class Workload:
         return self.batch_size * int(np.prod(self.sample_shape)) * np.dtype(self.dtype).itemsize
 
     @property
-    def toml(self) -> str:
-        """How a server's configuration says it."""
-        collate = "" if self.collate is None else f'collate = "{__name__}:{self.collate.__name__}"\n'
-        return f'[datasets.{self.name}]\nfactory = "{__name__}:{self.name.upper()}.dataset"\n{collate}'
+    def table(self) -> str:
+        """What a server's configuration says of it."""
+        collate = "" if self.collate is None else f'collate = "{self.collate}"\n'
+        return f'factory = "{__name__}:{self.name.upper()}.dataset"\n{collate}'
+
+    @property
+    def collate_function(self) -> Any:
+        """That function, or None."""
+        return None if self.collate is None else resolve_name(self.collate)
 
     def dataset(self) -> Any:
         """The dataset, longer than any run."""
@@ -209,8 +212,7 @@ class Padded(Workload):
 
     def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
         """Tokens and lengths."""
-        batch = pad([dataset[i] for i in indices])
-        return [batch["ids"], batch["lengths"]]
+        return self.arrays(self.collate_function([dataset[i] for i in indices]))
 
 
 class Decoded(Workload):
@@ -241,7 +243,13 @@ WHOLE: Final = Workload(
     "whole", "the same table, a whole batch at a time", 256, (32,), "float32", 10**6, shuffled=True, whole_batches=True
 )
 TOKENS: Final = Padded(
-    "tokens", "16 to 255 tokens of int64, padded, 32 to a batch", 32, (170,), "int64", 1009, collate=pad
+    "tokens",
+    "16 to 255 tokens of int64, padded, 32 to a batch",
+    32,
+    (170,),
+    "int64",
+    1009,
+    collate="benchmarks.padding:pad",
 )
 JPEG: Final = Decoded(
     "jpeg", "JPEGs of 500x375, decoded, a part resized to 3x224x224, 64 to a batch", 64, (3, 224, 224), "uint8", 2000

@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
             self._told_to_exit.set()
 
     async def main_loop(self) -> None:
-        """Go on until it is told to stop. (uvicorn looks ten times a second: most of what an idle server did.)"""
+        """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._told_to_exit.wait(), TICK)

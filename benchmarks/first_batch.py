@@ -1,0 +1,392 @@
+"""How long the first batch takes: of an epoch, however long the dataset is, and where a run is resumed.
+
+Each measurement is one of a fresh process, in which nothing was loaded before. The time is that from the construction
+of the loader to its first batch, with everything between: for us the connection, the registration and the batch; for a
+local loader its order and the start of its worker. All orders are shuffled, each measurement by a seed of its own, so
+that nothing is of use that a server has kept. The batch is compared with what it must hold.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pkgutil import resolve_name
+from statistics import median
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from benchmarks.measuring import Spread
+from benchmarks.parts import Job, Outcome, Setting, Step, counted
+from benchmarks.processes import await_idle, consumers
+
+BATCH_SIZE: Final = 256
+LATER: Final = 3
+"""Loaders of a process after its first, at least; the median counts."""
+LATER_SECONDS: Final = 0.2
+"""How long they take together, at least."""
+RESUMED_AT: Final = 0.9
+"""Share of the epoch that was over."""
+START_LENGTHS: Final = (10**5, 10**6, 10**7, 10**8, 10**10)
+RESUME_LENGTHS: Final = (10**6, 10**7, 10**8)
+
+
+class Numbered:
+    """Samples of 32 float32 that are made of their number, so that they take no memory."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.float32]:
+        sample = np.full(32, index % 2**20, np.float32)
+        sample[16:] = index // 2**20
+        return sample
+
+    @staticmethod
+    def numbers(batch: Any) -> NDArray[np.int64]:
+        """Which samples a batch holds."""
+        rows = np.asarray(batch).astype(np.int64)
+        numbers: NDArray[np.int64] = rows[:, 0] + 2**20 * rows[:, 16]
+        return numbers
+
+
+class Contender(Protocol):
+    """A way to load; it goes to another process."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    @property
+    def longest(self) -> int:
+        """The longest dataset with which it takes part."""
+
+    def loader(self, length: int, seed: int) -> Any:
+        """What is measured: a loader of so many samples, shuffled."""
+
+    def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
+        """The state of that loader when it has given so many batches, and which samples the next one holds."""
+
+    def await_idle(self) -> None:
+        """Wait until nothing is being done any more for loaders that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teleloader:
+    """Our client; the order is the plan's."""
+
+    num_workers: int
+    url: str
+    longest: int = 2**62
+
+    @property
+    def name(self) -> str:
+        """Ours."""
+        return f"teleloader, {counted(self.num_workers, 'worker')}"
+
+    def loader(self, length: int, seed: int) -> Any:
+        """Connected to the server anew."""
+        from teleloader import DataLoader, RemoteDataset
+
+        return DataLoader(RemoteDataset(self.url, _name(length)), BATCH_SIZE, shuffle=True, seed=seed)
+
+    def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
+        """A state counts samples."""
+        loader = self.loader(length, seed)
+        return {**loader.state_dict(), "samples": count * BATCH_SIZE}, loader.plan(0)[count]
+
+    def await_idle(self) -> None:
+        """The server's workers may still make what was to come next."""
+        await_idle(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A loader with a worker process of its own."""
+
+    name: str
+    loader_class: str
+    """``module:name``."""
+    sampler_class: str
+    longest: int
+
+    def loader(self, length: int, seed: int) -> Any:
+        """Of the same samples."""
+        return self._loader(Numbered(length), seed)
+
+    def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
+        """What the loader itself says there. Its samples are but their numbers: it comes by that place the sooner."""
+        loader = self._loader(range(length), seed, collate_fn=list)
+        batches = iter(loader)
+        for _ in islice(batches, count):
+            pass
+        return loader.state_dict() if count else None, np.array(next(batches))
+
+    def await_idle(self) -> None:
+        """Its worker ends with its iterator."""
+
+    def _loader(self, dataset: Any, seed: int, **options: Any) -> Any:
+        import torch
+
+        sampler = resolve_name(self.sampler_class)(dataset, generator=torch.Generator().manual_seed(seed))
+        with warnings.catch_warnings():  # torchdata calls something that torch will not have any more
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            return resolve_name(self.loader_class)(dataset, BATCH_SIZE, sampler=sampler, num_workers=1, **options)
+
+
+def torch_local(setting: Setting) -> Local:
+    """``torch.utils.data.DataLoader``: at 10**8 samples its order takes seconds and gigabytes."""
+    longest = 10**8 if setting.large else 10**7
+    return Local("torch local, 1 worker", "torch.utils.data:DataLoader", "torch.utils.data:RandomSampler", longest)
+
+
+def torchdata(setting: Setting) -> Local:
+    """``torchdata.stateful_dataloader.StatefulDataLoader``: to come by its state takes all batches before."""
+    longest = 10**7 if setting.large else 10**6
+    module = "torchdata.stateful_dataloader"
+    return Local(
+        "torchdata's StatefulDataLoader, 1 worker", f"{module}:StatefulDataLoader", f"{module}.sampler:RandomSampler",
+        longest,
+    )  # fmt: skip
+
+
+_Turn = TypeVar("_Turn")
+Rows = dict[tuple[str, int], list[_Turn]]
+"""What was measured of each contender and length, once a round."""
+
+
+def _name(length: int) -> str:
+    return f"numbered-{length}"
+
+
+def _hosted(lengths: Sequence[int]) -> dict[str, str]:
+    factory = f'factory = "{__name__}:{Numbered.__name__}"\n'
+    return {_name(length): f"{factory}kwargs = {{ length = {length} }}\n" for length in lengths}
+
+
+# -- in a process of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What was measured in one process: seconds and bytes."""
+
+    first: float
+    """To the first batch of the first loader that the process had: what is only loaded when it is needed counts."""
+    later: list[float]
+    """To that of each loader after it."""
+    memory: int
+    """How much the most memory of the process (peak RSS, without its workers) grew in all this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was measured in one process, which had a loader before: seconds to the first batch of each loader."""
+
+    begun: list[float]
+    """Of an epoch."""
+    resumed: list[float]
+    """After ``load_state_dict``, which counts."""
+
+
+def start(contender: Contender, length: int) -> Started:
+    """One loader after the other."""
+    before = _most_memory()
+    first, _ = _first_batch(contender, length, _seed())
+    later: list[float] = []
+    while _goes_on(later):
+        seed = _seed()
+        seconds, batch = _first_batch(contender, length, seed)
+        later.append(seconds)
+    memory = _most_memory() - before
+    _check(contender, batch, contender.after(0, length, seed)[1])
+    return Started(first, later, memory)
+
+
+def resume(contender: Contender, length: int) -> Resumed:
+    """Pairs of a loader that begins an epoch and one that goes on in another, in either order."""
+    _first_batch(contender, length, _seed())
+    turn = Resumed([], [])
+    while _goes_on(turn.begun):
+        seed = _seed()
+        state, expected = contender.after(int(length // BATCH_SIZE * RESUMED_AT), length, seed)
+        for resumes in (False, True) if len(turn.begun) % 2 == 0 else (True, False):
+            if not resumes:
+                turn.begun.append(_first_batch(contender, length, _seed())[0])
+                continue
+            seconds, batch = _first_batch(contender, length, seed, state)
+            turn.resumed.append(seconds)
+            _check(contender, batch, expected)
+    return turn
+
+
+def _first_batch(contender: Contender, length: int, seed: int, state: Any = None) -> tuple[float, Any]:
+    """How many seconds it takes, and what it is."""
+    contender.await_idle()
+    began = time.perf_counter()
+    loader = contender.loader(length, seed)
+    if state is not None:
+        loader.load_state_dict(state)
+    batches = iter(loader)
+    batch = next(batches)
+    return time.perf_counter() - began, batch
+
+
+def _goes_on(seconds: Sequence[float]) -> bool:
+    return len(seconds) < LATER or sum(seconds) < LATER_SECONDS
+
+
+def _check(contender: Contender, batch: Any, expected: NDArray[np.int64]) -> None:
+    numbers = Numbered.numbers(batch)
+    if not np.array_equal(numbers, expected):
+        raise AssertionError(f"the first batch of {contender.name} holds {numbers}, and should hold {expected}")
+
+
+def _seed() -> int:
+    return secrets.randbits(63)
+
+
+def _most_memory() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# -- the parts
+
+
+class Start:
+    """The first batch of an epoch, for datasets of any length."""
+
+    name = "start"
+    hosted: Mapping[str, str] = _hosted(START_LENGTHS)
+
+    def prepare(self, setting: Setting) -> Job:
+        """Find out who takes part."""
+        peers = [torch_local(setting)] if _is_installed("torch") else []
+        return _job(self.name, START_LENGTHS, peers, setting, start, self._outcome)
+
+    @staticmethod
+    def _outcome(rows: Rows[Started]) -> Outcome:
+        table = _table(
+            f"start - to the first batch of a shuffled epoch, {BATCH_SIZE} samples of 32 float32",
+            ("first loader, ms", "further ones, ms", f"to {START_LENGTHS[0]:,}", "client memory, MiB"),
+        )
+        for (contender, length), row in rows.items():
+            base = rows[contender, START_LENGTHS[0]]
+            ratios = [median(turn.later) / median(other.later) for turn, other in zip(row, base, strict=True)]
+            table.add_row(
+                contender,
+                f"{length:,}",
+                _ms([turn.first for turn in row]),
+                _ms([median(turn.later) for turn in row]),
+                _ratio(ratios),
+                Spread.of([turn.memory / 2**20 for turn in row]).text("+,.0f"),
+            )
+        return Outcome([table], _results(rows))
+
+
+class Resume:
+    """The first batch after ``load_state_dict``, beside that of an epoch."""
+
+    name = "resume"
+    hosted: Mapping[str, str] = _hosted(RESUME_LENGTHS)
+
+    def prepare(self, setting: Setting) -> Job:
+        """Find out who takes part."""
+        peers = [torchdata(setting)] if _is_installed("torchdata") else []
+        return _job(self.name, RESUME_LENGTHS, peers, setting, resume, self._outcome)
+
+    @staticmethod
+    def _outcome(rows: Rows[Resumed]) -> Outcome:
+        table = _table(
+            f"resume - to the next batch of a shuffled epoch of which {RESUMED_AT:.0%} are over",
+            ("begun, ms", "resumed, ms", "resumed to begun"),
+        )
+        for (contender, length), row in rows.items():
+            table.add_row(
+                contender,
+                f"{length:,}",
+                _ms([median(turn.begun) for turn in row]),
+                _ms([median(turn.resumed) for turn in row]),
+                _ratio([median(turn.resumed) / median(turn.begun) for turn in row]),
+            )
+        without = [] if _is_installed("torchdata") else ["torchdata is not installed: its loader is left out"]
+        return Outcome([table, *without], _results(rows))
+
+
+def _job(
+    name: str,
+    lengths: Sequence[int],
+    peers: Sequence[Contender],
+    setting: Setting,
+    measure: Callable[[Contender, int], _Turn],
+    outcome: Callable[[Rows[_Turn]], Outcome],
+) -> Job:
+    """Each contender with each length that it can do, one after the other in each round.
+
+    Args:
+        name: The part's.
+        lengths: Of the datasets.
+        peers: Who takes part beside our client.
+        setting: As it is for all parts.
+        measure: What to do with a contender and a length.
+        outcome: What to say of it.
+    """
+    found: Sequence[Contender] = (Teleloader(*setting.fewest), *peers)
+    cases = [(contender, length) for contender in found for length in lengths if length <= contender.longest]
+
+    def run(step: Step) -> Outcome:
+        step(f"{name}: first batches")  # what a server does for the first time is not measured
+        _apart(measure, *cases[0])
+        rows: Rows[_Turn] = {(contender.name, length): [] for contender, length in cases}
+        for number in range(setting.rounds):
+            for contender, length in cases if number % 2 == 0 else reversed(cases):
+                step(f"{name}: {contender.name}, {length:,} samples, round {number + 1} of {setting.rounds}")
+                rows[contender.name, length].append(_apart(measure, contender, length))
+        return outcome(rows)
+
+    return Job(1 + len(cases) * setting.rounds, run)
+
+
+def _apart(measure: Callable[[Contender, int], _Turn], contender: Contender, length: int) -> _Turn:
+    with consumers(1) as processes:
+        return processes.submit(measure, contender, length).result()
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _results(rows: Rows[Any]) -> list[dict[str, Any]]:
+    return [
+        {"contender": contender, "length": length, "turns": [asdict(turn) for turn in row]}
+        for (contender, length), row in rows.items()
+    ]
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold")
+    made.add_column("contender", no_wrap=True)
+    for heading in ("samples", *headings):
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def _ms(seconds: list[float]) -> str:
+    spread = Spread.of([1000 * each for each in seconds])
+    return spread.text(",.1f" if spread.middle < 100 else ",.0f")
+
+
+def _ratio(ratios: list[float]) -> str:
+    spread = Spread.of(ratios)
+    return spread.text(".2f" if spread.middle < 10 else ".1f")

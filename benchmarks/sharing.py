@@ -1,0 +1,172 @@
+"""What several consumers of one epoch cost: each batch should be made once, whoever takes it.
+
+One, two and four consumers, each a `DataLoader` in a process of its own, with the same arguments. All wait for each
+other before they begin. In one more case a consumer begins when the other has taken half of the epoch: it is sent what
+the server still keeps, and the rest is made again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Final
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from rich.table import Table
+
+from benchmarks.measuring import Spread
+from benchmarks.parts import Job, Outcome, Setting, Step, counted
+from benchmarks.processes import START_TIMEOUT, consumers, shared_here, stats
+
+NAME: Final = "worked"
+BATCHES: Final = 2000
+BATCH_SIZE: Final = 8
+QUICK_SHARE: Final = 10
+"""Only one part in so many is loaded when it is only to be shown that all runs: that of one of so many ranks."""
+
+
+class Worked:
+    """Samples that take some work: noise drawn from their number, 36 KiB in about 0.1 ms.
+
+    An epoch has 600 MB, more than a server keeps of what nobody wants, so that only consumers side by side share all.
+    """
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, NDArray[np.float32]]:
+        return index, np.random.default_rng(index).standard_normal((96, 96), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Who consumes."""
+
+    count: int
+    late: int = 0
+    """How many of them begin when half of the epoch is over."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return counted(self.count, "consumer") + (f", {self.late} of them half an epoch late" if self.late else "")
+
+
+CASES: Final = (Case(1), Case(2), Case(4), Case(2, late=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One epoch."""
+
+    batches: int
+    """How many the workers made."""
+    cpu: float
+    """Seconds of processor time of the workers."""
+    seconds: float
+    """From the beginning to the last batch of the last consumer."""
+
+
+class Share:
+    """One epoch for several consumers."""
+
+    name = "share"
+    hosted: Mapping[str, str] = {NAME: f'factory = "{__name__}:{Worked.__name__}"\n'}
+
+    def prepare(self, setting: Setting) -> Job:
+        """Nothing to do."""
+        if not setting.is_local:
+            return Job(0, lambda _: Outcome(["share is left out: another machine's workers cannot be looked at"], []))
+        return Job(1 + len(CASES) * setting.rounds, partial(self._run, setting))
+
+    def _run(self, setting: Setting, step: Step) -> Outcome:
+        url, world_size = setting.fewest[1], QUICK_SHARE if setting.quick else 1
+        step(f"{self.name}: first batches")
+        _turn(url, CASES[0], world_size)
+        rows: dict[Case, list[Turn]] = {case: [] for case in CASES}
+        for number in range(setting.rounds):
+            for case in CASES if number % 2 == 0 else reversed(CASES):
+                step(f"{self.name}: {case.name}, round {number + 1} of {setting.rounds}")
+                rows[case].append(_turn(url, case, world_size))
+        results = [{**asdict(case), "turns": [asdict(turn) for turn in row]} for case, row in rows.items()]
+        return Outcome([_table(rows, BATCHES // world_size)], results)
+
+
+def _turn(url: str, case: Case, world_size: int) -> Turn:
+    """An epoch that nobody has had."""
+    context = get_context("forkserver")
+    together, half_over = context.Barrier(case.count, timeout=START_TIMEOUT), context.Event()
+    arguments = {"shuffle": True, "seed": secrets.randbits(63), "rank": 0, "world_size": world_size}
+    with consumers(case.count, together, half_over) as processes:
+        batches, cpu = _batches_made(url), _worker_cpu(url)
+        seconds = _consume_together(processes, case, url, arguments)
+        return Turn(_batches_made(url) - batches, _worker_cpu(url) - cpu, seconds)
+
+
+def _consume_together(processes: ProcessPoolExecutor, case: Case, url: str, arguments: Mapping[str, Any]) -> float:
+    late = [number < case.late for number in range(case.count)]
+    begun = [processes.submit(consume, url, arguments, each) for each in late]
+    spans = [future.result() for future in as_completed(begun)]  # the first error ends all
+    return max(end for _, end in spans) - min(begin for begin, _ in spans)
+
+
+def consume(url: str, arguments: Mapping[str, Any], late: bool) -> tuple[float, float]:
+    """Take the epoch, in a process that was given what it waits for; when it began and ended, by the system's clock.
+
+    Raises:
+        AssertionError: When it is not the whole epoch in its order.
+    """
+    from teleloader import DataLoader, RemoteDataset
+
+    together, half_over = shared_here()
+    loader = DataLoader(RemoteDataset(url, NAME), BATCH_SIZE, **arguments)
+    plan, seen = loader.plan(0), []
+    together.wait()
+    if late:
+        half_over.wait()
+    began = time.monotonic()
+    for numbers, _ in loader:
+        seen.append(np.asarray(numbers))
+        if len(seen) == len(plan) // 2:
+            half_over.set()
+    ended = time.monotonic()
+    if len(seen) != len(plan) or not all(np.array_equal(numbers, plan[k]) for k, numbers in enumerate(seen)):
+        raise AssertionError(f"a consumer got {len(seen)} batches, which are not the {len(plan)} of its plan")
+    return began, ended
+
+
+def _batches_made(url: str) -> int:
+    made: int = next(each["batches_computed"] for each in stats(url)["datasets"] if each["dataset"] == NAME)
+    return made
+
+
+def _worker_cpu(url: str) -> float:
+    times = [psutil.Process(worker["pid"]).cpu_times() for worker in stats(url)["workers"] if worker["pid"]]
+    return sum(each.user + each.system for each in times)
+
+
+def _table(rows: Mapping[Case, list[Turn]], batches: int) -> Table:
+    made = Table(
+        title=f"share - an epoch of {batches:,} batches for several consumers", title_justify="left", title_style="bold"
+    )
+    made.add_column("consumers", no_wrap=True)
+    for heading in ("batches made", "worker CPU, s", "to 1 consumer", "epoch, s"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    alone = rows[CASES[0]]
+    for case, row in rows.items():
+        ratios = [turn.cpu / other.cpu for turn, other in zip(row, alone, strict=True)]
+        made.add_row(
+            case.name,
+            Spread.of([turn.batches for turn in row]).text(",.0f"),
+            Spread.of([turn.cpu for turn in row]).text(".2f"),
+            Spread.of(ratios).text(".3f"),
+            Spread.of([turn.seconds for turn in row]).text(".2f"),
+        )
+    return made

@@ -1,0 +1,67 @@
+"""How many batches a second each contender gets of a workload.
+
+One contender runs at a time, and all of them in each round, because on a shared machine what is measured at another
+time is measured on another machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import RenderableType
+
+from benchmarks.contenders import Contender, contenders
+from benchmarks.measuring import Turn, calibrate, measure
+from benchmarks.parts import Job, Outcome, Setting, Step
+from benchmarks.report import evaluate, orders, table
+from benchmarks.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """One workload."""
+
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        """The workload's."""
+        return self.workload.name
+
+    @property
+    def hosted(self) -> Mapping[str, str]:
+        """Its dataset."""
+        return {self.workload.name: self.workload.table}
+
+    def prepare(self, setting: Setting) -> Job:
+        """Find out who takes part."""
+        found = contenders(self.workload, setting)
+        return Job(len(found) * (setting.rounds + 1), partial(self._run, found, setting))
+
+    def _run(self, found: Sequence[Contender], setting: Setting, step: Step) -> Outcome:
+        turns = self._turns(found, setting, step)
+        figures = evaluate(self.workload, found, turns)
+        beside = orders(figures)
+        tables: list[RenderableType] = [table(self.workload, figures), *([] if beside is None else [beside])]
+        results = [
+            {**dataclasses.asdict(row), "turns": [dataclasses.asdict(turn) for turn in taken]}
+            for row, taken in zip(figures, turns, strict=True)
+        ]
+        return Outcome(tables, results)
+
+    def _turns(self, found: Sequence[Contender], setting: Setting, step: Step) -> list[list[Turn]]:
+        """The turns of each contender, one a round; every other round goes through them backwards."""
+        counts = []
+        for contender in found:
+            step(f"{self.name}: {contender.name}, first batches")
+            counts.append(calibrate(contender, self.workload, setting.seconds))
+        turns: list[list[Turn]] = [[] for _ in found]
+        for number in range(setting.rounds):
+            order = list(range(len(found)))
+            for i in order if number % 2 == 0 else reversed(order):
+                step(f"{self.name}: {found[i].name}, round {number + 1} of {setting.rounds}")
+                turns[i].append(measure(found[i], counts[i]))
+        return turns
