@@ -3,14 +3,18 @@
 One, two and four consumers, each a `DataLoader` in a process of its own, with the same arguments. All wait for each
 other before they begin. In one more case a consumer begins when the other has taken half of the epoch: it is sent what
 the server still keeps, and the rest is made again.
+
+Processors that share caches and units do less in a second when all are busy, so the same work costs more seconds beside
+three more consumers. How many more is seen where one consumer stands beside a process that only copies memory.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -52,14 +56,17 @@ class Case:
     count: int
     late: int = 0
     """How many of them begin when half of the epoch is over."""
+    disturbed: bool = False
+    """Whether a process that has nothing to do with them keeps a processor busy."""
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        return counted(self.count, "consumer") + (f", {self.late} of them half an epoch late" if self.late else "")
+        late = f", {self.late} of them half an epoch late" if self.late else ""
+        return f"{counted(self.count, 'consumer')}{late}{', beside copies of memory' if self.disturbed else ''}"
 
 
-CASES: Final = (Case(1), Case(2), Case(4), Case(2, late=1))
+CASES: Final = (Case(1), Case(1, disturbed=True), Case(2), Case(4), Case(2, late=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +111,30 @@ def _turn(url: str, case: Case, world_size: int) -> Turn:
     context = get_context("forkserver")
     together, half_over = context.Barrier(case.count, timeout=START_TIMEOUT), context.Event()
     arguments = {"shuffle": True, "seed": secrets.randbits(63), "rank": 0, "world_size": world_size}
-    with consumers(case.count, together, half_over) as processes:
+    with consumers(case.count, together, half_over) as processes, _disturbance(case):
         batches, cpu = _batches_made(url), _worker_cpu(url)
         seconds = _consume_together(processes, case, url, arguments)
         return Turn(_batches_made(url) - batches, _worker_cpu(url) - cpu, seconds)
+
+
+@contextmanager
+def _disturbance(case: Case) -> Iterator[None]:
+    if not case.disturbed:
+        yield
+        return
+    process = get_context("forkserver").Process(target=_copy_memory, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _copy_memory() -> None:
+    source, target = np.ones(2**23), np.empty(2**23)
+    while True:
+        np.copyto(target, source)
 
 
 def _consume_together(processes: ProcessPoolExecutor, case: Case, url: str, arguments: Mapping[str, Any]) -> float:
