@@ -23,6 +23,8 @@ COVERED_SECONDS: Final = 0.25
 COVERED_BYTES: Final = 128 * 2**20
 """Fetching ahead for `COVERED_SECONDS` does not go beyond so many bytes."""
 MAX_WINDOW: Final = 2048
+MAX_AHEAD: Final = 256
+"""What a server may make beyond what it is asked for: it stays there while the loop does something else."""
 
 HEDGE_QUANTILE: Final = 0.95
 """A hedged ask goes out when the answer takes longer than this share of the recent ones took."""
@@ -218,7 +220,7 @@ class Session:
         if not self.adaptive:
             return 0
         # as many as the next answer can carry: its workers go on while that is asked for
-        return max(min(self._together, self.window), self._servers[0].num_workers)
+        return max(min(self._together, self.window, MAX_AHEAD), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
         """What is left of a range without the batches at its beginning that are there, or are not wanted any more."""

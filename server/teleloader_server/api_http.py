@@ -168,7 +168,7 @@ def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview |
     for frame in frames:
         if len(frame) >= WRITE_BYTES:
             if small:
-                yield _concatenated(small, gathered)
+                yield _concatenated(small)
             small, gathered = [], 0
             step = 2**20 if split else len(frame)
             for start in range(0, len(frame), step):
@@ -177,17 +177,19 @@ def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview |
         small.append(frame)
         gathered += len(frame)
         if gathered >= WRITE_BYTES:
-            yield _concatenated(small, gathered)
+            yield _concatenated(small)
             small, gathered = [], 0
     if small:
-        yield _concatenated(small, gathered)
+        yield _concatenated(small)
 
 
 _writes: Final = BufferPool(free_bytes=16 * 2**20)
 
 
-def _concatenated(frames: list[Lease], size: int) -> memoryview:
-    return np.concatenate(frames, out=_writes.take(size)).data
+def _concatenated(frames: list[Lease]) -> memoryview:
+    if len(frames) == 1:
+        return frames[0].data
+    return np.concatenate(frames, out=_writes.take(sum(map(len, frames)))).data
 
 
 def make_router(service: LoaderService) -> APIRouter:

@@ -112,7 +112,8 @@ class Server(uvicorn.Server):
         """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._told_to_exit.wait(), TICK)
+                async with asyncio.timeout(TICK):
+                    await self._told_to_exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""

@@ -44,8 +44,8 @@ class Stack:
     kind = "tensor"
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        # sets, built without a line of Python for each array: samples may be many, and small
-        types = set(map(attrgetter("dtype"), arrays))
+        # no line of Python for each array, as samples may be many and small; and a dict, which keeps their order
+        types = dict.fromkeys(map(attrgetter("dtype"), arrays))
         for dtype in types:
             _check_is_numeric(dtype)
         shapes = list(map(attrgetter("shape"), arrays))

@@ -182,7 +182,8 @@ class Loading:
         if not per_sample:
             self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
             if spec.batch_size is not None and hosted.gives_batches(spec.collate):
-                return [dataset.__getbatch__(np.asarray(indices))]
+                # a copy: user code may sort it in place, or keep it
+                return [dataset.__getbatch__(np.array(indices))]
         numbers = _as_list(indices)
         if not per_sample and spec.batch_size is not None and getattr(dataset, "__getitems__", None) is not None:
             found: list[Any] = dataset.__getitems__(numbers)

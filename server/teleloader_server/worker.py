@@ -154,7 +154,7 @@ class Worker:
         self._initialise()
         self._send(["ready"])
         # a batch that is finished must not wait for the next one, which may take for ever
-        threading.Thread(target=self._report_late, daemon=True).start()
+        threading.Thread(target=self.report_late, daemon=True).start()
         while True:
             while not self._tasks:
                 self._report()
@@ -292,7 +292,7 @@ class Worker:
             self._told = now
             self._send(["progress"])
 
-    def _report_late(self) -> None:
+    def report_late(self) -> None:
         """Be the thread that tells the server of finished batches while the next one takes long."""
         while True:
             self._unreported.wait()

@@ -14,11 +14,12 @@ from teleloader_server.arena import Mapping
 from teleloader_server.channel import Channel
 from teleloader_server.loading import MAX_TEXT, Task
 from teleloader_server.processes import StopWatch
-from teleloader_server.worker import BEGUN, REVOKED, STACK_SIGNAL
+from teleloader_server.worker import BEGUN, REVOKED, STACK_SIGNAL, Worker
 
 STACK_WAIT: Final = 0.5
 """Seconds that a worker has to begin to write its stacks; one that the kernel holds writes none."""
 _STACK_POLL: Final = 0.02
+_OUR_THREAD: Final = f"in {Worker.report_late.__name__}"
 _OURS: Final = f'  File "{Path(__file__).parent}/'
 
 
@@ -146,7 +147,7 @@ class WorkerProcess:
 
 def _without_our_callers(stacks: str) -> str:
     """The stacks, most recent call first, down to the first frame of ours: what is below is always the same."""
-    threads = [thread for thread in stacks.rstrip().split("\n\n") if "in _report_soon" not in thread]
+    threads = [thread for thread in stacks.rstrip().split("\n\n") if _OUR_THREAD not in thread]
     kept, below = [], False
     for line in "\n\n".join(threads).splitlines():
         below = below and line.startswith("  ")

@@ -36,7 +36,7 @@ class BufferPool:
 
     Args:
         make: Allocates memory of a size in bytes: `allocate`, or one that makes page-locked memory.
-        free_bytes: How much free memory is kept.
+        free_bytes: How much free memory is kept, from the next `take` on.
     """
 
     def __init__(self, make: Callable[[int], Buffer] = allocate, free_bytes: int = FREE_BYTES) -> None:
@@ -45,12 +45,12 @@ class BufferPool:
         self._start()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         """Iterators of one loader share its pool, and each has a thread."""
         self._free: deque[Buffer] = deque()
         # filled by finalizers, which may run in any thread and at any moment: nothing there may take a lock
         self._returned: deque[Buffer] = deque()
+        self._pid = os.getpid()  # last: another thread takes it for a sign that all is there
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes`, aligned to 64 bytes."""

@@ -719,3 +719,10 @@ assert "torch" not in sys.modules
 def test_where_in_a_sample_something_is_refused(sample: object, path: str | None) -> None:
     """Torch's text says what was found; beside it stands where."""
     assert path_to_uncollatable(sample) == path
+
+
+def test_of_several_types_that_cannot_be_stacked_the_first_is_named() -> None:
+    """As by torch, and the same in every run: hashes of types are not."""
+    words = [np.array(word) for word in ("cat", "horse", "hippopotamus", "ox", "mouse")]
+    with pytest.raises(TypeError, match="found <U3$"):
+        default_collate(words)

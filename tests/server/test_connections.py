@@ -74,11 +74,12 @@ class Running:
 
     def stop(self) -> None:
         """Stop it."""
-        self._server.should_exit = True
+        self._loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
         self._thread.join()
 
     def _run(self, bound: socket.socket) -> None:
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             await self.service.start()
             serving = asyncio.create_task(self._server.serve([bound]))
             await self._server.listening.wait()

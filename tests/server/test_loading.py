@@ -63,6 +63,7 @@ class Whole(Made):
 
     def __getbatch__(self, indices: NDArray[np.int64]) -> dict[str, Any]:
         self.calls.append(indices)
+        indices.sort()  # as readers of sorted files do
         return {"square": indices**2, "names": [f"row {i}" for i in indices.tolist()]}
 
 
@@ -75,7 +76,14 @@ def test_a_dataset_that_makes_whole_batches_is_asked_for_them() -> None:
     assert dataset.calls[0].dtype == np.int64
     assert bench.report is not None
     assert bench.report.samples == 4
-    assert bench.batch(indices=[7, 3], batch_size=2)["square"].tolist() == [49, 9]
+    assert bench.batch(indices=[7, 3], batch_size=2)["square"].tolist() == [9, 49]
+
+
+def test_a_batch_may_do_what_it_likes_with_its_indices() -> None:
+    """It sorts them in place, and the plan still knows what the batch holds."""
+    bench = Bench(Whole())
+    first = bench.batch(batch_size=4, shuffle=True)
+    assert first["names"] == bench.batch(batch_size=4, shuffle=True)["names"]
 
 
 @pytest.mark.parametrize(

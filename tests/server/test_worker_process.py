@@ -10,7 +10,7 @@ import pytest
 
 from teleloader_server.channel import Channel
 from teleloader_server.loading import Task
-from teleloader_server.worker import BEGUN, REVOKED
+from teleloader_server.worker import BEGUN, REVOKED, Worker
 from teleloader_server.worker_process import WorkerProcess, _without_our_callers
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
@@ -120,7 +120,7 @@ async def test_a_worker_that_had_not_started_has_no_stack() -> None:
 
 
 def test_stacks_end_at_our_code() -> None:
-    """What calls the user's code is the same always; each thread's stack is cut by itself."""
+    """What calls the user's code is the same always; each thread's stack is cut by itself, and our own left out."""
     ours = f'  File "{os.path.dirname(os.path.abspath(Channel.pair.__code__.co_filename))}/'
     text = f"""\
 Thread 0x1 (most recent call first):
@@ -133,6 +133,10 @@ Current thread 0x2 (most recent call first):
   File "user.py", line 5 in h
 {ours}worker.py", line 6 in i
 {ours}worker.py", line 7 in j
+
+Thread 0x3 (most recent call first):
+  File "threading.py", line 8 in wait
+{ours}worker.py", line 9 in {Worker.report_late.__name__}
 """
     kept = [line.rpartition(" ")[2] for line in _without_our_callers(text).splitlines()]
     assert kept == ["first):", "wait", "f", "", "first):", "h", "i"]
