@@ -224,8 +224,9 @@ def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> 
         with subprocess.Popen([sys.executable, "-c", lives, url], stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             key = other.stdout.readline().strip()
+            while len(_own_workers(client, key)) < 2:  # they are forked by and by
+                time.sleep(0.01)
             workers = [psutil.Process(worker["pid"]) for worker in _own_workers(client, key)]
-            assert len(workers) == 2
             time.sleep(2)
             assert len(_own_workers(client, key)) == 2, "its client is there"
             other.kill()

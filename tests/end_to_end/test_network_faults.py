@@ -318,7 +318,8 @@ def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartS
                 epoch.take(1)
                 time.sleep(2 * STALL_TIMEOUT)
                 used = server.get("/stats").json()["server"]["memory_used"]
-                assert used <= 6 * 4 * 2**16 * 1.5
+                # what is fetched ahead of a loop whose pace is not known yet, and as much again; the epoch has 100
+                assert used <= 32 * 4 * 2**16
         epoch.take()
 
 
