@@ -724,5 +724,5 @@ def test_where_in_a_sample_something_is_refused(sample: object, path: str | None
 def test_of_several_types_that_cannot_be_stacked_the_first_is_named() -> None:
     """As by torch, and the same in every run: hashes of types are not."""
     words = [np.array(word) for word in ("cat", "horse", "hippopotamus", "ox", "mouse")]
-    with pytest.raises(TypeError, match="found <U3$"):
+    with pytest.raises(TypeError, match=r"found <U3$"):
         default_collate(words)
