@@ -1,0 +1,57 @@
+// The first thing that people want to know: what holds training back, and what to change.
+
+import { byId, make, say } from "./dom.js";
+import { plural } from "./format.js";
+import { boundOf, byNeed, OWN_NAME, summary } from "./verdicts.js";
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+export class Answer {
+  #section = byId("answer");
+  #bound = make("strong");
+  #who = make("span", { class: "who" });
+  #advice = make("span", { class: "advice" });
+  #example = make("code");
+  #told = null;
+
+  constructor() {
+    byId("sentence").replaceChildren(this.#bound, " ", this.#who, " ", this.#advice);
+    byId("sentence").after(this.#example);
+    this.#example.hidden = true;
+  }
+
+  show(stats, consumers) {
+    const training = consumers.filter(({ consumer }) => consumer !== OWN_NAME);
+    const total = stats.consumers_total - (consumers.length - training.length);
+    this.#example.hidden = training.length > 0;
+    if (training.length === 0) this.#showNobody(stats);
+    else this.#showWorst(training.sort(byNeed)[0], training, total);
+  }
+
+  #showNobody(stats) {
+    const dataset = stats.datasets[0]?.dataset ?? "train";
+    const url = document.baseURI.replace(/[?#].*$/, "").replace(/\/$/, "");
+    this.#say("Nobody reads.", "", "To read from here:", "idle");
+    const remote = `RemoteDataset(${JSON.stringify(url)}, ${JSON.stringify(dataset)})`;
+    say(this.#example, `loader = DataLoader(${remote}, batch_size=32)`);
+    say(byId("counts"), "");
+  }
+
+  #showWorst(worst, training, total) {
+    const { name, tone, sign } = boundOf(worst);
+    const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
+    this.#say(`${sign} ${capital(name)}`, `${worst.consumer}${rank} of ${worst.dataset}:`, worst.verdict.advice, tone);
+    const known = training.length < total ? ` (${training.length} heard of so far)` : "";
+    say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(training)}.`);
+  }
+
+  #say(bound, who, advice, tone) {
+    say(this.#bound, bound);
+    say(this.#who, who);
+    say(this.#advice, advice);
+    this.#section.dataset.tone = tone;
+    // read out when it is about something else, not whenever a figure in it has changed
+    if (this.#told !== bound + who) say(byId("announced"), `${bound} ${who} ${advice}`);
+    this.#told = bound + who;
+  }
+}

@@ -1,0 +1,101 @@
+// How long each stage of a batch takes, dataset by dataset, and which batches took longest.
+
+import { bar, byId, list, make, say, table } from "./dom.js";
+import { count, duration, indices, number, plural } from "./format.js";
+
+const STAGES = ["fetch", "collate", "encode"];
+const QUANTILES = ["p50", "p95", "p99"];
+
+function summary(dataset) {
+  const length = dataset.length === null ? "length unknown" : plural(dataset.length, "sample");
+  return `${dataset.kind}-style, ${length}. ${number(dataset.samples_per_second)} samples/s.`;
+}
+
+function totals(dataset) {
+  const parts = [
+    `${plural(dataset.batches_computed, "batch", "batches")} computed`,
+    `${count(dataset.batches_sent)} sent`,
+    `${count(dataset.batches_failed)} failed`,
+    `${count(dataset.batches_retried)} begun again`,
+    `${plural(dataset.samples_computed, "sample")} in all`,
+  ];
+  return `${parts.join(", ")}.`;
+}
+
+class StageTable {
+  #table;
+
+  constructor(name) {
+    this.#table = table(`Time per batch of ${name}`, ["Stage", ...QUANTILES, "longest"]);
+    this.element = this.#table.element;
+    this.element.className = "stages";
+  }
+
+  update(dataset) {
+    const longest = Math.max(...STAGES.map((stage) => dataset[stage].p99));
+    const items = STAGES.map((stage) => ({ stage, longest, ...dataset[stage] }));
+    list(this.#table.body, items, ({ stage }) => stage, ({ stage }) => this.#row(stage));
+  }
+
+  #row(stage) {
+    const cells = QUANTILES.map((quantile) => ({ bar: bar(`${stage}, ${quantile}`), text: make("span") }));
+    const longest = make("span");
+    const barred = cells.map((cell) => make("span", { class: "barred" }, cell.bar.element, cell.text));
+    return {
+      element: this.#table.row(stage, ...barred, longest),
+      update(item) {
+        QUANTILES.forEach((quantile, i) => {
+          const text = item.count === 0 ? "none yet" : duration(item[quantile]);
+          say(cells[i].text, text);
+          cells[i].bar.update(item.longest > 0 ? item[quantile] / item.longest : 0, text);
+        });
+        say(longest, item.count === 0 ? "" : duration(item.max));
+      },
+    };
+  }
+}
+
+class SlowestBatches {
+  #table;
+
+  constructor(name) {
+    this.#table = table(`Slowest batches of ${name}`, ["Batch", "Fetch", "Indices"]);
+    this.element = make("details", {}, make("summary", {}, "Slowest batches"), this.#table.element);
+  }
+
+  update({ slowest }) {
+    this.element.hidden = slowest.length === 0;
+    list(this.#table.body, slowest, (slow) => `${slow.loader} ${slow.epoch} ${slow.batch}`, () => this.#row());
+  }
+
+  #row() {
+    const [address, seconds, held] = [0, 1, 2].map(() => make("span"));
+    return {
+      element: this.#table.row(address, seconds, held),
+      update(slow) {
+        say(address, `batch ${slow.batch} of epoch ${slow.epoch}, loader ${slow.loader.slice(0, 8)}`);
+        say(seconds, duration(slow.seconds));
+        say(held, indices(slow.indices));
+      },
+    };
+  }
+}
+
+function card({ dataset: name }) {
+  const [about, sums] = [make("p"), make("p", { class: "quiet" })];
+  const parts = [new StageTable(name), new SlowestBatches(name)];
+  return {
+    element: make("article", {}, make("h3", {}, name), about, ...parts.map((part) => part.element), sums),
+    update(dataset) {
+      say(about, summary(dataset));
+      say(sums, totals(dataset));
+      for (const part of parts) part.update(dataset);
+    },
+  };
+}
+
+export class DatasetList {
+  show({ datasets }) {
+    list(byId("dataset-list"), datasets, ({ dataset }) => dataset, card);
+  }
+}

@@ -1,0 +1,35 @@
+// Which server this is, and how it is.
+
+import { byId, say } from "./dom.js";
+import { duration } from "./format.js";
+
+function stateOf({ server, workers }) {
+  if (server.draining) return ["Draining: takes no new loaders", "warn"];
+  const starting = workers.length > 0 && workers.every((worker) => worker.state === "starting");
+  return starting ? ["Starting", "idle"] : ["Ready", "good"];
+}
+
+export class Header {
+  #state = byId("state");
+  #since = null; // of the figures that are shown
+
+  show(stats) {
+    const { host, pid, version, uptime } = stats.server;
+    say(byId("facts"), `${host} · process ${pid} · version ${version} · up ${duration(Math.floor(uptime))}`);
+    document.title = `${host} · teleloader`;
+    this.#say(...stateOf(stats));
+    this.#since = new Date();
+    document.body.classList.remove("stale");
+  }
+
+  lose() {
+    const figures = this.#since === null ? "" : `; figures are of ${this.#since.toLocaleTimeString("en-GB")}`;
+    this.#say(`Connection lost, trying again${figures}`, "bad");
+    document.body.classList.add("stale");
+  }
+
+  #say(text, tone) {
+    say(this.#state, text);
+    this.#state.dataset.tone = tone;
+  }
+}

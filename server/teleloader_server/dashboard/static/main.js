@@ -1,0 +1,43 @@
+// The page: each event of the stream is shown by the parts, which know nothing of each other.
+
+import { Answer } from "./answer.js";
+import { BatchView } from "./batch.js";
+import { ConsumerTable } from "./consumers.js";
+import { Crowd } from "./crowd.js";
+import { DatasetList } from "./datasets.js";
+import { ErrorList } from "./errors.js";
+import { Header } from "./header.js";
+import { ServerFigures } from "./server.js";
+import { follow } from "./stream.js";
+import { Throughput } from "./throughput.js";
+import { WorkerTable } from "./workers.js";
+
+const crowd = new Crowd();
+const header = new Header();
+const throughput = new Throughput();
+const workers = new WorkerTable();
+const batch = new BatchView();
+const shown = [header, new Answer(), throughput, new ServerFigures(), new ConsumerTable(), workers,
+  new DatasetList(), new ErrorList(), batch];
+
+let latest = null;
+
+function show() {
+  if (latest !== null) for (const part of shown) part.show(latest.stats, latest.consumers);
+}
+
+follow(
+  (stats) => {
+    latest = { stats, consumers: crowd.take(stats) };
+    throughput.note(stats.server);
+    workers.note(stats.workers);
+    if (!document.hidden) show();
+  },
+  () => {
+    throughput.interrupt();
+    header.lose();
+  },
+);
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) show();
+});

@@ -1,0 +1,39 @@
+// The server's figures as they come, whatever becomes of the connection.
+
+const SILENCE = 10_000; // without an event for so long, the connection is dead whether or not the browser knows
+const FIRST_WAIT = 500;
+const LONGEST_WAIT = 8_000;
+
+// Call `onStats` with each record, and `onLost` when the stream has ended; it is taken up again until the page closes.
+// (EventSource would do so by itself, but not after an answer like 503, nor when the other machine is silent.)
+export function follow(onStats, onLost) {
+  let source;
+  let watchdog;
+  let wait = FIRST_WAIT;
+
+  function open() {
+    source = new EventSource("stats/stream?interval=1");
+    source.addEventListener("stats", (event) => {
+      wait = FIRST_WAIT;
+      watch();
+      onStats(JSON.parse(event.data));
+    });
+    source.addEventListener("error", lose);
+    watch();
+  }
+
+  function watch() {
+    clearTimeout(watchdog);
+    watchdog = setTimeout(lose, SILENCE);
+  }
+
+  function lose() {
+    clearTimeout(watchdog);
+    source.close();
+    onLost();
+    setTimeout(open, wait);
+    wait = Math.min(2 * wait, LONGEST_WAIT);
+  }
+
+  open();
+}

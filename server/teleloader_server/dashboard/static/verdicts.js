@@ -1,0 +1,34 @@
+// What a verdict is called, how it looks, and which consumer needs help first.
+
+const BOUNDS = {
+  loader: { name: "loader-bound", tone: "bad", sign: "▲" },
+  network: { name: "network-bound", tone: "warn", sign: "◆" },
+  balanced: { name: "balanced", tone: "good", sign: "=" },
+  trainer: { name: "trainer-bound", tone: "good", sign: "●" },
+  unknown: { name: "no verdict yet", tone: "idle", sign: "…" },
+};
+// What this page calls itself when it asks for a batch to look at. It trains nothing, so it has no part in the answer.
+export const OWN_NAME = "dashboard";
+
+const ORDER = Object.keys(BOUNDS);
+
+export const boundOf = (consumer) => BOUNDS[consumer.verdict.bound] ?? BOUNDS.unknown;
+
+// The share of the time that training loses, as well as it is known.
+export const waits = (consumer) => consumer.loop_waiting_share ?? consumer.waiting_share;
+
+// The one that loses most first. Shares count in tenths, or rows would change places all the time.
+export function byNeed(one, other) {
+  return (
+    ORDER.indexOf(one.verdict.bound) - ORDER.indexOf(other.verdict.bound) ||
+    Math.round(waits(other) * 10) - Math.round(waits(one) * 10) ||
+    one.consumer.localeCompare(other.consumer) ||
+    one.rank - other.rank
+  );
+}
+
+// "3 loader-bound, 1 balanced"
+export function summary(consumers) {
+  const parts = ORDER.map((bound) => [bound, consumers.filter((one) => one.verdict.bound === bound).length]);
+  return parts.filter(([, many]) => many > 0).map(([bound, many]) => `${many} ${BOUNDS[bound].name}`).join(", ");
+}

@@ -1,0 +1,88 @@
+"""A real browser for tests of pages, and what each of its visits must be free of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import need
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
+
+CONTRAST = """
+() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const [r, g, b, alpha = 1] = channels(getComputedStyle(one).backgroundColor);
+      if (alpha > 0) return [r, g, b];
+    }
+  };
+  const holdsText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  const pale = [];
+  for (const element of document.querySelectorAll("body *")) {
+    if (!holdsText(element) || !element.checkVisibility() || element.closest(".unseen, :disabled")) continue;
+    const [one, other] = [luminance(channels(getComputedStyle(element).color)), luminance(ground(element))];
+    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (contrast < 4.5) pale.push(`${contrast.toFixed(1)}: ${element.textContent.trim().slice(0, 60)}`);
+  }
+  return pale;
+}
+"""
+"""The visible texts whose contrast is below the 4.5 that WCAG asks for."""
+
+
+@contextmanager
+def a_browser() -> Iterator[Browser]:
+    """A headless Chromium: the machine's own, or else the one that playwright has installed."""
+    need("playwright")
+    from playwright.sync_api import Error, sync_playwright
+
+    found = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    with sync_playwright() as playwright:
+        try:
+            # a sandbox is not to be had in most containers, and the pages are our own
+            arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            browser = playwright.chromium.launch(executable_path=found, args=arguments)
+        except Error as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"needs Chromium: {error}")
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """One page in a browser of its own, and what went wrong on it."""
+
+    def __init__(self, browser: Browser, **options: Any) -> None:
+        self._context = browser.new_context(**options)
+        self.page: Page = self._context.new_page()
+        self.complaints: list[str] = []
+        """What the console said and what scripts raised."""
+        self.hosts: set[str] = set()
+        """Whom the page asked for something."""
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+
+    def forgive(self, cause: str) -> None:
+        """Drop the complaints that the test itself has caused: those that name `cause`."""
+        self.complaints = [complaint for complaint in self.complaints if cause not in complaint]
+
+    def end(self, url: str) -> None:
+        """Close it; there must have been no complaint, and nobody asked but the server itself."""
+        self._context.close()
+        assert not self.complaints, self.complaints
+        assert self.hosts == {urlsplit(url).netloc}, self.hosts

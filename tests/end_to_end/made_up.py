@@ -1,0 +1,189 @@
+"""A server whose figures a test makes up: for what a page must make of them, whoever counts them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
+
+from teleloader_server.app import bind, url_of
+from teleloader_server.dashboard import add_dashboard
+from teleloader_shared.stats import (
+    ConsumerStats,
+    DatasetStats,
+    ErrorCount,
+    Latency,
+    ServerStats,
+    SlowBatch,
+    Stats,
+    Verdict,
+    WorkerStats,
+)
+
+MIB = 2**20
+
+SERVER = ServerStats(
+    version="1.2.3",
+    host="cpu-box",
+    pid=4242,
+    uptime=7384.2,
+    cpus=16,
+    cpu=6.5,
+    num_workers=4,
+    memory_budget=2048 * MIB,
+    memory_used=512 * MIB,
+    memory_mapped=640 * MIB,
+    memory_sending=12 * MIB,
+    pss=1536 * MIB,
+    loop_lag=0.0004,
+    connections=12,
+    worker_restarts=1,
+    batches_per_second=125.0,
+    bytes_per_second=64.5 * MIB,
+    draining=False,
+)
+
+WORKER = WorkerStats(
+    worker=0,
+    pid=5000,
+    loader=None,
+    state="busy",
+    doing="batch 12 of epoch 0 of train",
+    doing_for=0.25,
+    batches=1234,
+    busy=100.0,
+    busy_share=0.93,
+    restarts=0,
+    recycled=0,
+    last_exit=None,
+    last_restart=None,
+    rss=300 * MIB,
+    pss=120 * MIB,
+)
+
+DATASET = DatasetStats(
+    dataset="train",
+    kind="map",
+    length=50_000,
+    batches_computed=4000,
+    batches_sent=4100,
+    batches_failed=3,
+    batches_retried=1,
+    samples_computed=128_000,
+    samples_per_second=4000.0,
+    fetch=Latency(4000, 0.03, 0.025, 0.08, 0.12, 0.4),
+    collate=Latency(4000, 0.002, 0.002, 0.004, 0.006, 0.01),
+    encode=Latency(4000, 0.0005, 0.0004, 0.0009, 0.001, 0.002),
+    slowest=[SlowBatch(77, 1, "0f1e2d3c4b5a69788796a5b4c3d2e1f0", 0.4, list(range(20)))],
+    errors=[ErrorCount("ValueError", 3, "sample 17 is damaged", "Traceback ...\nValueError: ...", [16, 17], 5.0)],
+)
+
+CONSUMER = ConsumerStats(
+    consumer="trainer-0",
+    dataset="train",
+    loader="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
+    rank=0,
+    world_size=1,
+    epoch=2,
+    position=120,
+    batches=400,
+    batches_sent=920,
+    bytes_sent=480 * MIB,
+    batches_per_second=12.5,
+    bytes_per_second=6.25 * MIB,
+    waiting=31.5,
+    waiting_share=0.6,
+    sending_share=0.05,
+    loop_waiting_share=0.62,
+    reconnects=1,
+    hedges=0,
+    idle=0.1,
+    verdict=Verdict("loader", 8, "The loop waits 62 % of the time: 8 workers instead of 4 would keep up."),
+)
+
+BALANCED = Verdict("balanced", 4, "The loop hardly waits, and the workers hardly rest.")
+TRAINER = Verdict("trainer", 1, "Batches wait for the training loop: 1 worker would do.")
+NETWORK = Verdict("network", None, "Batches are ready and arrive too slowly: use compression or a faster network.")
+UNKNOWN = Verdict("unknown", None, "It has not asked for long enough.")
+
+
+def made_up(consumers: int = 1) -> Stats:
+    """Figures of a server with so many consumers, of which the first is loader-bound and the others are balanced."""
+    others = [
+        dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", loop_waiting_share=0.01, verdict=BALANCED)
+        for n in range(1, consumers)
+    ]
+    return Stats(
+        server=SERVER,
+        datasets=[DATASET],
+        workers=[dataclasses.replace(WORKER, worker=n, pid=5000 + n) for n in range(4)],
+        consumers=[CONSUMER, *others][:consumers],
+        consumers_total=consumers,
+    )
+
+
+class MadeUpServer:
+    """Answers with `stats`, which may be replaced at any time."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        """Where it is reached, once it is served."""
+        self.stats = made_up()
+        self.refusing = False
+        """Whether streams are answered with 503."""
+        self.watchers = 0
+        """Streams that were begun."""
+        self._cuts = 0
+        self.app = FastAPI()
+        self.app.get("/stats")(self._page)
+        self.app.get("/stats/stream")(self._stream)
+        self.app.get("/v1/datasets")(self._datasets)
+        add_dashboard(self.app)
+
+    def cut(self) -> None:
+        """End all streams that are open."""
+        self._cuts += 1
+
+    async def _page(self, limit: int = 100, offset: int = 0) -> Any:
+        page = dataclasses.replace(self.stats, consumers=self.stats.consumers[offset : offset + limit])
+        return TypeAdapter(Stats).dump_python(page, mode="json")
+
+    async def _stream(self) -> Response:
+        if self.refusing:
+            return Response(status_code=503)
+        self.watchers += 1
+        return StreamingResponse(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        cuts = self._cuts
+        while cuts == self._cuts:
+            page = dataclasses.replace(self.stats, consumers=self.stats.consumers[:100])
+            yield b"event: stats\ndata: %b\n\n" % TypeAdapter(Stats).dump_json(page)
+            await asyncio.sleep(0.1)
+
+    async def _datasets(self) -> list[dict[str, str]]:
+        return [{"name": dataset.dataset, "kind": dataset.kind} for dataset in self.stats.datasets]
+
+
+@contextmanager
+def serving(server: MadeUpServer) -> Iterator[MadeUpServer]:
+    """Run it in a thread."""
+    listening = bind("127.0.0.1", 0)
+    runner = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=runner.run, args=([listening],))
+    thread.start()
+    try:
+        server.url = url_of(listening)
+        yield server
+    finally:
+        runner.should_exit = True
+        server.cut()
+        thread.join()

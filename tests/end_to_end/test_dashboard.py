@@ -1,0 +1,538 @@
+"""The dashboard in a real browser: what it says is what the server says, whatever that is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from teleloader_shared.stats import ErrorCount, Stats
+from tests.conftest import StartServer
+from tests.end_to_end import hosted
+from tests.end_to_end.browser import CONTRAST, Visit, a_browser
+from tests.end_to_end.made_up import (
+    BALANCED,
+    CONSUMER,
+    DATASET,
+    NETWORK,
+    SERVER,
+    TRAINER,
+    UNKNOWN,
+    WORKER,
+    MadeUpServer,
+    made_up,
+    serving,
+)
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+PHONE = {"width": 360, "height": 780}
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser for all tests of this module."""
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture
+def visits() -> list[Visit]:
+    """Those of the test, for one that causes complaints."""
+    return []
+
+
+@pytest.fixture
+def open_page(browser: Browser, visits: list[Visit]) -> Iterator[Open]:
+    """Open the page of a server at a URL and wait for its first figures; nothing may be wrong with it until the end."""
+    opened = []
+
+    def visit(url: str, **options: Any) -> Page:
+        one = Visit(browser, **options)
+        visits.append(one)
+        opened.append((one, url))
+        one.page.goto(url)
+        until(one.page.locator("#facts"), "version")
+        return one.page
+
+    yield visit
+    for one, url in opened:
+        one.end(url)
+
+
+@pytest.fixture
+def server() -> Iterator[MadeUpServer]:
+    """A server whose figures the test makes up."""
+    with serving(MadeUpServer()) as made:
+        yield made
+
+
+def until(found: Locator, text: str) -> None:
+    """Wait until an element holds the text."""
+    from playwright.sync_api import expect
+
+    expect(found).to_contain_text(text, timeout=20_000)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until it does; for what the page itself cannot tell."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold within 20 s"
+        time.sleep(0.05)
+
+
+def row(page: Page, name: str) -> Locator:
+    """The row of a table that begins with `name`."""
+    return page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=name, exact=True))
+
+
+def cells(page: Page, name: str) -> list[str]:
+    """What that row holds after its name."""
+    return [" ".join(cell.split()) for cell in row(page, name).get_by_role("cell").all_inner_texts()]
+
+
+# --- What it says -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_comes_whole_from_its_server(server: MadeUpServer, open_page: Open) -> None:
+    """It loads without a complaint and asks nobody else for anything; both are looked at after each test."""
+    page = open_page(server.url)
+    assert page.get_by_role("heading", level=1).inner_text() == "teleloader"
+    assert "cpu-box" in page.title()
+    assert page.locator("#facts").inner_text() == "cpu-box · process 4242 · version 1.2.3 · up 2 h 3 min"
+    assert page.locator("#state").inner_text() == "Ready"
+    assert page.locator("#plots canvas").count() == 2
+
+
+def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Open) -> None:
+    """Of server, consumer, worker and dataset, in units that people read."""
+    page = open_page(server.url)
+    figures = dict(
+        zip(page.locator("#figures dt").all_inner_texts(), page.locator("#figures dd").all_inner_texts(), strict=True)
+    )
+    assert figures == {
+        "Sent": "125 batches/s, 64.5 MiB/s",
+        "Processors": "6.5 of 16 in use",
+        "Memory of all processes": "1.5 GiB (PSS)",
+        "Being sent": "12 MiB",
+        "Mapped for large batches": "640 MiB",
+        "Event loop late by": "400 µs",
+        "Connections": "12",
+        "Workers": "4",
+        "Worker restarts": "1 restart",
+    }
+    assert page.get_by_role("meter", name="Memory").get_attribute("aria-valuetext") == "512 MiB of 2 GiB"
+    assert cells(page, "trainer-0") == [
+        *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %", "▲ loader-bound needs 8 workers")
+    ]
+    assert row(page, "trainer-0").get_by_role("progressbar").get_attribute("aria-valuenow") == "30"
+    assert cells(page, "0 process 5000") == [
+        *("batch 12 of epoch 0 of train for 250 ms", "93 %", "", "1,234", "120 MiB", "none")
+    ]
+    assert cells(page, "fetch") == ["25 ms", "80 ms", "120 ms", "400 ms"]
+    assert cells(page, "encode") == ["400 µs", "900 µs", "1 ms", "2 ms"]
+    until(page.locator("#dataset-list"), "map-style, 50,000 samples. 4,000 samples/s.")
+    until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 begun again, 128,000 samples")
+    assert page.locator("figcaption output").all_inner_texts() == ["125", "64.5"]
+
+
+def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Open) -> None:
+    """Without the page being loaded again."""
+    page = open_page(server.url)
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, connections=77, draining=True))
+    until(page.locator("#figures"), "77")
+    until(page.locator("#state"), "Draining")
+
+
+def test_the_worst_verdict_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
+    """Loader before network before balanced before trainer; below it how many there are of each."""
+    verdicts = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.verdict]
+    consumers = [
+        dataclasses.replace(CONSUMER, consumer=f"run-{n}", rank=n, world_size=5, verdict=verdict)
+        for n, verdict in enumerate(verdicts)
+    ]
+    server.stats = dataclasses.replace(server.stats, consumers=consumers, consumers_total=5)
+    page = open_page(server.url)
+    until(page.locator("#sentence"), f"▲ Loader-bound run-4, rank 4 of train: {CONSUMER.verdict.advice}")
+    until(
+        page.locator("#counts"),
+        "5 consumers: 1 loader-bound, 1 network-bound, 1 balanced, 1 trainer-bound, 1 no verdict yet.",
+    )
+    names = page.locator("#consumers").get_by_role("rowheader").all_inner_texts()
+    assert names == ["run-4", "run-3", "run-2", "run-1", "run-0"]
+    server.stats = dataclasses.replace(server.stats, consumers=consumers[:2], consumers_total=2)
+    until(page.locator("#sentence"), f"● Trainer-bound run-1, rank 1 of train: {TRAINER.advice}")
+
+
+def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, open_page: Open) -> None:
+    """A screen reader is told of another verdict, and not each second of another figure in the same one."""
+    page = open_page(server.url)
+    told = page.get_by_role("status").filter(has_text="Loader-bound")
+    first = told.inner_text()
+    same = dataclasses.replace(CONSUMER, verdict=dataclasses.replace(CONSUMER.verdict, advice="It waits 64 %."))
+    server.stats = dataclasses.replace(server.stats, consumers=[same])
+    until(page.locator("#sentence"), "It waits 64 %.")
+    assert told.inner_text() == first
+    server.stats = dataclasses.replace(server.stats, consumers=[dataclasses.replace(CONSUMER, verdict=NETWORK)])
+    until(page.locator("#announced"), "Network-bound")
+
+
+def test_who_reads_nothing_is_told_how_to(server: MadeUpServer, open_page: Open) -> None:
+    """With the address that the page came from, and a dataset that is hosted."""
+    server.stats = made_up(consumers=0)
+    page = open_page(server.url)
+    until(page.locator("#answer"), f'loader = DataLoader(RemoteDataset("{server.url}", "train"), batch_size=32)')
+    assert not page.get_by_role("table", name="Consumers").is_visible()
+
+
+def test_who_only_looks_has_no_part_in_the_answer(server: MadeUpServer, open_page: Open) -> None:
+    """The page itself is a consumer after a look at a batch: it stands in the table, and trains nothing."""
+    page = open_page(server.url)
+    itself = dataclasses.replace(CONSUMER, consumer="dashboard", verdict=UNKNOWN)
+    server.stats = dataclasses.replace(server.stats, consumers=[itself], consumers_total=1)
+    until(page.locator("#consumers tbody"), "dashboard")
+    until(page.locator("#sentence"), "Nobody reads.")
+
+
+def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: Open) -> None:
+    """How often, what ended it, and how long it took to replace it; the last minute shows when."""
+    page = open_page(server.url)
+    again = dataclasses.replace(
+        WORKER, pid=6001, restarts=1, last_exit="killed by signal SIGKILL", last_restart=0.031, doing=None,
+        doing_for=None, state="starting",
+    )  # fmt: skip
+    server.stats = dataclasses.replace(server.stats, workers=[again])
+    until(row(page, "0 process 6001"), "1 restart; last: killed by signal SIGKILL; back after 31 ms")
+    until(row(page, "0 process 6001"), "starting")
+    until(page.locator("#state"), "Starting")
+    label = row(page, "0 process 6001").get_by_role("img").get_attribute("aria-label")
+    assert label is not None
+    assert label.endswith("1 restart")
+
+
+def test_an_error_is_shown_with_its_traceback(server: MadeUpServer, open_page: Open) -> None:
+    """One line first; traceback and indices when it is opened."""
+    page = open_page(server.url)
+    error = page.locator("#errors details")
+    until(error.locator("summary"), "ValueError 3 times, last 5 s ago, train sample 17 is damaged")
+    error.locator("summary").click()
+    until(error.locator("pre"), "Traceback ...\nValueError: ...")
+    until(error, "indices 16, 17")
+
+
+def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: Open) -> None:
+    """Whoever names a consumer or raises an error may write HTML: it is shown, and does nothing."""
+    error = ErrorCount(HOSTILE, 1, HOSTILE, HOSTILE, [], 0.0)
+    server.stats = Stats(
+        server=dataclasses.replace(SERVER, host=HOSTILE, version=HOSTILE),
+        datasets=[dataclasses.replace(DATASET, dataset=HOSTILE, errors=[error])],
+        workers=[dataclasses.replace(WORKER, doing=HOSTILE, last_exit=HOSTILE, restarts=1)],
+        consumers=[
+            dataclasses.replace(
+                CONSUMER, consumer=HOSTILE, dataset=HOSTILE, verdict=dataclasses.replace(BALANCED, advice=HOSTILE)
+            )
+        ],
+        consumers_total=1,
+    )
+    page = open_page(server.url)
+    for place in ("#facts", "#sentence", "#consumers", "#workers", "#datasets", "#errors", "#look"):
+        until(page.locator(place), HOSTILE)
+    assert page.locator("main img, main script").count() == 0
+
+
+# --- The connection -----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_ends_is_taken_up_again(server: MadeUpServer, open_page: Open) -> None:
+    """Without anybody's doing, and figures go on."""
+    page = open_page(server.url)
+    server.cut()
+    until(page.locator("#state"), "Connection lost, trying again")
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, connections=99))
+    until(page.locator("#state"), "Ready")
+    until(page.locator("#figures"), "99")
+    assert server.watchers == 2
+
+
+def test_a_stream_that_is_refused_is_asked_for_again(
+    server: MadeUpServer, open_page: Open, visits: list[Visit]
+) -> None:
+    """Browsers themselves give up at an answer such as 503; old figures are marked as such meanwhile."""
+    page = open_page(server.url)
+    server.refusing = True
+    with page.expect_response(lambda answer: answer.status == 503):
+        server.cut()
+    until(page.locator("#state"), "Connection lost, trying again; figures are of")
+    assert "stale" in (page.locator("body").get_attribute("class") or "")
+    server.refusing = False
+    until(page.locator("#state"), "Ready")
+    assert page.locator("body").get_attribute("class") == ""
+    visits[0].forgive("503")
+
+
+# --- Whoever uses it ----------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open) -> None:
+    """The stream tells a hundred, the page finds the others; they are filtered, and shown some at a time."""
+    server.stats = made_up(consumers=200)
+    page = open_page(server.url)
+    until(page.locator("#counts"), "200 consumers: 1 loader-bound, 199 balanced.")
+    rows = page.locator("#consumers").get_by_role("rowheader")
+    until(page.locator("#page"), "1 to 25 of 200")
+    assert rows.count() == 25
+    assert rows.first.inner_text() == "trainer-0"
+    page.get_by_role("button", name="Next").click()
+    until(page.locator("#page"), "26 to 50 of 200")
+    page.get_by_role("searchbox", name="Filter").fill("trainer-150")
+    until(page.locator("#consumers tbody"), "trainer-150")
+    assert rows.all_inner_texts() == ["trainer-150"]
+    page.get_by_role("searchbox", name="Filter").fill("loader-bound")
+    until(page.locator("#consumers tbody"), "trainer-0")
+    assert rows.all_inner_texts() == ["trainer-0"]
+
+
+def test_a_consumer_that_has_gone_is_not_shown(server: MadeUpServer, open_page: Open) -> None:
+    """Neither those that the stream told nor those that were asked for."""
+    server.stats = made_up(consumers=200)
+    page = open_page(server.url)
+    until(page.locator("#page"), "of 200")
+    server.stats = made_up(consumers=120)
+    until(page.locator("#page"), "of 120")
+
+
+def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> None:
+    """The first key leads to the answer; a verdict opens, keeps the focus, and stays open when figures change."""
+    server.stats = made_up(consumers=3)
+    page = open_page(server.url)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "answer"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.type") == "search"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    opened = row(page, "trainer-0").locator("details")
+    until(opened, "8 workers instead of 4")
+    # it would be the last one now, but the row with the focus does not go elsewhere
+    calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, verdict=UNKNOWN)
+    server.stats = dataclasses.replace(server.stats, consumers=[calm, *server.stats.consumers[1:]])
+    until(row(page, "trainer-0"), "33")
+    assert opened.get_attribute("open") is not None
+    assert page.evaluate("document.activeElement.closest('tr').rowIndex") == 1
+    page.evaluate("document.activeElement.blur()")
+    until(page.locator("#consumers tbody tr").last, "trainer-0")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: Open, scheme: str) -> None:
+    """By WCAG's ratio of 4.5, in light and in dark; what has a tone has a word as well."""
+    verdicts = [CONSUMER.verdict, NETWORK, BALANCED, UNKNOWN]
+    consumers = [dataclasses.replace(CONSUMER, consumer=f"run-{n}", verdict=one) for n, one in enumerate(verdicts)]
+    workers = [dataclasses.replace(WORKER, restarts=1, doing_for=60.0)]
+    server.stats = dataclasses.replace(server.stats, consumers=consumers, workers=workers, consumers_total=4)
+    page = open_page(server.url, color_scheme=scheme)
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    assert page.evaluate(CONTRAST) == []
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (max(ground) < 64) == (scheme == "dark")
+    tones = page.locator("[data-tone]:not(section)").all_inner_texts()
+    assert all(any(letter.isalpha() for letter in text) for text in tones)
+
+
+def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open) -> None:
+    """Nothing is wider than 360 pixels, long names and open details among it; tables stay tables to a screen reader."""
+    long = dataclasses.replace(CONSUMER, consumer="a-very-long-name-of-a-run-without-any-space-" * 3)
+    errors = [ErrorCount("ValueError", 1, "x" * 300, "y" * 300, list(range(20)), 0.0)]
+    server.stats = dataclasses.replace(
+        server.stats, consumers=[long], datasets=[dataclasses.replace(DATASET, errors=errors)]
+    )
+    page = open_page(server.url, viewport=PHONE)
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.get_by_role("table", name="Consumers").get_by_role("columnheader").count() == 9
+    assert page.get_by_role("table", name="Consumers").get_by_role("cell").count() == 8
+
+
+# --- A real server ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def training(url: str, step: float, **options: Any) -> Iterator[None]:
+    """A training loop in a thread, which begins epoch after epoch and needs `step` seconds for each batch."""
+    over = threading.Event()
+
+    def train() -> None:
+        loader = DataLoader(RemoteDataset(url), output="numpy", seed=0, **options)
+        while not over.is_set():
+            for _ in loader:
+                if over.wait(step):
+                    break
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_numbers_of_a_real_server_are_those_of_its_stats(open_page: Open) -> None:
+    """Of a consumer that rests in the middle of its epoch: counts and positions are the same in both."""
+    with serve(hosted.Samples(lambda i: np.full(1000, i), 4000), num_workers=2) as url:
+        batches = iter(DataLoader(RemoteDataset(url), batch_size=10, output="numpy", seed=0))
+        for _ in range(60):
+            next(batches)
+        page = open_page(url)
+        until(page.locator("#consumers tbody"), "400")
+
+        def shown() -> bool:
+            stats = httpx.get(f"{url}/stats").json()
+            consumer, dataset = stats["consumers"][0], stats["datasets"][0]
+            found = cells(page, consumer["consumer"])
+            totals = page.locator("#dataset-list").inner_text()
+            made = [cells(page, f"{worker['worker']} process {worker['pid']}")[3] for worker in stats["workers"]]
+            return (
+                found[:4] == ["dataset", "0 of 1", "0", f"{consumer['position']} / 400"]
+                and f"{dataset['batches_computed']} batches computed, {dataset['batches_sent']} sent" in totals
+                and "map-style, 4,000 samples." in totals
+                and made == [f"{worker['batches']}" for worker in stats["workers"]]
+            )
+
+        eventually(shown)
+        del batches
+
+
+def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_page: Open) -> None:
+    """With the signal that ended it, and the process that took its place."""
+    server = start_server("--demo", "--num-workers", "2")
+    page = open_page(server.url)
+    until(page.locator("#state"), "Ready")
+    victim = server.worker_pids()[1]
+    until(page.locator("#workers"), f"process {victim}")
+    os.kill(victim, signal.SIGKILL)
+    for part in ("1 restart; last: ", "killed by signal SIGKILL", "; back after"):
+        until(page.locator("#workers tbody tr").nth(1), part)
+    until(page.locator("#figures"), "1 restart")
+    assert f"process {victim}" not in page.locator("#workers").inner_text()
+
+
+def test_a_slow_dataset_is_called_loader_bound(open_page: Open) -> None:
+    """And the page says how many workers would keep up."""
+    with serve(hosted.unhurried(), num_workers=1) as url, training(url, step=0.01, batch_size=40):
+        page = open_page(url)
+        until(page.locator("#sentence"), "Loader-bound")
+        until(page.locator("#consumers tbody"), "needs")
+
+
+def test_a_slow_loop_is_called_trainer_bound(open_page: Open) -> None:
+    """The loader keeps up, and no more workers are needed."""
+    with serve(hosted.Samples(int, 100_000), num_workers=1) as url, training(url, step=0.05, batch_size=10):
+        page = open_page(url)
+        until(page.locator("#sentence"), "Trainer-bound")
+
+
+def test_a_server_that_stops_is_lost_and_found_again(
+    start_server: StartServer, free_port: int, open_page: Open, visits: list[Visit]
+) -> None:
+    """Another process at the same address takes its place on the page, which stays open."""
+    server = start_server("--demo", "--num-workers", "1", port=free_port)
+    page = open_page(server.url)
+    server.end()
+    until(page.locator("#state"), "Connection lost, trying again")
+    another = start_server("--demo", "--num-workers", "1", port=free_port)
+    until(page.locator("#state"), "Ready")
+    until(page.locator("#facts"), f"process {another.pid} ")
+    visits[0].forgive("net::ERR_")
+
+
+# --- A look at a batch --------------------------------------------------------------------------------------------
+
+
+def pictures(index: int) -> dict[str, Any]:
+    """A red image, channels first, a greyscale one, and what comes with them."""
+    red = np.zeros((3, 12, 10), np.uint8)
+    red[0] = 200
+    grey = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    return {"image": red, "digit": grey, "label": index, "name": f"<b>{index}</b>", "weights": np.array([0.5, index])}
+
+
+def look(page: Page, batch: int, size: int) -> None:
+    """Ask for a batch, and wait until there is an answer."""
+    until(page.get_by_role("form").or_(page.locator("#look")), "dataset")
+    page.get_by_label("Batch", exact=True).fill(f"{batch}")
+    page.get_by_label("Samples", exact=True).fill(f"{size}")
+    page.get_by_role("button", name="Show").click()
+
+
+def test_a_batch_can_be_looked_at(open_page: Open) -> None:
+    """Its tree with types, shapes and values; what looks like images is drawn, and strings are text."""
+    with serve(hosted.Samples(pictures, 40), num_workers=1) as url:
+        page = open_page(url)
+        look(page, batch=2, size=4)
+        until(page.locator("#looked"), "Batch 2, ")
+        tree = " ".join(page.locator("#content").inner_text().split())
+        for part in (
+            '"image" uint8 (4, 3, 12, 10) tensor, 1.41 KiB',
+            '"digit" float32 (4, 8, 8) tensor, 1 KiB',
+            '"label" int64 (4,) tensor, 32 B 8, 9, 10, 11',
+            '"<b>8</b>"',
+            '"weights" float64 (4, 2) tensor, 64 B 0.5, 8, 0.5, 9, 0.5, 10, 0.5, 11',
+            "4 images of 12 \N{MULTIPLICATION SIGN} 10 pixels",
+        ):
+            assert part in tree
+        assert page.get_by_role("img", name="Image 4 of 4, 12 \N{MULTIPLICATION SIGN} 10 pixels").is_visible()
+        values = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+        assert page.locator("#content canvas").first.evaluate(values) == [200, 0, 0, 255] * 120
+        grey = page.locator("#content canvas").last.evaluate(values)
+        assert (grey[:4], grey[-4:]) == ([0, 0, 0, 255], [255] * 4)
+
+
+def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(open_page: Open) -> None:
+    """By a session that ends with the look; behind its end the page says how many samples there were."""
+    with serve(hosted.Stream(25), num_workers=1) as url:
+        page = open_page(url)
+        look(page, batch=1, size=10)
+        until(page.locator("#content"), "10, 11, 12, 13, 14, 15, 16, 17, …")
+        look(page, batch=3, size=10)
+        until(page.locator("#looked"), "There is no batch 3: the dataset gave 25 samples.")
+        eventually(lambda: all(worker["loader"] is None for worker in httpx.get(f"{url}/stats").json()["workers"]))
+
+
+def test_a_batch_that_cannot_be_had_is_explained(open_page: Open, visits: list[Visit]) -> None:
+    """An error of the dataset's with its traceback, and what the server refuses in the server's words."""
+    with serve(hosted.failing(), num_workers=1) as url:
+        page = open_page(url)
+        look(page, batch=4, size=4)
+        until(page.locator("#looked"), "Batch 4 failed: ValueError: sample 17 is damaged")
+        until(page.locator("#content pre"), "Traceback (most recent call last)")
+        until(page.locator("#errors"), "sample 17 is damaged")
+        look(page, batch=10, size=4)
+        until(page.locator("#looked"), "There is nothing to show: ")
+        until(page.locator("#looked"), "10")
+        visits[0].forgive("404")
+
+
+def test_a_batch_that_is_too_large_for_a_page_is_not_loaded(open_page: Open) -> None:
+    """The page says how large it is, and what to do."""
+    with serve(hosted.heavy, num_workers=1) as url:
+        page = open_page(url)
+        look(page, batch=0, size=16)
+        until(page.locator("#looked"), "and this page shows up to 64 MiB: ask for fewer samples")
