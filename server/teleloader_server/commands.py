@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import click
 import uvloop
 
+from teleloader_server import check as checking
+from teleloader_server import logs
 from teleloader_server.app import Server, bind, url_of
+from teleloader_server.banner import announce
 from teleloader_server.config import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_HOST,
@@ -28,6 +34,7 @@ from teleloader_server.config import (
 )
 from teleloader_server.connections import raise_file_limit
 from teleloader_server.hosts import ConfiguredHost
+from teleloader_server.reload import Reloader
 from teleloader_server.service import LoaderService
 from teleloader_shared.version import VERSION
 
@@ -35,9 +42,21 @@ DEMO: Final = (
     DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
     DatasetConfig(name="digits-test", factory="teleloader_server.demo:digits_test", version="1"),
 )
+EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+"""What a shell reports of a program that Ctrl-C ended."""
 
 logger = logging.getLogger("teleloader_server")
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class ConfigFile(NamedTuple):
+    """What a configuration file says, and where it is."""
+
+    path: Path
+    datasets: list[DatasetConfig]
 
 
 class Size(click.ParamType[int]):
@@ -55,31 +74,62 @@ class Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> list[DatasetConfig]:
+def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> ConfigFile | None:
     """Take the file's ``[server]`` table as defaults, below the command line and the environment."""
     if path is None:
-        return []
+        return None
     try:
         defaults, datasets = read_toml(path)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    known = {option.name for option in context.command.params} - {"config", "demo", "datasets", "version"}
+    known = {option.name for option in server.params} - {"config", "demo", "datasets", "version"}
     for name in defaults:
         if name not in known:
             raise click.UsageError(
                 f"[server] of {path} has an unknown entry {name!r}; it may have {', '.join(sorted(map(str, known)))}"
             )
     context.default_map = defaults
-    return datasets
+    return ConfigFile(path, datasets)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.argument("datasets", nargs=-1, metavar="[DATASET]...")
-@click.option("--demo", is_flag=True, help="Host the handwritten digits that come with the package.")
-@click.option(
-    "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
-    help="TOML file with a [server] table (the options below) and a [datasets.NAME] table for each dataset.",
-)  # fmt: skip
+def _naming_datasets(command: _Command) -> _Command:
+    """Add the arguments that say which datasets there are."""
+    for option in (
+        click.option(
+            "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
+            help="TOML file with a [server] table (the options of teleloader-server) and a [datasets.NAME] table for "
+            "each dataset.",
+        ),
+        click.option("--demo", is_flag=True, help="Host the handwritten digits that come with the package."),
+        click.argument("datasets", nargs=-1, metavar="[DATASET]..."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
+    """The datasets that the command line and the configuration file name, importable from now on."""
+    # a dataset of the user's stands in the folder from which the server is started
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        from_file = [] if config is None else config.datasets
+        configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    if not configs:
+        raise click.UsageError("name at least one dataset as module:name, or host the embedded one with --demo")
+    names = [dataset.name for dataset in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.UsageError(f"two datasets are called {name!r}: give one another name with NAME=module:name")
+    return configs
+
+
+_CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.command(context_settings=_CONTEXT)
+@_naming_datasets
 @click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
 @click.option(
     "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
@@ -116,14 +166,22 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
 )  # fmt: skip
 @click.option("--debug", is_flag=True, help="Let clients have single batches made in this process (teleloader peek).")
 @click.option(
+    "--reload/--no-reload", help="For developing datasets: start the server anew when a .py file beside theirs, or the "
+    "configuration, changes. Trainers that are connected wait, and go on.",
+)  # fmt: skip
+@click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]),
     help="How much to say on stderr.",
+)  # fmt: skip
+@click.option(
+    "--log-format", default="text", show_default=True, type=click.Choice(get_args(logs.Format)),
+    help="Lines for people, or a JSON object a line for programs.",
 )  # fmt: skip
 @click.version_option(VERSION, prog_name="teleloader-server", allow_from_autoenv=False)
 def server(
     datasets: tuple[str, ...],
     demo: bool,
-    config: list[DatasetConfig],
+    config: ConfigFile | None,
     host: str,
     port: int,
     num_workers: int,
@@ -134,7 +192,9 @@ def server(
     max_worker_memory: int,
     shutdown_grace: float,
     debug: bool,
+    reload: bool,
     log_level: str,
+    log_format: logs.Format,
 ) -> None:
     """Host datasets, and worker processes that turn them into batches.
 
@@ -147,6 +207,11 @@ def server(
       teleloader-server imagenet=my_package.data:make_imagenet --num-workers 16
       teleloader-server --config loader.toml --host 10.0.0.5
 
+    Before you depend on a dataset, have it tried: what it gives, how fast, and what is wrong with it.
+
+    \b
+      teleloader-server check my_package.data:train
+
     Then, on the machine that trains:
 
     \b
@@ -155,11 +220,9 @@ def server(
 
     Each option can be set by an environment variable too: TELELOADER_PORT=8000, and so on.
     """  # noqa: D301 - the escapes are click's
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
-    # a dataset of the user's stands in the folder from which the server is started
-    sys.path.insert(0, str(Path.cwd()))
+    logs.configure(log_level, log_format)
+    configs = _configs(datasets, config, demo=demo)
     try:
-        configs = [*config, *(DatasetConfig.parse(text) for text in datasets), *(DEMO if demo else ())]
         limits = Limits(
             num_workers=num_workers,
             memory_budget=memory_budget,
@@ -171,13 +234,70 @@ def server(
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    if not configs:
-        raise click.UsageError("name at least one dataset as module:name, or host the embedded one with --demo")
-    names = [dataset.name for dataset in configs]
-    for name in names:
-        if names.count(name) > 1:
-            raise click.UsageError(f"two datasets are called {name!r}: give one another name with NAME=module:name")
+    if reload:
+        sys.exit(_reload(configs, config, host, port))
     sys.exit(_run(configs, limits, host, port, shutdown_grace))
+
+
+@click.command(context_settings=_CONTEXT)
+@_naming_datasets
+@click.option(
+    "--batch-size", default=32, show_default=True, type=click.IntRange(1), metavar="B", help="Samples in a batch."
+)
+@click.option(
+    "--batches", default=8, show_default=True, type=click.IntRange(1), metavar="N",
+    help="Batches to make in a pass, of which there are four; each ends after 10 seconds at the latest.",
+)  # fmt: skip
+@click.option(
+    "--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="The largest batch that is sent."
+)
+@click.option(
+    "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
+    help="Seconds that a worker may take for one batch; 0 is no limit.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Write one line of JSON, for programs.")
+def check(
+    datasets: tuple[str, ...],
+    demo: bool,
+    config: ConfigFile | None,
+    batch_size: int,
+    batches: int,
+    max_batch_bytes: int,
+    batch_timeout: float,
+    as_json: bool,
+) -> None:
+    """Try datasets before anyone depends on them.
+
+    Each is built in a process of its own, and real workers make batches of it: its kind and length, what a batch holds,
+    how long a sample takes, how much memory; whether batches are the same when they are made again, and by several
+    workers at once; and what is wrong with it, with a sentence of advice.
+
+    The exit code is 0 when batches can be had of all of them, though there may be warnings; 1 when not; 2 for wrong
+    arguments.
+    """
+    configs = _configs(datasets, config, demo=demo)
+    logs.configure("warning", "text")
+    limits = Limits(max_batch_bytes=max_batch_bytes, batch_timeout=batch_timeout)
+    found = []
+    try:
+        for dataset in configs:
+            found.append(checking.check(dataset, limits, batch_size, batches, checking.progress_of(dataset.name)))
+            if not as_json:
+                checking.show(found[-1])
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    if as_json:
+        click.echo(json.dumps({"datasets": [asdict(one) for one in found]}))
+    sys.exit(EXIT_FAILED if any(one.failed for one in found) else 0)
+
+
+def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
+    """Run the server as a child that is started anew; a free port is chosen once, so that clients find it again."""
+    arguments = [*sys.argv[1:], "--no-reload"]
+    if port == 0:
+        with bind(host, 0) as free:
+            arguments += ["--port", str(free.getsockname()[1])]
+    return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
 def _run(configs: list[DatasetConfig], limits: Limits, host: str, port: int, grace: float) -> int:
@@ -225,7 +345,7 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         await service.close()
         return EXIT_USAGE
-    announced = asyncio.create_task(_announce(web, service, url_of(listening)))
+    announced = asyncio.create_task(announce(web, service, url_of(listening)))
     try:
         await web.serve([listening])
     finally:
@@ -233,17 +353,3 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
         await service.close()
         logger.info("stopped")
     return 0
-
-
-async def _announce(web: Server, service: LoaderService, url: str) -> None:
-    """Say where the server is, and how to use it."""
-    await web.listening.wait()
-    for info in service.datasets.values():
-        size = "no stated length" if info.length is None else f"{info.length:,} samples"
-        logger.info("dataset %s: %s-style, %s", info.name, info.kind, size)
-    count = service.limits.num_workers
-    where = "in this process" if count == 0 else f"in {count} worker process{'es' if count > 1 else ''}"
-    everywhere = " (and at this machine's other addresses)" if web.config.host in ("0.0.0.0", "::") else ""  # noqa: S104
-    logger.info("teleloader-server %s is ready at %s%s and loads %s. Ctrl-C stops it", VERSION, url, everywhere, where)
-    first = next(iter(service.datasets))
-    logger.info('connect with: DataLoader(RemoteDataset("%s", "%s"), batch_size=32)', url, first)

@@ -1,0 +1,87 @@
+"""``teleloader audit``: how often an epoch's plan visits each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from teleloader.cli.showing import harmless, print_json, progress_bar, to_people
+from teleloader_shared import plan
+from teleloader_shared.plan import Coverage, Plan
+from teleloader_shared.spec import LoaderSpec
+
+SHOWN = 10
+"""Indices that are named of those that are missing or repeated."""
+STEP = 256
+"""Batches that are counted at once."""
+
+
+def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
+    """The visits of all ranks together, with a progress bar."""
+    plans = [Plan(replace(spec, rank=rank), length, epoch) for rank in range(spec.world_size)]
+    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bar(*columns) as progress:
+        bar = progress.add_task("", total=sum(map(len, plans)))
+
+        def batches() -> Iterator[NDArray[np.int64]]:
+            for found in plans:
+                for start in range(0, len(found), STEP):
+                    stop = min(start + STEP, len(found))
+                    yield np.concatenate([found[k] for k in range(start, stop)])
+                    progress.advance(bar, stop - start)
+
+        return plan.audit(batches(), length)
+
+
+def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
+    """Print it."""
+    if as_json:
+        print_json({"dataset": name, "epoch": epoch, **facts(found)})
+        return
+    ranks = f" of {spec.world_size} trainers" if spec.world_size > 1 else ""
+    console = to_people()
+    console.print(
+        Text(
+            harmless(f"epoch {epoch} of {name}: {found.visits:,} visits{ranks} to {found.length:,} samples"),
+            style="bold",
+        )
+    )
+    if found.exact:
+        console.print(Text("each sample is visited exactly once", style="green"))
+    if found.missing.size:
+        console.print(Text(f"{found.missing.size:,} are never visited: {_some(found.missing)}{_why_missing(spec)}"))
+    if found.repeated.size:
+        console.print(Text(f"{found.repeated.size:,} are repeated: {_some(found.repeated)}{_why_repeated(spec)}"))
+
+
+def facts(found: Coverage) -> dict[str, Any]:
+    """It as JSON; of the indices the first ones."""
+    return {
+        "samples": found.length,
+        "visits": found.visits,
+        "exact": found.exact,
+        "missing": int(found.missing.size),
+        "missing_first": found.missing[:SHOWN].tolist(),
+        "repeated": int(found.repeated.size),
+        "repeated_first": found.repeated[:SHOWN].tolist(),
+    }
+
+
+def _some(indices: NDArray[np.int64]) -> str:
+    more = ", ..." if indices.size > SHOWN else ""
+    return ", ".join(map(str, indices[:SHOWN].tolist())) + more
+
+
+def _why_missing(spec: LoaderSpec) -> str:
+    reasons = [name for name, holds in (("--drop-last", spec.drop_last), ("--tail drop", spec.tail == "drop")) if holds]
+    return f" (left out by {' and '.join(reasons)})" if reasons else ""
+
+
+def _why_repeated(spec: LoaderSpec) -> str:
+    return " (so that all trainers have as many: --tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""

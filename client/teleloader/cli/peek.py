@@ -1,0 +1,61 @@
+"""``teleloader peek``: one batch, by its address."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from teleloader.cli.showing import Column, harmless, print_json, table, to_people
+from teleloader.failures import exception_of
+from teleloader.remote import RemoteDataset
+from teleloader_shared.codec import End, Failure, Frame
+from teleloader_shared.outline import outline
+from teleloader_shared.units import size
+
+
+def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
+    """Print what it holds.
+
+    Returns:
+        Whether it is a batch, and no failure.
+    """
+    if as_json:
+        print_json(_facts(frame, dataset))
+        return not isinstance(frame.content, Failure)
+    console = to_people()
+    if isinstance(frame.content, Failure):
+        error = exception_of(frame.content, frame.address, dataset.url)
+        console.print(Text(harmless(f"{type(error).__name__}: {error}")), soft_wrap=True)
+        return False
+    _show_batch(frame, dataset, console)
+    return True
+
+
+def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "server": dataset.url, "dataset": dataset.name, "epoch": frame.address.epoch, "batch": frame.address.batch,
+        "bytes": frame.nbytes, "padding": frame.padding,
+    }  # fmt: skip
+    if isinstance(frame.content, Failure):
+        return {**facts, "error": {name: getattr(frame.content, name) for name in Failure.__slots__}}
+    if isinstance(frame.content, End):
+        return {**facts, "end": {name: getattr(frame.content, name) for name in End.__slots__}}
+    return {**facts, "parts": [asdict(part) for part in outline(frame.content)]}
+
+
+def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
+    where = f"batch {frame.address.batch} of epoch {frame.address.epoch} of {dataset.name} on {dataset.url}"
+    if isinstance(frame.content, End):
+        console.print(Text(f"{where}: there is none, its shard ended after {frame.content.samples:,} samples"))
+        return
+    padding = f", the last {frame.padding} samples are repetitions" if frame.padding else ""
+    console.print(Text(harmless(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)
+    columns = (
+        Column("part", lambda part: part.path, is_words=True),
+        Column("type", lambda part: part.type, is_words=True),
+        Column("shape", lambda part: "" if part.shape is None else str(part.shape), is_words=True),
+        Column("values", lambda part: part.value, is_words=True),
+    )
+    console.print(table(columns, outline(frame.content), console.width))

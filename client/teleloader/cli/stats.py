@@ -1,0 +1,290 @@
+"""``teleloader stats``: what a server says of itself, the verdict first."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from teleloader.cli.showing import Column, harmless, print_json, table, to_people
+from teleloader.control import error_of
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
+from teleloader_shared.stats import (
+    Bound,
+    ConsumerStats,
+    DatasetStats,
+    ErrorCount,
+    Latency,
+    ServerStats,
+    Stats,
+    Verdict,
+    WorkerStats,
+)
+from teleloader_shared.units import number, seconds, share, size
+
+TIMEOUT: Final = 10.0
+"""Seconds that a server has to say how it is."""
+WIDE: Final = 100
+VERY_WIDE: Final = 140
+"""Columns from which tables show what matters less."""
+MAX_SENTENCES: Final = 5
+STYLES: Final[dict[Bound, str]] = {
+    "loader": "bold red",
+    "network": "bold magenta",
+    "trainer": "bold cyan",
+    "balanced": "bold green",
+    "unknown": "dim",
+}
+"""In the order of need: who is held back by the loader comes first. Colour is never the only sign."""
+_STATES: Final = {"busy": "green", "starting": "yellow"}
+
+_Record = TypeVar("_Record")
+
+
+def fetch(url: str, limit: int) -> Any:
+    """What ``/stats`` answers, as JSON.
+
+    Raises:
+        ServerUnavailable: When the server does not answer.
+        ProtocolError: When what answers is no loader server.
+    """
+    where = f"{url.rstrip('/')}/stats"
+    try:
+        answer = httpx.get(where, params={"limit": limit, "offset": 0}, timeout=TIMEOUT, trust_env=False)
+    except httpx.UnsupportedProtocol:
+        raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}") from None
+    except httpx.TransportError as error:
+        raise ServerUnavailable(f"no loader server answers at {url}: {error or type(error).__name__}") from None
+    if answer.status_code != httpx.codes.OK:
+        raise error_of(answer.status_code, answer.content, where)
+    try:
+        return answer.json()
+    except ValueError:
+        raise ProtocolError(f"{where} answers with something that is not JSON: no loader server?") from None
+
+
+def record_of(kind: type[_Record], value: Any) -> _Record:
+    """The record that JSON states; fields that a newer server adds are ignored.
+
+    Raises:
+        ProtocolError: When fields are missing.
+    """
+    hints = get_type_hints(kind)
+    missing = hints.keys() - value.keys() if isinstance(value, dict) else hints.keys()
+    if missing:
+        raise ProtocolError(
+            f"the server's {kind.__name__} lack {', '.join(sorted(missing))}: it is another release of teleloader, or "
+            "no loader server; --json shows what it says"
+        )
+    return kind(**{name: _read(hint, value[name]) for name, hint in hints.items()})
+
+
+def _read(hint: Any, value: Any) -> Any:
+    if get_origin(hint) is list and isinstance(value, list):
+        return [_read(get_args(hint)[0], item) for item in value]
+    return record_of(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+
+
+def once(url: str, limit: int, *, as_json: bool) -> None:
+    """Show it once."""
+    answer = fetch(url, limit)
+    if as_json:
+        print_json(answer)
+        return
+    console = to_people()
+    console.print(shown(record_of(Stats, answer), console.width))
+
+
+def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
+    """Show it every `interval` seconds, until Ctrl-C: in place in a terminal, one after another in a pipe.
+
+    A server that does not answer is asked again: it may be restarting.
+    """
+    console = to_people()
+    if as_json or not console.is_terminal:
+        for found in _every(interval, url, limit):
+            if as_json:
+                print_json({"error": str(found)} if isinstance(found, TeleloaderError) else found)
+            else:
+                console.print(_view(found, console), Text())
+                sys.stdout.flush()
+        return
+    with Live(Text("asking ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        for found in _every(interval, url, limit):
+            live.update(_view(found, console), refresh=True)
+
+
+def _every(interval: float, url: str, limit: int) -> Iterator[Any]:
+    while True:
+        began = time.monotonic()
+        try:
+            yield fetch(url, limit)
+        except ServerUnavailable as error:
+            yield error
+        time.sleep(max(0.0, interval - (time.monotonic() - began)))
+
+
+def _view(found: Any, console: Console) -> RenderableType:
+    if isinstance(found, TeleloaderError):
+        return Text(f"{harmless(str(found))}\nasking again", style="bold red")
+    return shown(record_of(Stats, found), console.width)
+
+
+# -- what is shown
+
+
+def shown(stats: Stats, width: int) -> Group:
+    """All of it, for a screen of `width` columns."""
+    parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
+    if stats.consumers:
+        parts += [consumers_table(stats.consumers, width), *_left_out(stats), Text()]
+    parts += [workers_table(stats.workers, width), Text(), datasets_table(stats.datasets, width), *_errors(stats)]
+    return Group(*parts)
+
+
+def _headline(server: ServerStats) -> list[Text]:
+    state = "STOPPING" if server.draining else f"up {seconds(server.uptime)}"
+    restarts = f", {server.worker_restarts} restarts" if server.worker_restarts else ""
+    first = Text(f"teleloader-server {harmless(server.version)} on {harmless(server.host)}", style="bold")
+    first.append(f", {state}, {server.num_workers} workers{restarts}", style="not bold")
+    return [
+        first,
+        Text(
+            f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
+            f"{number(server.cpu)} of {server.cpus} CPUs; batches take {size(server.memory_used)} of "
+            f"{size(server.memory_budget)}, all processes {size(server.pss)}"
+        ),
+    ]
+
+
+def sentences(stats: Stats) -> list[Text]:
+    """The verdicts on the consumers, those first that the loader holds back."""
+    if not stats.consumers:
+        return [Text("Nobody has asked for batches lately.", style="dim")]
+    order = list(STYLES)
+    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bound(consumer.verdict)))
+    found = [sentence(harmless(consumer.consumer), consumer.verdict) for consumer in by_need[:MAX_SENTENCES]]
+    if stats.consumers_total > len(found):
+        found.append(Text(f"... and {stats.consumers_total - len(found):,} more consumers", style="dim"))
+    return found
+
+
+def sentence(name: str, verdict: Verdict) -> Text:
+    """One verdict."""
+    return Text.assemble(f"{name}: ", (bound_words(verdict), STYLES[_bound(verdict)]), f". {harmless(verdict.advice)}")
+
+
+def bound_words(verdict: Verdict) -> str:
+    """What holds a consumer back, in words."""
+    bound = _bound(verdict)
+    return f"{bound}-bound" if bound in ("loader", "trainer", "network") else bound
+
+
+def _bound(verdict: Verdict) -> Bound:
+    return verdict.bound if verdict.bound in STYLES else "unknown"
+
+
+def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
+    """A row for each consumer, with its place in the epoch."""
+    columns = (
+        Column("consumer", lambda found: found.consumer, is_words=True),
+        Column("dataset", lambda found: found.dataset, is_words=True, from_width=WIDE),
+        Column("rank", lambda found: f"{found.rank}/{found.world_size}", from_width=WIDE),
+        Column("epoch", lambda found: f"{found.epoch}"),
+        Column("progress", _bar, is_words=True),
+        Column("", _progress),
+        Column("batches/s", lambda found: number(found.batches_per_second)),
+        Column("bytes/s", lambda found: size(found.bytes_per_second)),
+        Column("waits", _waits),
+        Column("bound", lambda found: Text(bound_words(found.verdict), STYLES[_bound(found.verdict)]), is_words=True),
+        Column("sent", lambda found: size(found.bytes_sent), from_width=VERY_WIDE),
+        Column("reconnects", lambda found: _or_dash(found.reconnects), from_width=VERY_WIDE),
+        Column("hedges", lambda found: _or_dash(found.hedges), from_width=VERY_WIDE),
+    )
+    return table(columns, consumers, width)
+
+
+def _bar(found: ConsumerStats) -> ProgressBar | str:
+    if found.batches is None:
+        return ""
+    return ProgressBar(total=max(1, found.batches), completed=found.position, width=10)
+
+
+def _progress(found: ConsumerStats) -> str:
+    return f"{found.position:,}" if found.batches is None else share(found.position / max(1, found.batches))
+
+
+def _waits(found: ConsumerStats) -> str:
+    return share(found.waiting_share if found.loop_waiting_share is None else found.loop_waiting_share)
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _left_out(stats: Stats) -> list[Text]:
+    more = stats.consumers_total - len(stats.consumers)
+    return [Text(f"... and {more:,} more; --limit shows more of them", style="dim")] if more > 0 else []
+
+
+def workers_table(workers: list[WorkerStats], width: int) -> Table:
+    """A row for each worker, with what it does now."""
+    columns = (
+        Column("worker", lambda found: f"{found.worker}"),
+        Column("pid", lambda found: "-" if found.pid is None else f"{found.pid}", from_width=WIDE),
+        Column("state", lambda found: Text(found.state, _STATES.get(found.state, "")), is_words=True),
+        Column("doing", lambda found: found.doing or "-", is_words=True),
+        Column("for", lambda found: "-" if found.doing_for is None else seconds(found.doing_for)),
+        Column("busy", lambda found: share(found.busy_share)),
+        Column("batches", lambda found: f"{found.batches:,}"),
+        Column("restarts", lambda found: Text(f"{found.restarts}", "bold red" if found.restarts else "")),
+        Column("memory", lambda found: size(found.pss)),
+        Column("last exit", lambda found: found.last_exit or "-", is_words=True, from_width=WIDE),
+    )
+    return table(columns, workers, width)
+
+
+def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
+    """A row for each dataset, with how long its stages take."""
+    wide = width >= VERY_WIDE
+    columns = (
+        Column("dataset", lambda found: found.dataset, is_words=True),
+        Column("samples", lambda found: "-" if found.length is None else f"{found.length:,}", from_width=WIDE),
+        Column("samples/s", lambda found: number(found.samples_per_second)),
+        Column("fetch", lambda found: _latency(found.fetch, wide=wide)),
+        Column("collate", lambda found: _latency(found.collate, wide=wide)),
+        Column("encode", lambda found: _latency(found.encode, wide=wide)),
+        Column("computed", lambda found: f"{found.batches_computed:,}", from_width=WIDE),
+        Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
+    )
+    made = table(columns, datasets, width)
+    made.caption = "fetch, collate, encode: for one batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
+    made.caption_justify = "left"
+    return made
+
+
+def _latency(found: Latency, *, wide: bool) -> str:
+    if not found.count:
+        return "-"
+    shown = (found.p50, found.p95, found.p99) if wide else (found.p50, found.p95)
+    return " / ".join(map(seconds, shown))
+
+
+def _errors(stats: Stats) -> list[Text]:
+    lines = [_error(dataset.dataset, error) for dataset in stats.datasets for error in dataset.errors]
+    return [Text(), *lines] if lines else []
+
+
+def _error(dataset: str, error: ErrorCount) -> Text:
+    first, *_ = [*error.last.splitlines(), ""]
+    times = f" ({error.count:,}x, last {seconds(error.age)} ago): "
+    return Text.assemble((harmless(f"{dataset}: {error.type}"), "bold red"), times, harmless(first))

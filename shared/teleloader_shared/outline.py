@@ -1,0 +1,84 @@
+"""What a batch holds, in a line for each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any, Final
+
+from teleloader_shared.dtypes import EXTENDED
+from teleloader_shared.errors import EncodeError
+from teleloader_shared.tree import ArrayLeaf, flatten
+
+MAX_PARTS: Final = 200
+"""Parts that are looked at: a batch of ragged lists may have very many."""
+_SHOWN: Final = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An array of a batch, or a plain value."""
+
+    path: str
+    """Where it is, e.g. ``batch['image']``."""
+    type: str
+    """Element type of an array, class of anything else."""
+    shape: tuple[int, ...] | None
+    """Of an array; None for anything else."""
+    value: str
+    """The range of an array's elements, or the beginning of the value's repr."""
+
+
+def outline(batch: object) -> list[Part]:
+    """The parts of `batch`, the first `MAX_PARTS` of them."""
+    parts: list[Part] = []
+    for part in _parts(batch, "batch"):
+        if len(parts) == MAX_PARTS:
+            break
+        parts.append(part)
+    return parts
+
+
+def _parts(value: Any, path: str) -> Iterator[Part]:
+    leaf = value if isinstance(value, ArrayLeaf) else _leaf_of(value)
+    if leaf is not None:
+        yield Part(path, leaf.dtype_name, leaf.shape, _span(leaf))
+        return
+    inner = list(_inner(value))
+    if not inner:
+        text = repr(value)
+        yield Part(path, type(value).__name__, None, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")
+    for step, item in inner:
+        yield from _parts(item, path + step)
+
+
+def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+    """What stands in a container, each with the step to it; nothing for plain values, and lists of these."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
+    elif isinstance(value, list | tuple):
+        if not all(isinstance(item, str | bytes | int | float | complex | None) for item in value):
+            yield from ((f"[{i}]", item) for i, item in enumerate(value))
+    elif is_dataclass(value):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclass_fields(value))
+
+
+def _leaf_of(value: Any) -> ArrayLeaf | None:
+    """The array that `value` is."""
+    if isinstance(value, str | bytes | int | float | dict | list | tuple):
+        return None  # without walking all that is in them
+    try:
+        _, leaves = flatten(value)
+    except EncodeError:
+        return None
+    return leaves[0] if len(leaves) == 1 and isinstance(leaves[0], ArrayLeaf) and not is_dataclass(value) else None
+
+
+def _span(leaf: ArrayLeaf) -> str:
+    array = leaf.array
+    if not array.size or array.dtype.kind not in "biuf" or leaf.dtype_name in EXTENDED:
+        return ""
+    return f"{array.min():.6g} to {array.max():.6g}"

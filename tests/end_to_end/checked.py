@@ -1,0 +1,124 @@
+"""Datasets that are looked at before they are depended on: good ones, and what is wrong with others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from teleloader_server import get_worker_info
+from tests.end_to_end.hosted import SAMPLES, Samples
+
+dicts = Samples(SAMPLES["dict"])
+
+
+def talkative() -> Samples:
+    """What its code prints is not part of any answer."""
+    print("{building}")
+
+    def make(index: int) -> int:
+        print(f"sample {index}")
+        return index
+
+    return Samples(make, 300)
+
+
+class OwnGenerator:
+    """Draws from a generator that nobody seeds for a batch."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> float:
+        return float(self._generator.normal())
+
+
+class OpenFile:
+    """Samples in a file that is opened before workers are forked."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.NamedTemporaryFile(buffering=0)  # noqa: SIM115 - that is the mistake
+        self._file.write(np.arange(2000 * 100, dtype=np.int32).tobytes())
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> Any:
+        self._file.seek(400 * index)
+        time.sleep(0.0003)  # another worker comes between
+        return np.frombuffer(self._file.read(400), np.int32).copy()
+
+
+def threaded() -> Samples:
+    """Its factory starts a thread."""
+    threading.Thread(target=threading.Event().wait, name="reader", daemon=True).start()
+    return Samples(int)
+
+
+def ragged() -> Samples:
+    """Samples that do not fit together."""
+    return Samples(lambda index: np.zeros(index % 3 + 1))
+
+
+def crashes() -> Samples:
+    """Building it ends the process."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return Samples(int)
+
+
+def exits() -> Samples:
+    """Sample 5 ends the worker."""
+    return Samples(lambda index: os._exit(3) if index == 5 else index)
+
+
+def hangs() -> Samples:
+    """Sample 5 never comes."""
+    return Samples(lambda index: threading.Event().wait() if index == 5 else index)
+
+
+class Shards:
+    """Iterable-style; each worker gives its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(1000) if info is None else range(info.id, 1000, info.num_workers))
+
+
+class Replicas:
+    """Iterable-style; each worker gives everything."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1000))
+
+
+def _slow_sample(index: int) -> int:
+    time.sleep(0.001)
+    return index
+
+
+slowly = Samples(_slow_sample, 1_000_000)
+"""Takes its time, and has an epoch that does not end."""
+
+
+def collate_total(samples: list[int]) -> dict[str, int]:
+    """A collate function."""
+    return {"total": sum(samples)}
+
+
+class NoLength:
+    """Only a sampler of the user's own can index it."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+empty: list[int] = []

@@ -1,0 +1,122 @@
+"""Commands as a person runs them: piped, or in a terminal of a certain size."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from tests.conftest import ROOT
+
+TOOLS = "from teleloader.cli import main; main()"
+SERVER = "from teleloader_server.cli import main; main()"
+
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def piped(program: str, *arguments: str, **environment: str) -> Done:
+    """Run a command whose output goes to pipes."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env={**os.environ, **environment}, check=False,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+class Terminal:
+    """A command that runs in a terminal."""
+
+    def __init__(self, columns: int, rows: int, program: str, *arguments: str) -> None:
+        self.master, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+        def take_terminal() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            # a test run that was started in the background ignores Ctrl-C, and its children would too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=take_terminal, env=environment,
+        )  # fmt: skip
+        os.close(theirs)
+        self.raw = ""
+        """All that was written, with what only a terminal understands."""
+        self._written = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        """All that was written, without that."""
+        return _ESCAPE.sub("", self.raw).replace("\r", "")
+
+    def await_text(self, pattern: str) -> re.Match[str]:
+        """Wait until it is written."""
+        with self._written:
+            self._written.wait_for(lambda: re.search(pattern, self.text) or not self._reader.is_alive(), 60)
+            found = re.search(pattern, self.text)
+        assert found, f"{pattern!r} was not written:\n{self.text}"
+        return found
+
+    def press_ctrl_c(self) -> None:
+        """As a person does: the terminal sends the signal, to all of its foreground processes."""
+        os.write(self.master, b"\x03")
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code."""
+        code = self.process.wait(60)
+        self._reader.join()
+        return code
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+        os.close(self.master)
+
+    def _read(self) -> None:
+        pieces = b""
+        while True:
+            try:
+                piece = os.read(self.master, 65536)
+            except OSError:  # the last process that had the terminal has ended
+                piece = b""
+            pieces += piece
+            with self._written:
+                self.raw = pieces.decode(errors="replace")
+                self._written.notify_all()
+            if not piece:
+                break
+
+
+@contextmanager
+def terminal(program: str, *arguments: str, columns: int = 120, rows: int = 45) -> Iterator[Terminal]:
+    """Run a command in a terminal."""
+    running = Terminal(columns, rows, program, *arguments)
+    try:
+        yield running
+    finally:
+        running.close()

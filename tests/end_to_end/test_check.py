@@ -1,0 +1,171 @@
+"""``teleloader-server check``: what is wrong with a dataset is said before anyone depends on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.terminal import SERVER, Done, piped, terminal
+
+CHECKED = "tests.end_to_end.checked:"
+HOSTED = "tests.end_to_end.hosted:"
+
+
+def check(*arguments: str) -> Done:
+    """Run it in a pipe."""
+    return piped(SERVER, "check", *arguments)
+
+
+def found(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code, and what it says of one dataset."""
+    done = check("--json", *arguments)
+    assert done.out.count("\n") == 1
+    (dataset,) = json.loads(done.out)["datasets"]
+    return done.code, dataset
+
+
+def test_a_good_dataset() -> None:
+    """Kind, length, what a batch holds, how long it takes, how much memory, that it is the same twice."""
+    code, dataset = found(CHECKED + "dicts", "--batch-size", "4")
+    assert code == 0
+    assert dataset["problems"] == []
+    assert (dataset["kind"], dataset["type"], dataset["length"]) == ("map", "Samples", 50)
+    assert [(part["path"], part["type"], part["shape"]) for part in dataset["parts"]] == [
+        ("batch['image']", "uint8", [4, 2, 3]), ("batch['label']", "int64", [4]), ("batch['weight']", "float64", [4]),
+    ]  # fmt: skip
+    assert dataset["sample"]["count"] == 32, "as many as 8 batches have"
+    assert 0 < dataset["sample"]["p50"] <= dataset["sample"]["p95"]
+    assert dataset["batch_bytes"] > 4 * (6 + 8 + 8)
+    assert dataset["samples_per_second"] > 0
+    assert dataset["repeatable"] is True
+    assert dataset["pickled"] is None, "it holds a lambda"
+    assert dataset["memory"] >= 0
+    assert dataset["built_in"] > 0
+
+
+def test_memory_and_pickle_are_measured() -> None:
+    """The dataset of 256 MiB takes that much, and so does its pickle."""
+    _, dataset = found(HOSTED + "large", "--batches", "1")
+    assert dataset["memory"] == pytest.approx(2**28, rel=0.1)
+    assert dataset["pickled"] == pytest.approx(2**28, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "advice"),
+    [
+        ("OwnGenerator", "the same batch is not the same when it is made again", "seed a generator of its own"),
+        ("threaded", "building it starts threads: reader", "start them in a worker_init function"),
+        ("Replicas", "all shards begin with the same samples", "ask get_worker_info()"),
+        ("NoLength", "it has no length", "give it a __len__"),
+        ("empty", "it is empty", "whether its files are where"),
+    ],
+)
+def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) -> None:
+    """With a sentence of advice; batches can be had, so the exit code is 0."""
+    code, dataset = found(CHECKED + name)
+    (problem,) = dataset["problems"]
+    assert (code, problem["severity"], problem["what"]) == (0, "warning", what)
+    assert advice in problem["advice"]
+
+
+@pytest.mark.parametrize(
+    ("target", "what", "advice"),
+    [
+        (HOSTED + "broken", "RuntimeError: the disk is not mounted", "does not start"),
+        (HOSTED + "failing", "ValueError: sample 17 is damaged", "leave such samples out"),
+        (CHECKED + "ragged", "stack expects each tensor to be equal size", "name a collate function"),
+        (CHECKED + "crashes", "ended while building it, by signal SIGSEGV", "faulthandler"),
+        (CHECKED + "exits", "exited with code 3", "a crash in C code, os._exit()"),
+        ("json:dumps_it", "module 'json' has no 'dumps_it'", "does not start"),
+    ],
+)
+def test_what_ends_training_is_an_error(target: str, what: str, advice: str) -> None:
+    """Exit code 1."""
+    code, dataset = found(target)
+    (problem,) = dataset["problems"]
+    assert (code, problem["severity"]) == (1, "error")
+    assert what in problem["what"]
+    assert advice in problem["advice"]
+
+
+def test_a_sample_that_never_comes() -> None:
+    """Its worker is killed after the time that a batch may take, and where it hung is shown."""
+    code, dataset = found(CHECKED + "hangs", "--batch-timeout", "1")
+    (problem,) = dataset["problems"]
+    assert code == 1
+    assert "took longer than 1 s" in problem["what"]
+    assert "checked.py" in problem["what"]
+    assert "it hung where the stack shows" in problem["advice"]
+
+
+def test_workers_that_disturb_one_another_are_found_out() -> None:
+    """They read from one open file: what several make at once is not what one makes."""
+    code, dataset = found(CHECKED + "OpenFile")
+    warning, error = dataset["problems"]
+    assert code == 1
+    assert warning["what"].startswith("building it leaves files open: /")
+    assert error["what"] == "with 4 workers at once, batches are not what one worker makes"
+    assert dataset["repeatable"] is False
+
+
+def test_an_iterable_dataset_that_divides_itself() -> None:
+    """Nothing is wrong with it."""
+    code, dataset = found(CHECKED + "Shards")
+    assert (code, dataset["kind"], dataset["problems"]) == (0, "iterable", [])
+
+
+def test_each_dataset_is_checked_whatever_the_others_do() -> None:
+    """The exit code is that of the worst."""
+    done = check("--json", CHECKED + "crashes", CHECKED + "dicts", "--batches", "1")
+    assert done.code == 1
+    assert [bool(dataset["problems"]) for dataset in json.loads(done.out)["datasets"]] == [True, False]
+
+
+def test_what_datasets_print_does_not_disturb_the_answer() -> None:
+    """It goes to stderr."""
+    done = check("--json", CHECKED + "talkative", "--batches", "1")
+    assert "{building}" in done.err
+    assert "sample 7" in done.err
+    assert json.loads(done.out)["datasets"][0]["problems"] == []
+
+
+def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
+    """What it says of the server is accepted, and its datasets are checked with their functions."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f'[server]\nnum_workers = 3\n[datasets.squares]\nfactory = "{HOSTED}make_squares"\n'
+        f'kwargs = {{ length = 64 }}\ncollate = "{CHECKED}collate_total"\n'
+    )
+    code, dataset = found("--config", str(config))
+    assert (code, dataset["dataset"], dataset["length"]) == (0, "squares", 64)
+    assert dataset["parts"][0]["path"] == "batch['total']"
+
+
+def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
+    """Its name and the verdict, the facts, the problems with advice; no colours in a pipe."""
+    done = check(CHECKED + "dicts", CHECKED + "threaded")
+    first, second = done.out.strip().split("\n\n")
+    assert first.splitlines()[:2] == ["dicts: fine", "  dataset     map-style, Samples, 50 samples"]
+    assert "  repeatable  yes: the same batch is the same, bit for bit" in first
+    assert second.startswith("threaded: 1 warning\n")
+    assert "  warning: building it starts threads: reader\n    -> forked workers do not have them" in second
+    assert "\x1b" not in done.out + done.err
+
+
+def test_in_a_terminal_it_says_what_it_does_and_ends_by_ctrl_c() -> None:
+    """No traceback, no process that is left."""
+    with terminal(SERVER, "check", CHECKED + "hangs", columns=80) as screen:
+        screen.await_text("hangs: fetching samples ...")
+        screen.press_ctrl_c()
+        assert screen.wait() == 130
+    assert "Traceback" not in screen.text
+
+
+def test_no_dataset_is_a_usage_error() -> None:
+    """Exit code 2, as for the server."""
+    done = check()
+    assert done.code == 2
+    assert "name at least one dataset as module:name" in done.err

@@ -1,0 +1,158 @@
+"""``teleloader-server``: its banner, its log, and starting anew when code changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from tests.conftest import StartServer
+from tests.end_to_end.terminal import SERVER, piped, terminal
+
+HOSTED = "tests.end_to_end.hosted:"
+
+
+# -- help and banner
+
+
+def test_help_shows_what_to_type() -> None:
+    """Examples for the server, for trying a dataset, and for the trainer."""
+    done = piped(SERVER, "--help")
+    assert done.code == 0
+    for example in ("teleloader-server --demo", "teleloader-server check my_package.data:train", "RemoteDataset("):
+        assert example in done.out
+    assert "Usage: teleloader-server check [OPTIONS] [DATASET]..." in piped(SERVER, "check", "--help").out
+
+
+def test_in_a_terminal_the_banner_says_all_at_a_glance() -> None:
+    """Address, datasets with sizes, workers, memory, how to connect and where to look."""
+    arguments = (HOSTED + "numbers", HOSTED + "stream", "--port", "0", "--num-workers", "1", "--memory-budget", "64MiB")
+    with terminal(SERVER, *arguments, columns=100) as screen:
+        url = screen.await_text(r"is ready at (http://127.0.0.1:\d+) \(Ctrl-C stops it\)")[1]
+        screen.await_text(f"dashboard +{url}/\n")
+        screen.press_ctrl_c()
+        assert screen.wait() == 0
+    lines = screen.text.partition(" is ready at ")[2].splitlines()
+    for line in (
+        "  dataset    numbers, map-style, 100 samples",
+        "  dataset    stream, iterable-style, no stated length",
+        f"  watch      teleloader stats {url} --watch",
+        "  memory     at most 64 MiB for batches that are made ahead",
+        f'  connect    DataLoader(RemoteDataset("{url}", "numbers"), batch_size=32)',
+    ):
+        assert line in lines
+    assert any(line.startswith("  workers    1 process; this machine has") for line in lines)
+    assert max(len(line) for line in lines if line.startswith("  ")) <= 100
+
+
+def test_in_a_pipe_the_banner_is_lines_of_the_log(start_server: StartServer) -> None:
+    """Each with time and level, and no escapes."""
+    server = start_server(HOSTED + "numbers", "--num-workers", "1")
+    server.await_line(r"^[\d-]+ [\d:,]+ INFO +dataset: numbers, map-style, 100 samples$")
+    server.await_line(rf"INFO +watch: teleloader stats {server.url} --watch")
+    assert not any("\x1b" in line for line in server.log)
+
+
+# -- the log as JSON
+
+
+def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
+    """With time, level, logger and message, whatever happens."""
+    server = start_server(HOSTED + "numbers", "--num-workers", "1", "--log-format", "json")
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    server.await_line("is back as pid")
+    assert server.end() == 0
+    lines: list[dict[str, Any]] = [json.loads(line) for line in server.log]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    died = next(line for line in lines if "replacing it" in line["message"])
+    assert (died["level"], died["logger"]) == ("warning", "teleloader_server.pool_processes")
+    assert lines[-1]["message"] == "stopped"
+
+
+# -- reloading
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a module that servers can import and a test may change."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    file = tmp_path / "changing_dataset.py"
+    file.write_text("data = [0, 1, 2]\n")
+    return file
+
+
+def length_at(url: str) -> int | None:
+    """How long the dataset is now; None while there is no server."""
+    try:
+        datasets = httpx.get(f"{url}/v1/datasets").raise_for_status().json()
+    except httpx.HTTPError:
+        return None
+    return int(datasets[0]["length"])
+
+
+def test_a_change_of_the_code_starts_the_server_anew(module: Path, start_server: StartServer) -> None:
+    """At the same address, with what the code says now."""
+    server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
+    assert length_at(server.url) == 3
+    module.write_text("data = [0, 1, 2, 3, 4]\n")
+    server.await_line(r"changing_dataset\.py changed: starting anew")
+    while length_at(server.url) != 5:
+        pass
+    assert server.end() == 0
+
+
+def test_code_that_is_broken_for_a_while(module: Path, start_server: StartServer) -> None:
+    """The error is shown, and the next change is waited for."""
+    server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
+    module.write_text("data = [0, 1\n")
+    server.await_line("SyntaxError")
+    module.write_text("data = [0, 1]\n")
+    while length_at(server.url) != 2:
+        pass
+    assert server.end() == 0
+
+
+def test_a_trainer_goes_on_over_a_reload(module: Path, start_server: StartServer) -> None:
+    """As over any restart, where the dataset is as long as before."""
+    module.write_text("data = list(range(1000))\n")
+    server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
+    batches = iter(DataLoader(RemoteDataset(server.url), 10, output="numpy"))
+    seen = [next(batches).tolist() for _ in range(10)]
+    module.write_text("data = list(range(1000))  # a change\n")
+    server.await_line("starting anew")
+    seen += [batch.tolist() for batch in batches]
+    assert [index for batch in seen for index in batch] == list(range(1000))
+
+
+def test_a_change_of_the_configuration_starts_the_server_anew(
+    module: Path, tmp_path: Path, start_server: StartServer
+) -> None:
+    """And of nothing else that is in its folder."""
+    config = tmp_path / "configuration" / "loader.toml"
+    config.parent.mkdir()
+    config.write_text('[datasets.it]\nfactory = "changing_dataset:data"\n')
+    server = start_server("--config", str(config), "--reload", "--num-workers", "1")
+    (config.parent / "notes.txt").write_text("unimportant")
+    config.write_text('[datasets.it]\nfactory = "changing_dataset:longer"\n')
+    module.write_text("data = [0]\nlonger = [0] * 9\n")
+    while length_at(server.url) != 9:
+        pass
+    assert server.end() == 0
+    assert not any("notes.txt" in line for line in server.log)
+
+
+def test_ctrl_c_ends_both(module: Path) -> None:
+    """The child gets it from the terminal, once: what was asked for is finished."""
+    with terminal(SERVER, "changing_dataset:data", "--port", "0", "--num-workers", "1", "--reload") as screen:
+        screen.await_text(r"watch +teleloader")
+        screen.press_ctrl_c()
+        assert screen.wait() == 0
+    assert screen.text.count("told to stop") == 1
+    assert "Traceback" not in screen.text

@@ -1,0 +1,397 @@
+"""``teleloader``: the client's tools, in pipes and in real terminals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from tests.conftest import ROOT, ServerProcess, StartServer
+from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
+from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
+
+HOSTED = "tests.end_to_end.hosted:"
+CHECKED = "tests.end_to_end.checked:"
+NOWHERE = "http://127.0.0.1:9"
+
+
+def tool(*arguments: str) -> Done:
+    """Run ``teleloader`` in a pipe."""
+    return piped(TOOLS, *arguments)
+
+
+@pytest.fixture
+def figures() -> Iterator[tuple[MadeUpServer, str]]:
+    """A server that says what a test makes up, and its URL."""
+    server = MadeUpServer()
+    with serving(server):
+        yield server, server.url
+
+
+@pytest.fixture(scope="module")
+def hosting() -> Iterator[ServerProcess]:
+    """A server with datasets of many kinds."""
+    names = ("numbers", "failing", "stream")
+    server = ServerProcess("--port", "0", "--num-workers", "2", *(HOSTED + name for name in names[:2]),
+                           CHECKED + "dicts", CHECKED + "slowly", *(HOSTED + name for name in names[2:]))  # fmt: skip
+    yield server
+    server.end()
+
+
+# -- all of them
+
+
+@pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
+def test_no_server_is_one_line_and_exit_code_2(command: str) -> None:
+    """On stderr; nothing is on stdout, where a program would read a result."""
+    done = tool(command, NOWHERE)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"teleloader: no loader server answers at {NOWHERE}")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
+def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
+    """With the form that one has."""
+    done = tool(command, "cpu-box:8000")
+    assert (done.code, done.out) == (2, "")
+    assert "must look like http://host:8000, was 'cpu-box:8000'" in done.err
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
+    """In one line, as teleloader-server does."""
+    done = piped(f"import sys; sys.modules[{missing!r}] = None; {TOOLS}", "stats", NOWHERE)
+    assert (done.code, done.err) == (
+        2, f"teleloader: the command needs {missing}, which comes with an extra: pip install 'teleloader[cli]'\n"
+    )  # fmt: skip
+
+
+# -- stats
+
+
+def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[MadeUpServer, str]) -> None:
+    """Whoever is held back by the loader comes first, then by the network, then those that are not held back."""
+    server, url = figures
+    consumers = [
+        dataclasses.replace(CONSUMER, consumer="slow-loop", verdict=TRAINER),
+        dataclasses.replace(CONSUMER, consumer="far-away", verdict=NETWORK),
+        dataclasses.replace(CONSUMER, consumer="starved"),
+    ]
+    server.stats = dataclasses.replace(made_up(), consumers=consumers, consumers_total=3)
+    done = tool("stats", url)
+    assert done.code == 0
+    said = [line for line in done.out.splitlines() if "-bound. " in line]
+    assert [line.partition(":")[0] for line in said] == ["starved", "far-away", "slow-loop"]
+    assert said[0] == f"starved: loader-bound. {CONSUMER.verdict.advice}"
+    assert done.out.index("starved:") < done.out.index("bytes/s ")
+
+
+def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:
+    """The figures of its records, as people read them."""
+    _, url = figures
+    out = " ".join(tool("stats", url).out.split())
+    for shown in (
+        "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restarts",
+        "125 batches/s, 64.5 MiB/s; 6.5 of 16 CPUs; batches take 512 MiB of 2 GiB, all processes 1.5 GiB",
+        "trainer-0 train 0/1 2",
+        "30 % 12.5 6.25 MiB 62 % loader-bound 480 MiB 1 0",
+        "0 5000 busy batch 12 of epoch 0 of train 250 ms 93 % 1,234 0 120 MiB -",
+        "train 50,000 4,000 25 ms / 80 ms / 120 ms 2 ms / 4 ms / 6 ms 400 us / 900 us / 1 ms 4,000 3",
+        "train: ValueError (3x, last 5 s ago): sample 17 is damaged",
+    ):
+        assert shown in out
+
+
+def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:
+    """In one line, with nothing left out or added."""
+    _, url = figures
+    done = tool("stats", url, "--json")
+    assert done.out.count("\n") == 1
+    assert json.loads(done.out) == httpx.get(f"{url}/stats").json()
+
+
+def test_stats_shows_as_many_consumers_as_it_is_told_and_says_how_many_there_are(
+    figures: tuple[MadeUpServer, str],
+) -> None:
+    """A server may have a thousand."""
+    server, url = figures
+    server.stats = made_up(consumers=200)
+    out = tool("stats", url, "--limit", "3").out
+    assert "... and 197 more; --limit shows more of them" in out
+    assert "trainer-2" in out
+    assert "trainer-3" not in out
+
+
+def test_a_pipe_gets_no_escapes_and_no_cut_lines(figures: tuple[MadeUpServer, str]) -> None:
+    """Whatever consumers are called."""
+    server, url = figures
+    name = "a-very-long-name" * 10
+    server.stats = dataclasses.replace(made_up(), consumers=[dataclasses.replace(CONSUMER, consumer=name)])
+    out = tool("stats", url).out
+    assert "\x1b" not in out
+    assert any(name in line and "62 %" in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_is_not_too_narrow_for_the_figures(columns: int, figures: tuple[MadeUpServer, str]) -> None:
+    """Words are cut, and figures are not."""
+    server, url = figures
+    long = dataclasses.replace(CONSUMER, consumer="gpu-node-17.example.org:123456/rank17#0")
+    server.stats = dataclasses.replace(made_up(), consumers=[long])
+    with terminal(TOOLS, "stats", url, columns=columns) as screen:
+        assert screen.wait() == 0
+    lines = screen.text.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(line.endswith("12.5 6.25 MiB  62 % loader-bound") for line in map(str.rstrip, lines))
+    assert any("250 ms 93 %   1,234        0 120 MiB" in line for line in lines)
+    assert "25 ms / 80 ms 2 ms / 4 ms 400 us / 900 us" in " ".join(screen.text.split())
+    assert "\x1b[" in screen.raw, "in colour"
+
+
+def test_what_others_write_cannot_command_the_terminal(figures: tuple[MadeUpServer, str]) -> None:
+    """Names of consumers and messages of exceptions are theirs to choose."""
+    server, url = figures
+    evil = "\x1b]0;owned\x07\x1b[2J[red]name"
+    server.stats = dataclasses.replace(made_up(), consumers=[dataclasses.replace(CONSUMER, consumer=evil)])
+    with terminal(TOOLS, "stats", url) as screen:
+        assert screen.wait() == 0
+    assert "\x1b]" not in screen.raw
+    assert "\x1b[2J" not in screen.raw
+    assert "[red]name" in screen.text
+
+
+def test_a_server_that_says_something_else_is_no_riddle() -> None:
+    """What is missing is named, and how to see what there is."""
+    server = MadeUpServer()
+
+    async def other() -> dict[str, Any]:
+        return {"server": {"version": "0.0.1"}, "a": 1}
+
+    server.app.router.routes.clear()
+    server.app.get("/stats")(other)
+    with serving(server):
+        done = tool("stats", server.url)
+    assert done.code == 2
+    assert "Stats lack consumers, consumers_total, datasets, workers: it is another release" in done.err
+
+
+def test_watching_goes_on_in_place_until_ctrl_c(figures: tuple[MadeUpServer, str]) -> None:
+    """On a screen of its own, which is left again; the exit code is that of a program that Ctrl-C ended."""
+    server, url = figures
+    with terminal(TOOLS, "stats", url, "--watch", "--interval", "0.5", columns=80) as screen:
+        screen.await_text("trainer-0: loader-bound")
+        server.stats = dataclasses.replace(made_up(), consumers=[dataclasses.replace(CONSUMER, consumer="another")])
+        screen.await_text("another: loader-bound")
+        screen.press_ctrl_c()
+        assert screen.wait() == 130
+    assert screen.raw.index("\x1b[?1049h") < screen.raw.index("trainer-0")
+    assert screen.raw.index("\x1b[?1049l") > screen.raw.rindex("another")
+    assert "Traceback" not in screen.text
+
+
+def test_watching_a_server_that_goes_away_goes_on() -> None:
+    """It may be restarting."""
+    command = [sys.executable, "-c", TOOLS, "stats", "--watch", "--json", "--interval", "0.5"]
+    server = MadeUpServer()
+    with serving(server):
+        watching = subprocess.Popen([*command, server.url], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert watching.stdout is not None
+        assert json.loads(watching.stdout.readline())["server"]["host"] == "cpu-box"
+    try:
+        while "error" not in (said := json.loads(watching.stdout.readline())):
+            pass
+        assert "no loader server answers" in said["error"]
+        assert "no loader server answers" in json.loads(watching.stdout.readline())["error"]
+    finally:
+        watching.send_signal(signal.SIGINT)
+        watching.communicate()
+    assert watching.returncode == 130
+
+
+# -- peek
+
+
+def test_peek_shows_what_a_batch_holds(hosting: ServerProcess) -> None:
+    """Path, type, shape and range of each array."""
+    done = tool("peek", hosting.url, "dicts", "2", "--batch-size", "4")
+    assert done.code == 0
+    rows = [line.split(maxsplit=2) for line in done.out.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [
+        ["batch['image']", "uint8"], ["batch['label']", "int64"], ["batch['weight']", "float64"]
+    ]  # fmt: skip
+    assert rows[2][2].split() == ["(4,", "2,", "3)", "8", "to", "11"]
+
+
+def test_peek_as_json_has_the_same(hosting: ServerProcess) -> None:
+    """For programs."""
+    found = json.loads(tool("peek", hosting.url, "numbers", "--indices", "3,5", "--json").out)
+    assert (found["dataset"], found["batch"], found["epoch"]) == ("numbers", 0, 0)
+    assert found["parts"] == [
+        {"path": "batch[0]", "type": "int64", "shape": [2], "value": "3 to 5"},
+        {"path": "batch[1]", "type": "float64", "shape": [2], "value": "9 to 25"},
+    ]
+
+
+def test_peek_is_the_batch_that_training_gets(hosting: ServerProcess) -> None:
+    """By the same arguments, the same samples."""
+    loader = DataLoader(RemoteDataset(hosting.url, "numbers"), 3, shuffle=True, seed=5, output="numpy")
+    expected = [batch[0] for batch in loader][7]
+    done = tool("peek", hosting.url, "numbers", "7", "--batch-size", "3", "--shuffle", "--seed", "5", "--json")
+    assert json.loads(done.out)["parts"][0]["value"] == f"{expected.min()} to {expected.max()}"
+
+
+def test_peek_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
+    """The exception as training gets it, from a worker, and exit code 1."""
+    done = tool("peek", hosting.url, "failing", "17")
+    assert done.code == 1
+    assert "ValueError: Caught ValueError in DataLoader worker process" in done.out
+    assert "sample 17 is damaged" in done.out
+    failed = tool("peek", hosting.url, "failing", "17", "--json")
+    assert failed.code == 1
+    assert json.loads(failed.out)["error"]["message"] == "sample 17 is damaged"
+
+
+def test_peek_debugs_only_where_the_server_allows_it(hosting: ServerProcess, start_server: StartServer) -> None:
+    """Both sides say --debug; then the server's own process loads, and no worker."""
+    refused = tool("peek", hosting.url, "failing", "17", "--debug")
+    assert (refused.code, refused.out) == (2, "")
+    assert "start it with --debug" in refused.err
+    server = start_server(HOSTED + "failing", "--debug")
+    assert "in the loader server" in tool("peek", server.url, "failing", "17", "--debug").out
+    assert "in DataLoader worker process" in tool("peek", server.url, "failing", "17").out
+
+
+def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
+    """Its first batch; after its end there is none."""
+    assert json.loads(tool("peek", hosting.url, "stream", "--batch-size", "5", "--json").out)["parts"] == [
+        {"path": "batch", "type": "int64", "shape": [5], "value": "0 to 4"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["numbers", "100"], "batch 100 is out of range"),
+        (["nothing"], "'nothing' was asked for"),
+        (["numbers", "--batch-size", "0"], "batch_size must be a whole number in [1, 1048576], was 0"),
+        (["numbers", "--indices", "1,b"], "indices must be whole numbers with commas between them, were '1,b'"),
+        (["numbers", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_peek_at_what_is_not_there(arguments: list[str], words: str, hosting: ServerProcess) -> None:
+    """Exit code 2, and what was wrong."""
+    done = tool("peek", hosting.url, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+
+
+# -- bench
+
+
+def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
+    """Rates are counts over time, and the loop's waits are a part of it."""
+    done = tool("bench", hosting.url, "numbers", "--batch-size", "10", "--seconds", "1", "--json")
+    assert done.code == 0
+    found = json.loads(done.out)
+    assert found["dataset"] == "numbers"
+    assert found["seconds"] == pytest.approx(1, abs=0.5)
+    assert found["batches"] > 10, "several epochs"
+    assert found["samples"] == 10 * found["batches"]
+    assert found["batch_bytes"] == 10 * (8 + 8)
+    assert found["batches_per_second"] == pytest.approx(found["batches"] / found["seconds"])
+    assert found["bytes_per_second"] == pytest.approx(160 * found["batches_per_second"])
+    assert 0 < found["waited"] < found["seconds"]
+    assert 0 < found["wait_p50"] <= found["wait_p95"] <= found["wait_max"]
+    assert (done.err, tool("bench", hosting.url, "numbers", "--seconds", "0.2").err) == ("", ""), "no bar in a pipe"
+
+
+def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
+    """A dataset that takes its time, and a loop that does."""
+    slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
+    assert "verdict: loader-bound" in slow.out
+    thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
+    assert "verdict: trainer-bound" in thinking.out
+
+
+def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:
+    """And ends by Ctrl-C without a result."""
+    arguments = ("bench", hosting.url, "slowly", "--batch-size", "4", "--seconds", "600")
+    with terminal(TOOLS, *arguments, columns=80) as screen:
+        screen.await_text(r"loading .* batches/s, [\d.]+ [KM]iB/s")
+        screen.press_ctrl_c()
+        assert screen.wait() == 130
+    assert "waited" not in screen.text
+    assert "Traceback" not in screen.text
+
+
+def test_bench_ends_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
+    """It would be no measurement."""
+    done = tool("bench", hosting.url, "failing", "--batch-size", "1", "--seconds", "5")
+    assert (done.code, done.out) == (1, "")
+    assert "ValueError" in done.err
+    assert "sample 17 is damaged" in done.err
+
+
+def test_bench_of_an_iterable_dataset(hosting: ServerProcess) -> None:
+    """With as many shards as it is told."""
+    done = tool("bench", hosting.url, "stream", "--batch-size", "5", "--num-workers", "2", "--seconds", "1", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["batches"] > 0
+
+
+# -- audit
+
+
+@pytest.mark.parametrize("world_size", ["1", "4"])
+def test_audit_of_an_epoch_that_is_whole(world_size: str, hosting: ServerProcess) -> None:
+    """Exit code 0, and a sentence."""
+    done = tool("audit", hosting.url, "numbers", "--shuffle", "--world-size", world_size, "--epoch", "3")
+    assert done.code == 0
+    assert "100 visits" in done.out
+    assert "each sample is visited exactly once" in done.out
+
+
+def test_audit_counts_what_trainers_are_given(hosting: ServerProcess) -> None:
+    """The plan is not what is hoped for: it is what arrives."""
+    ranks, seed = 3, 11
+    visits = [0] * 100
+    for rank in range(ranks):
+        loader = DataLoader(
+            RemoteDataset(hosting.url, "numbers"), 7, shuffle=True, seed=seed, rank=rank, world_size=ranks,
+            output="numpy",
+        )  # fmt: skip
+        for indices, _ in loader:
+            for index in indices.tolist():
+                visits[index] += 1
+    done = tool("audit", hosting.url, "numbers", "--shuffle", "--seed", str(seed), "--world-size", str(ranks),
+                "--batch-size", "7", "--json")  # fmt: skip
+    found = json.loads(done.out)
+    assert done.code == 1
+    assert (found["visits"], found["missing"]) == (sum(visits), 0)
+    assert found["repeated_first"] == [index for index, count in enumerate(visits) if count > 1]
+
+
+def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) -> None:
+    """Exit code 1: whether that is well, the user knows."""
+    dropped = tool("audit", hosting.url, "numbers", "--batch-size", "9", "--drop-last")
+    assert dropped.code == 1
+    assert "1 are never visited: 99 (left out by --drop-last)" in dropped.out
+    padded = tool("audit", hosting.url, "numbers", "--world-size", "3")
+    assert padded.code == 1
+    assert "2 are repeated: 0, 1 (so that all trainers have as many: --tail pad)" in padded.out
+
+
+def test_audit_of_a_dataset_without_numbers(hosting: ServerProcess) -> None:
+    """An iterable-style dataset has no plan."""
+    done = tool("audit", hosting.url, "stream")
+    assert done.code == 2
+    assert "has no len()" in done.err

@@ -1,0 +1,52 @@
+"""The server's log as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from teleloader_server.logs import FIELDS, JsonFormatter
+
+
+def line_of(record: logging.LogRecord) -> dict[str, Any]:
+    """What is written of it."""
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:
+    """As a logger makes it."""
+    made = logging.LogRecord("teleloader_server.pool", logging.WARNING, __file__, 1, message, arguments, None)
+    made.__dict__.update(fields)
+    made.created = 1_700_000_000.25
+    return made
+
+
+def test_a_line_says_when_how_bad_who_and_what() -> None:
+    """And nothing else, where nothing else is known."""
+    assert line_of(record("worker %d\nis gone", 3)) == {
+        "time": "2023-11-14T22:13:20.250+00:00", "level": "warning", "logger": "teleloader_server.pool",
+        "message": "worker 3\nis gone",
+    }  # fmt: skip
+
+
+def test_a_line_says_what_it_is_about() -> None:
+    """What is given as extra under a known name; other attributes stay out, whatever they hold."""
+    known = dict.fromkeys(FIELDS, 7)
+    line = line_of(record("gone", **known, headers={"Authorization": "secret"}))
+    assert known.items() <= line.items()
+    assert "secret" not in json.dumps(line)
+
+
+def test_a_line_has_the_traceback() -> None:
+    """In the same line."""
+    made = record("failed")
+    try:
+        int("damaged")
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    assert "ValueError: invalid literal" in line_of(made)["exception"]
