@@ -27,7 +27,11 @@ else:
 WITH_SERVER = """
 import teleloader, teleloader_server
 
+import httpx
+
 with teleloader_server.serve([(i, i * i) for i in range(100)], num_workers=2) as url:
+    for path in ("/", "/dashboard/uplot/uPlot.esm.js"):
+        httpx.get(url + path).raise_for_status()
     loader = teleloader.DataLoader(teleloader.RemoteDataset(url), batch_size=8, shuffle=True, output="numpy")
     pairs = [pair for xs, ys in loader for pair in zip(xs.tolist(), ys.tolist(), strict=True)]
 assert sorted(pairs) == [(i, i * i) for i in range(100)], pairs
@@ -51,9 +55,10 @@ def main() -> None:
         install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         run(*install, wheel)
         print(run(python, "-W", "error", "-c", CLIENT_ALONE), end="")
-        without = subprocess.run([environment / "bin" / "teleloader-server"], text=True, stderr=subprocess.PIPE)
-        if "pip install 'teleloader[server]'" not in without.stderr:
-            raise SystemExit(f"without its extra, teleloader-server must say what to install, said: {without.stderr}")
+        for command, extra in (("teleloader-server", "server"), ("teleloader", "cli")):
+            without = subprocess.run([environment / "bin" / command], text=True, stderr=subprocess.PIPE)
+            if f"pip install 'teleloader[{extra}]'" not in without.stderr:
+                raise SystemExit(f"without its extra, {command} must say what to install, said: {without.stderr}")
         run(*install, f"{wheel}[server]")
         print(run(environment / "bin" / "teleloader-server", "--version"), end="")
         print(run(python, "-W", "error", "-c", WITH_SERVER), end="")

@@ -33,9 +33,9 @@ SHOWN = {
         "batches_computed": "computed",
         "batches_sent": "sent",
         "samples_computed": "samples",
-        "fetch": "fetch s",
-        "collate": "collate s",
-        "encode": "encode s",
+        "fetch": "fetch p95",
+        "collate": "collate p95",
+        "encode": "encode p95",
     },
     "consumers": {
         "dataset": "dataset",
@@ -131,13 +131,15 @@ def show_stats(stats: dict[str, Any]) -> None:
         records = stats[section]
         title = section if len(records) <= ROWS else f"{section}, the last {ROWS} of {len(records)}"
         table = Table(*fields.values(), title=title, title_justify="left")
-        for record in records[-ROWS:]:
+        for record in records[:ROWS]:
             table.add_row(*(_text(record[field]) for field in fields))
         console.print(table)
 
 
 def _text(value: Any) -> str:
     match value:
+        case {"p95": seconds}:
+            return f"{1000 * seconds:.2f} ms"
         case float():
             return f"{value:.2f}"
         case int():

@@ -10,6 +10,7 @@ for images, labels in loader: ...
 from __future__ import annotations
 
 from teleloader.loader import DataLoader
+from teleloader.measures import LoaderStats
 from teleloader.remote import RemoteDataset
 from teleloader_shared.errors import (
     BatchOutOfRange,
@@ -39,6 +40,7 @@ __all__ = [
     "DatasetChanged",
     "EncodeError",
     "InvalidSpec",
+    "LoaderStats",
     "LoaderTimeout",
     "ProtocolError",
     "RemoteDataset",

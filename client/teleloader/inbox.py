@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from teleloader.measures import Measures
 from teleloader.session import HEDGE_LEAST, Range, Session
 from teleloader_shared.codec import End, Frame
 from teleloader_shared.errors import (
@@ -29,12 +30,14 @@ class Inbox:
     Args:
         session: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
         urls: The servers that there are.
+        measures: Where to count what arrives.
         complete: Whether it is known how far the epoch goes, or a server will tell.
         stays: Whether those who receive are needed when all has arrived, until `close`.
     """
 
-    def __init__(self, session: Session, urls: list[str], *, complete: bool, stays: bool) -> None:
+    def __init__(self, session: Session, urls: list[str], measures: Measures, *, complete: bool, stays: bool) -> None:
         self.session = session
+        self.measures = measures
         self.changed = threading.Condition()
         self.closed: BaseException | None = None
         """What to raise where somebody waits for a batch of an iterator that was closed."""
@@ -167,7 +170,9 @@ class Inbox:
     def next_range(self, server: int) -> Range | None:
         """What to ask a server for now."""
         with self.changed:
-            return self._listed(self.session.next_range(server, time.monotonic()))
+            wanted = self.session.next_range(server, time.monotonic())
+            self.measures.hedges = self.session.hedges
+            return self._listed(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
         """Wait until there may be something to ask a server for, or so long."""
@@ -185,6 +190,8 @@ class Inbox:
             if self.closed is not None:
                 return None
             self._failing[url] = None
+            self.measures.batches += len(frames)
+            self.measures.nbytes += nbytes
             session, first = self.session, self.session.received
             for frame in frames:
                 k = frame.address.batch
@@ -208,6 +215,16 @@ class Inbox:
         with self.changed:
             self._failing[url] = None
             self.session.joined(server, num_workers)
+
+    def decoded(self, seconds: float) -> None:
+        """Decoding an answer took so long."""
+        with self.changed:
+            self.measures.decode += seconds
+
+    def broke(self) -> None:
+        """A connection did, or was closed by the server."""
+        with self.changed:
+            self.measures.reconnects += 1
 
     def lost(self, server: int) -> None:
         """What a server was asked for must be asked for again."""

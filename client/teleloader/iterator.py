@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from teleloader.failures import exception_of
 from teleloader.inbox import Inbox, timed_out
 from teleloader.lengths import Lengths
+from teleloader.measures import Measures
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import IndexLists, index_frame
@@ -93,6 +94,11 @@ class Pass:
         """Where its batches arrive."""
         return self.receiver.inbox
 
+    @property
+    def measures(self) -> Measures:
+        """What is measured of it."""
+        return self.receiver.inbox.measures
+
     def feed(self, *, taking: bool = False) -> None:
         """Draw further index lists: not for each batch that the loop takes, but for some of them at once.
 
@@ -131,6 +137,7 @@ class Pass:
 
     def close(self) -> None:
         """Nobody will take any more of its batches."""
+        self.measures.end()
         self.receiver.close()
         if self.staging is not None:
             self.staging.close()
@@ -181,13 +188,14 @@ class LoaderIterator:
         if current is None or current.progress.finished:
             raise StopIteration
         current.progress.is_unused = False
-        while not self._is_there(current):
-            current.inbox.wait(current.timeout)
+        if not self._is_there(current):
+            self._wait(current)
         if current.over():
             self._finish(current)
         if not current.session.on_demand:
             current.feed(taking=True)
         frame, server = current.inbox.take()
+        current.measures.steps += 1
         current.progress.advance(frame, current.spec.shards)
         if isinstance(frame.content, Failure):
             raise exception_of(frame.content, frame.address, server)
@@ -211,9 +219,11 @@ class LoaderIterator:
         if current is not None and not current.progress.finished:
             current.progress.is_unused = False
             try:
-                async with asyncio.timeout(current.timeout or None):
-                    while not self._is_there(current):
-                        await _arrival(current.inbox)
+                if not self._is_there(current):
+                    with current.measures.waiting():
+                        async with asyncio.timeout(current.timeout or None):
+                            while not self._is_there(current):
+                                await _arrival(current.inbox)
             except TimeoutError:
                 raise timed_out(current.timeout) from None
         try:
@@ -230,6 +240,13 @@ class LoaderIterator:
             )
         return self._pass
 
+    def _wait(self, current: Pass) -> None:
+        with current.measures.waiting():
+            while True:
+                current.inbox.wait(current.timeout)
+                if self._is_there(current):
+                    return
+
     def _is_there(self, current: Pass) -> bool:
         """Whether the next batch, an error in its place, or the epoch's end has come."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
@@ -245,6 +262,7 @@ class LoaderIterator:
             error, current.lists.error = current.lists.error, None
             raise error
         current.progress.finished = True
+        current.measures.end()
         if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.lengths is not None:

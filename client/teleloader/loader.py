@@ -19,7 +19,8 @@ from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
 from teleloader.iterator import AsyncLoaderIterator, LoaderIterator, Pass, Progress
 from teleloader.lengths import Lengths
-from teleloader.output import Output, accelerator_found, allocate_pinned, array_maker, choose_output, to_jax
+from teleloader.measures import LoaderStats, Measures, Pinning
+from teleloader.output import Output, accelerator_found, array_maker, choose_output, to_jax
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import (
@@ -35,7 +36,8 @@ from teleloader.session import Session
 from teleloader.source import Wanted
 from teleloader.staging import Staging, Transform, accelerator_of
 from teleloader.state import Position
-from teleloader_shared import local
+from teleloader.tracing import PassTrace
+from teleloader_shared import local, tracing
 from teleloader_shared.buffers import BufferPool, allocate
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
@@ -211,7 +213,9 @@ class DataLoader:
         self._distributed = rank is None and world_size is None and not brings_order
         pinned = self._accelerator is not None or (pin_memory and accelerator_found())
         self._make_array = array_maker(self._output, pin_memory=pinned)
-        self._pool = BufferPool(allocate_pinned if pinned else allocate)
+        self._pinning = Pinning() if pinned else None
+        self._pool = BufferPool(allocate if self._pinning is None else self._pinning)
+        self._measures = Measures()
         self._max_batch_bytes = max_batch_bytes
         self._next = Position()
         """Where the next iter() begins."""
@@ -342,6 +346,7 @@ class DataLoader:
         if self._keeps_workers:
             iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
         self._progress, self._last = passing.progress, weakref.ref(iterator)
+        self._measures = passing.measures
         self._next = Position(begun.epoch + 1)
 
     def _pass(self, order: _Order, lists: IndexLists | None, session: str | None) -> Pass:
@@ -374,9 +379,11 @@ class DataLoader:
             pool=self._pool,
             max_batch_bytes=self._max_batch_bytes,
             reconnect_timeout=self._remote.reconnect_timeout,
+            trace=PassTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
         )
         stays = spec.session is not None and self._keeps_workers
-        receiver = Receiver(self._remote, server, wanted, asking, stays=stays)
+        measures = Measures(self._next.epoch, self._pinning)
+        receiver = Receiver(self._remote, server, wanted, asking, measures, stays=stays)
         return Pass(
             dataset=self._remote,
             spec=spec,
@@ -513,6 +520,14 @@ class DataLoader:
     def _global_batch_size(self) -> int | None:
         """Samples in a batch of all ranks; None where the order is not the plan's."""
         return (self.batch_size or 1) * self._place[1] if self._order == "plan" else None
+
+    def stats(self) -> LoaderStats:
+        """How the last ``iter()`` fares, or did: how long the training loop waits for data, what arrives and so on.
+
+        The server has the rest of the story (``teleloader stats URL``): whether it is late itself, and how many workers
+        would not be.
+        """
+        return self._measures.stats()
 
     def __repr__(self) -> str:
         spec = self.spec

@@ -6,6 +6,7 @@ import threading
 from typing import Final
 
 from teleloader.inbox import Inbox
+from teleloader.measures import Measures
 from teleloader.remote import RemoteDataset
 from teleloader.session import Session
 from teleloader.source import Source, Wanted
@@ -23,15 +24,27 @@ class Receiver:
         registered_at: Number of the server that knows the loader.
         wanted: What to receive.
         session: What to ask for.
+        measures: Where to count what arrives.
         stays: Whether the workers of a loader's own are to be kept until `close`, though all has arrived.
     """
 
     def __init__(
-        self, dataset: RemoteDataset, registered_at: int, wanted: Wanted, session: Session, *, stays: bool
+        self,
+        dataset: RemoteDataset,
+        registered_at: int,
+        wanted: Wanted,
+        session: Session,
+        measures: Measures,
+        *,
+        stays: bool,
     ) -> None:
         servers = [*dataset.servers[registered_at:], *dataset.servers[:registered_at]]
         self.inbox = Inbox(
-            session, [server.url for server in servers], complete=wanted.spec.order != "client", stays=stays
+            session,
+            [server.url for server in servers],
+            measures,
+            complete=wanted.spec.order != "client",
+            stays=stays,
         )
         groups = [[server] for server in servers] if session.shared else [servers]
         self._key = wanted.key

@@ -105,6 +105,8 @@ class Session:
         self.waiting = False
         """Whether the loop waits for a batch."""
         self.on_demand = on_demand
+        self.hedges = 0
+        """Batches that were asked for once more because another server was late with them."""
         self._asked = start
         """Nothing from here on was ever asked for."""
         self._again: list[Range] = []
@@ -187,7 +189,10 @@ class Session:
         if self.has_room:
             return self._ask(server, self._further(server), now)
         late = self._to_hedge(server, now)
-        return None if late is None else self._ask(server, late, now, is_hedge=True)
+        if late is None:
+            return None
+        self.hedges += late.stop - late.start
+        return self._ask(server, late, now, is_hedge=True)
 
     def _ask(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
         self._servers[server].asks.append(_Ask(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))

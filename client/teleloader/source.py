@@ -15,6 +15,7 @@ from teleloader.backoff import Backoff
 from teleloader.control import Server
 from teleloader.inbox import BROKEN, Inbox
 from teleloader.session import Range
+from teleloader.tracing import PassTrace
 from teleloader.transport import BatchConnection, SilentConnection
 from teleloader_shared import codec
 from teleloader_shared.buffers import Buffer, BufferPool
@@ -48,6 +49,8 @@ class Wanted:
     max_batch_bytes: int
     """The largest frame that is accepted."""
     reconnect_timeout: float
+    trace: PassTrace | None
+    """Makes spans, where somebody traces."""
 
 
 class Source:
@@ -118,6 +121,11 @@ class Source:
                     backoff.reset()
                     damaged = 0
                 damaged = damaged + 1 if isinstance(error, CorruptFrame) else 0
+                for connection, _ in self._lanes:
+                    if connection.trace is not None:
+                        connection.trace.broke(error)
+                if self._connections:
+                    self._inbox.broke()
                 self._drop_connections()
                 self._inbox.lost(self._number)
                 self._is_registered = False
@@ -158,10 +166,16 @@ class Source:
             try:
                 buffer = connection.receive(self._wanted.pool, self._wanted.max_batch_bytes + READY_BYTES)
             except SilentConnection:
+                self._inbox.broke()
                 self._close(connection)
                 self._lanes[0] = (self._send(self._connect(), wanted), wanted)
                 continue
+            began = time.perf_counter()
+            last_byte = time.time_ns()
             frames = self._decode(buffer, wanted)
+            self._inbox.decoded(time.perf_counter() - began)
+            if connection.trace is not None:
+                connection.trace.arrived(connection.first_byte, last_byte, len(frames), len(buffer))
             self._has_received = True
             rest = self._inbox.deliver(self._number, self._servers[0].url, frames, len(buffer))
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
@@ -200,7 +214,7 @@ class Source:
             self._lanes.append((self._send(connection, wanted), wanted))
 
     def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
-        connection.ask(wanted)
+        connection.ask(wanted, None if self._wanted.trace is None else self._wanted.trace.ask(wanted))
         self._heard = time.monotonic()
         return connection
 
@@ -209,13 +223,14 @@ class Source:
         if connection is not None and connection.is_usable:
             return connection
         if connection is not None:
+            self._inbox.broke()
             self._close(connection)
         return self._connect()
 
     def _connect(self) -> BatchConnection:
         path = batches_path(self._wanted.key, self._wanted.epoch)
         with self._calling():
-            connection = BatchConnection(self._servers[0], path, self._wanted.consumer)
+            connection = BatchConnection(self._servers[0], path, self._wanted.consumer, self._inbox.measures.report)
         with self._inbox.changed:
             self._connections.append(connection)
             if self._inbox.is_over():  # while it was being made

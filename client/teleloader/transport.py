@@ -12,14 +12,17 @@ import os
 import select
 import socket
 import ssl
+import time
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 from teleloader.control import Server, error_of
 from teleloader.session import Range
+from teleloader.tracing import AskTrace
 from teleloader_shared.buffers import Buffer, BufferPool
 from teleloader_shared.errors import ProtocolError, ServerUnavailable
-from teleloader_shared.messages import CONSUMER_HEADER
+from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport
 
 KEEPALIVE_IDLE: Final = 5
 """Seconds of silence after which the kernel asks the other machine whether it is still there."""
@@ -44,16 +47,22 @@ class BatchConnection:
         server: Where to.
         path: Path of the epoch's batches.
         consumer: What the server calls this iterator.
+        report: Says how it fares; the server is told so with each request.
 
     Raises:
         OSError: When the server cannot be reached.
     """
 
-    def __init__(self, server: Server, path: str, consumer: str) -> None:
+    def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
         parts = urlsplit(server.url)
         self._server = server
         self._path = parts.path + path
-        self._headers = {CONSUMER_HEADER: consumer}
+        self.trace: AskTrace | None = None
+        """Of the last request."""
+        self.first_byte = 0
+        """When its answer began, as ``time.time_ns()``."""
+        self._consumer = consumer
+        self._report = report
         if parts.scheme == "https":
             self._http: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.netloc, timeout=server.timeout, context=ssl.create_default_context()
@@ -83,17 +92,25 @@ class BatchConnection:
         """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
         return self._http.sock is not None and not self._arrival.poll(0)
 
-    def ask(self, wanted: Range) -> None:
+    def ask(self, wanted: Range, trace: AskTrace | None = None) -> None:
         """Send the request for a range; `receive` takes the answer.
+
+        Args:
+            wanted: The range.
+            trace: Of this request, where somebody traces.
 
         Raises:
             OSError: When the connection broke.
         """
+        headers = {CONSUMER_HEADER: self._consumer, REPORT_HEADER: self._report().to_header()}
+        self.trace = trace
+        if trace is not None:
+            headers |= trace.headers
         if wanted.listed is not None:
-            self._http.request("POST", f"{self._path}?start={wanted.start}", body=wanted.listed, headers=self._headers)
+            self._http.request("POST", f"{self._path}?start={wanted.start}", body=wanted.listed, headers=headers)
             return
         query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
-        self._http.request("GET", f"{self._path}?{query}", headers=self._headers)
+        self._http.request("GET", f"{self._path}?{query}", headers=headers)
 
     def receive(self, pool: BufferPool, max_bytes: int) -> Buffer:
         """The frames of the answer: the first batches of the range, at least one.
@@ -128,6 +145,7 @@ class BatchConnection:
         answer = http.client.HTTPResponse(*args, **options)
         try:
             self._await(answer.fp)
+            self.first_byte = time.time_ns()
         except BaseException:
             answer.close()
             raise

@@ -15,10 +15,11 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from teleloader_server.engine import BatchStream
+from teleloader_server.engine import BatchStream, Said
 from teleloader_server.pool import Lease
-from teleloader_server.problems import Problem, Refusal
+from teleloader_server.problems import Refusal
 from teleloader_server.service import LoaderService
+from teleloader_server.tracing import AnswerTrace
 from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import Address
@@ -31,11 +32,13 @@ from teleloader_shared.messages import (
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
     READY_BYTES,
+    REPORT_HEADER,
+    ConsumerReport,
     DatasetInfo,
     Registration,
 )
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
-from teleloader_shared.stats import Stats
+from teleloader_shared.tracing import TRACE_HEADER
 
 _Result = TypeVar("_Result")
 
@@ -60,20 +63,24 @@ Ahead = Annotated[int, Query(ge=0, le=MAX_AHEAD, description="how many batches w
 Consumer = Annotated[
     str, Header(alias=CONSUMER_HEADER, max_length=200, description="who asks, for /stats and fair sharing")
 ]
+Report = Annotated[str, Header(alias=REPORT_HEADER, description="how it fares, for /stats: see docs/protocol.md")]
 
 
 class FrameResponse(Response):
     """Frames as the body, written from where they are: shared memory goes to the socket without a copy."""
 
-    def __init__(self, service: LoaderService, frames: list[Lease], headers: dict[str, str]) -> None:
+    def __init__(
+        self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: dict[str, str]
+    ) -> None:
         self._service = service
+        self._stream = stream
         self._frames = frames
         self._size = sum(len(frame) for frame in frames)
         super().__init__(headers={**headers, "content-length": str(self._size)}, media_type=FRAME_MEDIA_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head and frames."""
-        with self._service.sending(self._size):
+        with self._service.sending(self._size, self._stream):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for piece in joined(self._frames):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -83,23 +90,23 @@ class FrameResponse(Response):
 class StreamResponse(Response):
     """All batches of a request, each sent when it is ready. The connection's flow control holds it back."""
 
-    def __init__(self, service: LoaderService, request: tuple[str, str, int, int, int, int]) -> None:
+    def __init__(self, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]) -> None:
         super().__init__(media_type=FRAME_MEDIA_TYPE)
         del self.headers["content-length"]
         self._service = service
-        self._request = request
+        self._batches = batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head, then frames as they come."""
-        async with self._service.batches(*self._request) as stream, departure(receive) as gone:
+        async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
                 while not stream.exhausted:
-                    await self._send_frames(await unless(gone, ready_frames(stream)), send)
+                    await self._send_frames(await unless(gone, ready_frames(stream)), stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_frames(self, frames: list[Lease], send: Send) -> None:
-        with self._service.sending(sum(len(frame) for frame in frames)):
+    async def _send_frames(self, frames: list[Lease], stream: BatchStream, send: Send) -> None:
+        with self._service.sending(sum(len(frame) for frame in frames), stream):
             for piece in joined(frames, split=True):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
 
@@ -142,7 +149,7 @@ async def ready_answer(
 ) -> FrameResponse:
     """The first of `batches` that are ready, at least one."""
     async with batches as stream, departure(request.receive) as gone:
-        return FrameResponse(service, await unless(gone, ready_frames(stream)), MUTABLE)
+        return FrameResponse(service, stream, await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
@@ -198,7 +205,6 @@ def make_router(service: LoaderService) -> APIRouter:
     bodies = Bodies()
     _add_loaders(router, service, bodies)
     _add_batches(router, service, bodies)
-    _add_status(router, service)
     return router
 
 
@@ -258,8 +264,9 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has it already"}},
     )
     async def batch(
-        request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0, consumer: Consumer = ""
-    ) -> Response:
+        request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
+        consumer: Consumer = "", report: Report = "",
+    ) -> Response:  # fmt: skip
         service.loader(key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
@@ -267,9 +274,11 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
         who = consumer or address_of(request)
-        async with service.batches(who, key, epoch, k, k + 1, ahead) as stream, departure(request.receive) as gone:
+        said = said_with(request, report)
+        asked = service.batches(who, key, epoch, k, k + 1, ahead, said=said)
+        async with asked as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
-            return FrameResponse(service, [frame.raw], MUTABLE if frame.failed else immutable)
+            return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
 
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
@@ -288,15 +297,16 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
             bool, Query(description="answer with the batches from start that are ready, at least one, and their size")
         ] = False,
         consumer: Consumer = "",
+        report: Report = "",
     ) -> Response:
         if stop <= start:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
         who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
             raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
-        if not ready:
-            return StreamResponse(service, (who, key, epoch, start, stop, ahead))
-        return await ready_answer(request, service, service.batches(who, key, epoch, start, stop, ahead))
+        said = said_with(request, report)
+        asked = service.batches(who, key, epoch, start, stop, ahead, said=said)
+        return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
     @router.post(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
@@ -311,6 +321,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         epoch: Number,
         start: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
         consumer: Consumer = "",
+        report: Report = "",
     ) -> Response:
         service.loader(key, epoch, start)
         first = Address(key, epoch, start)
@@ -321,23 +332,9 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
                 indices = await asyncio.to_thread(indices_by_batch, body, first)
             stop = start + len(indices)
             who = consumer or address_of(request)
-            return await ready_answer(request, service, service.batches(who, key, epoch, start, stop, 0, indices))
-
-
-def _add_status(router: APIRouter, service: LoaderService) -> None:
-    @router.get("/stats", summary="What the server does: a record for each worker, dataset and consumer")
-    async def stats() -> Stats:
-        return await service.stats()
-
-    @router.get("/healthz", summary="The process answers")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
-    async def readyz() -> Any:
-        if service.ready:
-            return {"status": "ready"}
-        return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")
+            said = said_with(request, report)
+            asked = service.batches(who, key, epoch, start, stop, 0, indices, said)
+            return await ready_answer(request, service, asked)
 
 
 def indices_by_batch(body: bytes, first: Address) -> dict[int, bytes]:
@@ -402,6 +399,11 @@ def parsed_json(body: bytes) -> object:
     except (ValueError, RecursionError) as error:
         raise InvalidSpec(f"the body is not JSON: {error}") from None
     return parsed
+
+
+def said_with(request: Request, report: str) -> Said:
+    """What comes with a request besides."""
+    return Said(ConsumerReport.from_header(report), AnswerTrace.begin(request.headers.get(TRACE_HEADER, "")))
 
 
 def address_of(request: Request) -> str:

@@ -14,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
+from teleloader_server.api_status import make_status_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
+from teleloader_server.dashboard import add_dashboard
 from teleloader_server.problems import handle_problems
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -41,6 +43,8 @@ def create_app(service: LoaderService) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(make_router(service))
+    app.include_router(make_status_router(service))
+    add_dashboard(app)
     handle_problems(app)
     return app
 
@@ -71,6 +75,7 @@ class Server(uvicorn.Server):
             most = connections_for(service.limits.num_workers)
             limits = ConnectionLimits(max_connections=most, body_bytes=MAX_INDEX_BYTES)
         self._watch = Watch(limits, lambda: service.sends_too_much)
+        service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
         super().__init__(
             uvicorn.Config(
@@ -127,7 +132,7 @@ class Server(uvicorn.Server):
         Until that is done the server still listens, and says that it is stopping: a client knows at once that it should
         go elsewhere. What is not done when the grace ends is broken off, clients that do not read among it.
         """
-        self._service.draining = True
+        self._service.drain()
         self._watch.drain()
         # told in time, whoever still waits for a batch gets an answer that says so
         if not await self._answered(0.8 * self._grace):

@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
 from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
-from teleloader_server.metrics import Metrics
+from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
 from teleloader_server.pool import Lease, Loss, Pool, WorkerState
+from teleloader_server.tracing import AnswerTrace, Made
+from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.messages import ConsumerReport, DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -42,6 +44,20 @@ class ReadyFrame(NamedTuple):
     raw: Lease
     failed: bool
     """Whether it holds an exception in place of the batch: that may go better when it is asked for later."""
+    made: Made | None = None
+    """How it came to be, where somebody traces."""
+
+
+class Said(NamedTuple):
+    """What a client says besides what it asks for."""
+
+    report: ConsumerReport | None = None
+    """How it fares."""
+    trace: AnswerTrace | None = None
+    """What its request is traced with."""
+
+
+NOTHING_SAID: Final = Said()
 
 
 @dataclass(slots=True)
@@ -50,6 +66,10 @@ class BatchStream:
 
     _engine: Engine
     _ask: Ask
+    tally: ConsumerTally
+    """Of who asks."""
+    trace: AnswerTrace | None
+    """Of the request."""
 
     @property
     def exhausted(self) -> bool:
@@ -58,11 +78,21 @@ class BatchStream:
 
     async def take(self) -> ReadyFrame:
         """The next batch's frame, waiting for it."""
-        return await self._engine._take(self._ask)
+        k = self._ask.next
+        frame = await self._engine._take(self._ask, self.tally)
+        if self.trace is not None:
+            self.trace.made(k, frame.made)
+        return frame
 
     def take_ready(self) -> ReadyFrame | None:
         """The next batch's frame if it is there."""
-        return None if self.exhausted else self._engine._take_ready(self._ask)
+        k = self._ask.next
+        if k >= self._ask.stop:
+            return None
+        frame = self._engine._take_ready(self._ask, self.tally)
+        if self.trace is not None and frame is not None:
+            self.trace.made(k, frame.made)
+        return frame
 
     async def linger(self, seconds: float) -> None:
         """Wait until the last batch of the request is there, or so long."""
@@ -84,7 +114,8 @@ class Engine:
     def __init__(self, pool: Pool, memory_budget: int, metrics: Metrics, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._pool = pool
-        self._metrics = metrics
+        self.tally: Final[PoolTally] = metrics.pool()
+        """What was counted."""
         self._dispatcher = Dispatcher(memory_budget, in_turn)
         self._loaders: dict[str, Loader] = {}
         self._indices: dict[Address, bytes] = {}
@@ -94,6 +125,7 @@ class Engine:
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
         self._decision_due = False
+        self._traces = tracing.is_on()
 
     # -- life
 
@@ -119,15 +151,14 @@ class Engine:
         await self._pool.close()
         # a lease that is kept keeps the pool, whose memory it is
         self._frames.clear()
-        for consumer in self._dispatcher.consumers():
-            self._metrics.forget(consumer)
 
     # -- what clients ask
 
     @asynccontextmanager
     async def batches(
-        self, loader: Loader, consumer: str, epoch: int, start: int, stop: int, ahead: int, indices: Mapping[int, bytes]
-    ) -> AsyncIterator[BatchStream]:
+        self, loader: Loader, consumer: str, epoch: int, start: int, stop: int, ahead: int,
+        indices: Mapping[int, bytes], said: Said = NOTHING_SAID,
+    ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
         Args:
@@ -138,6 +169,7 @@ class Engine:
             stop: The batch after the last.
             ahead: How many more will be wanted.
             indices: For an order of the client's own, the frames that list what each batch holds.
+            said: What the client says besides.
         """
         key = loader.key
         self._loaders[key] = loader
@@ -146,9 +178,14 @@ class Engine:
         self._listed.update(listed.keys())
         ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, time.monotonic())
         self._decide_soon()
+        tally = self.tally.consumer(consumer, (key, epoch), loader.spec.dataset)
+        if said.report is not None:
+            tally.reported(said.report)
         try:
-            yield BatchStream(self, ask)
+            yield BatchStream(self, ask, tally, said.trace)
         finally:
+            if said.trace is not None:
+                said.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
             for address in listed:
@@ -166,18 +203,18 @@ class Engine:
         if address not in self._listed and not self._dispatcher.is_unfinished(address):
             self._indices.pop(address, None)
 
-    async def _take(self, ask: Ask) -> ReadyFrame:
-        frame = self._take_ready(ask)
+    async def _take(self, ask: Ask, tally: ConsumerTally) -> ReadyFrame:
+        frame = self._take_ready(ask, tally)
         if frame is not None:
             return frame
         address = Address(*ask.consumer.run, ask.next)
-        began = time.monotonic()
+        tally.waits()
         try:
             while frame is None:
                 await self._arrival(address)
-                frame = self._take_ready(ask)
+                frame = self._take_ready(ask, tally)
         finally:
-            self._metrics.waited(ask.consumer, time.monotonic() - began)
+            tally.has_waited()
         return frame
 
     async def _arrival(self, address: Address) -> None:
@@ -193,11 +230,11 @@ class Engine:
                     del self._waiting[address]
                 raise
 
-    def _take_ready(self, ask: Ask) -> ReadyFrame | None:
+    def _take_ready(self, ask: Ask, tally: ConsumerTally) -> ReadyFrame | None:
         frame = self._frames.get(Address(*ask.consumer.run, ask.next))
         if frame is None:
             return None
-        self._metrics.sent(ask.consumer, self._loaders[ask.consumer.run[0]].spec.dataset, len(frame.raw))
+        tally.sent(len(frame.raw))
         self._dispatcher.sent(ask, time.monotonic())
         self._decide_soon()
         return frame
@@ -211,9 +248,10 @@ class Engine:
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """A batch is a frame now."""
-        self._metrics.computed(task.spec.session and task.address.loader, worker, task.spec.dataset, report)
+        self.tally.computed(worker, task, lease, report)
         self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
-        self._arrived(task.address, ReadyFrame(lease, report.failed))
+        made = Made(time.time_ns(), worker, report) if self._traces else None
+        self._arrived(task.address, ReadyFrame(lease, report.failed, made))
 
     def worker_worn(self, worker: int) -> None:
         """The worker is given nothing more."""
@@ -231,15 +269,16 @@ class Engine:
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
         """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
+        self.tally.worker_lost()
         given_up = self._dispatcher.worker_lost(worker, loss.blame)
         for task in tasks:
             if task.address not in given_up:
-                self._metrics.retried(task.spec.dataset)
+                self.tally.retried(task.spec.dataset)
                 continue
-            self._metrics.given_up(task.spec.dataset)
             indices = indices_of(task)[:MAX_INDICES]
             kind, message = _told_of(loss)
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
+            self.tally.given_up(task.spec.dataset, failure)
             frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
             self._dispatcher.finished(None, task.address, len(frame), failed=True)
             self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
@@ -278,14 +317,14 @@ class Engine:
 
     def forget_idle(self) -> None:
         """Forget the consumers that have probably gone."""
-        for gone in self._dispatcher.forget_idle(time.monotonic()):
-            self._metrics.forget(gone)
+        self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in self._loaders.keys() - in_use:
             del self._loaders[key]
             self._dispatcher.forget_loader(key)
             for address in [address for address in self._indices if address.loader == key]:
                 del self._indices[address]
+        self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
 
     def touch(self) -> None:
@@ -301,6 +340,13 @@ class Engine:
     def workers(self) -> list[tuple[WorkerState, bool]]:
         """The places of the pool, and whether they have something to do."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
+
+    def mark(self, now: float) -> None:
+        """Note what was counted by now, for what is recent; about once a second."""
+        self.tally.mark(now)
+        for state in self._pool.workers():
+            place = self.tally.workers[state.worker]
+            place.window.mark(now, place.busy + state.working_for)
 
     @property
     def num_workers(self) -> int:

@@ -73,6 +73,10 @@ class WorkerState:
     recycled: int
     last_exit: str | None
     last_restart: float | None
+    task: Task | None
+    """What it makes."""
+    working_for: float
+    """Seconds for which it has been at that, as far as is known."""
 
 
 class Pool(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import SimpleQueue
@@ -40,6 +41,8 @@ class InProcessPool:
         self._as_caller = as_caller
         self._random_state: AbstractContextManager[None] = nullcontext() if as_caller else OwnRandomState()
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._at_hand: tuple[Task | None, float] = None, 0.0
+        """What the thread makes, and since when."""
         # a daemon, because user code that never returns must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
 
@@ -64,7 +67,13 @@ class InProcessPool:
 
     def workers(self) -> list[WorkerState]:
         """The one place."""
-        return [WorkerState(0, os.getpid(), ready=True, restarts=0, recycled=0, last_exit=None, last_restart=None)]
+        task, since = self._at_hand
+        return [
+            WorkerState(
+                0, os.getpid(), ready=True, restarts=0, recycled=0, last_exit=None, last_restart=None, task=task,
+                working_for=0.0 if task is None else time.monotonic() - since,
+            )
+        ]  # fmt: skip
 
     def pids(self) -> list[int]:
         """No process but the server's own."""
@@ -100,6 +109,8 @@ class InProcessPool:
             buffers.append(np.empty(nbytes, np.uint8))
             return buffers[-1]
 
+        self._at_hand = task, time.monotonic()
         with self._random_state:
             nbytes, report = loading.load(task, place)
+        self._at_hand = None, 0.0
         self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, buffers[-1][:nbytes], report)

@@ -136,6 +136,8 @@ class ProcessPool:
                 place.recycled,
                 place.last_exit,
                 place.last_restart,
+                place.process.task_at_hand(),
+                place.process.working_for,
             )
             for number, place in self._places.items()
         ]
@@ -229,7 +231,8 @@ class ProcessPool:
 
     def _template_ended(self) -> None:
         self._unwatch_template()
-        logger.error("the template process (pid %s) died; starting another", self._template.pid)
+        pid = self._template.pid
+        logger.error("the template process (pid %s) died; starting another", pid, extra={"pid": pid})
         self._restarting = self._loop.create_task(self._restart_template())
 
     def _receive_from_template(self) -> None:
@@ -329,7 +332,7 @@ class ProcessPool:
             process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
         except OSError as error:
             # its batches cannot be reached: another worker makes them again
-            logger.error("no memory of %s can be mapped: %s", process, error)
+            logger.error("no memory of %s can be mapped: %s", process, error, extra=process.log_fields)
             if process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)
 
@@ -340,7 +343,10 @@ class ProcessPool:
         if place.died is not None:
             place.last_restart = time.monotonic() - place.died
             place.died = None
-            logger.warning("worker %d is back as pid %s after %.3f s", process.number, process.pid, place.last_restart)
+            logger.warning(
+                "worker %d is back as pid %s after %.3f s",
+                process.number, process.pid, place.last_restart, extra=process.log_fields,
+            )  # fmt: skip
         self._listener.worker_ready(process.number)
 
     def _done(self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
@@ -400,7 +406,9 @@ class ProcessPool:
         pid = self._template.pid
         if pid is not None and self._template_stopped.seconds(pid) > STOPPED_LIMIT:
             # unlike a worker it is not replaced: all workers would end with it, and all datasets be built again
-            logger.warning("the template process (pid %d) was stopped (SIGSTOP); it is continued", pid)
+            logger.warning(
+                "the template process (pid %d) was stopped (SIGSTOP); it is continued", pid, extra={"pid": pid}
+            )
             _signal(pid, signal.SIGCONT)
         if not self._is_restarting:
             for place in self._places.values():
@@ -471,7 +479,9 @@ class ProcessPool:
 
     def _wear_out(self, process: WorkerProcess, reason: str) -> None:
         process.worn = True
-        logger.info("%s %s, and is replaced when it has done what it has to do", process, reason)
+        logger.info(
+            "%s %s, and is replaced when it has done what it has to do", process, reason, extra=process.log_fields
+        )
         self._listener.worker_worn(process.number)
         if not process.tasks:
             self._loop.call_soon(self._recycle, process)
@@ -519,8 +529,9 @@ class ProcessPool:
             delay = min(FIRST_RESPAWN_DELAY * 2 ** (place.failures_in_a_row - 1), LAST_RESPAWN_DELAY)
         stack = f". It was at:\n{loss.stack}" if loss.stack else ""
         logger.warning(
-            "%s; %d batches are left to others; replacing it in %.2f s%s", loss.reason, len(tasks), delay, stack
-        )
+            "%s; %d batches are left to others; replacing it in %.2f s%s",
+            loss.reason, len(tasks), delay, stack, extra=process.log_fields,
+        )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, loss)
         if place.unready_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):

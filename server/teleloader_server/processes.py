@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -73,6 +74,40 @@ class StopWatch:
         if self._since is None:
             self._since = time.monotonic()
         return time.monotonic() - self._since
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Processor time that a process has used; None is this one, and one that is gone has used none."""
+    if pid is None:
+        return time.process_time()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class CpuUse:
+    """How many processors some processes use lately; what one used that has ended is not counted.
+
+    Not for the event loop more often than every few seconds: each process is a file to be read.
+    """
+
+    def __init__(self) -> None:
+        # all but this process begin later
+        self._looks: deque[tuple[float, dict[int | None, float]]] = deque(
+            [(time.monotonic(), {None: cpu_seconds(None)})], maxlen=2
+        )
+
+    def look(self, pids: Iterable[int | None]) -> None:
+        """Note their times."""
+        self._looks.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
+
+    def rate(self, pids: Iterable[int | None]) -> float:
+        """How many they have used since the last look but one."""
+        then, before = self._looks[0]
+        used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
+        return used / max(1e-3, time.monotonic() - then)
 
 
 def oom_kills() -> int:

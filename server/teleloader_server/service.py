@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from teleloader_server import processes
 from teleloader_server.config import ConfigError, Limits
-from teleloader_server.engine import BatchStream, Engine, Loader
+from teleloader_server.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
 from teleloader_server.hosts import Host
-from teleloader_server.metrics import Metrics
+from teleloader_server.metrics import DatasetTally
+from teleloader_server.observing import Observer, Place, Whole
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
@@ -28,8 +28,7 @@ from teleloader_shared.errors import (
 from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
-from teleloader_shared.stats import ServerStats, Stats
-from teleloader_shared.version import VERSION
+from teleloader_shared.stats import Stats
 
 MAX_LOADERS: Final = 4096
 """Loaders that are known at once; the one that was asked longest ago is forgotten, and registers again by itself."""
@@ -42,6 +41,8 @@ SESSION_IDLE: Final = 60.0
 HOUSEKEEPING_INTERVAL: Final = 5.0
 MIN_SENDING: Final = 64 * 2**20
 """Bytes of answers that may always be under way, however small the memory budget."""
+DEFAULT_CONSUMERS: Final = 100
+"""How many consumers ``/stats`` lists if it is not told."""
 
 
 class _Known(NamedTuple):
@@ -62,9 +63,11 @@ class LoaderService:
 
     def __init__(self, host: Host, limits: Limits) -> None:
         self.limits = limits
-        self.draining = False
+        self._draining = asyncio.Event()
         self._host = host
-        self._metrics = Metrics()
+        self._observer = Observer(limits, self._places)
+        self.connections: Callable[[], int] = lambda: 0
+        """Says how many are open, where somebody counts them."""
         self._infos: dict[str, DatasetInfo] = {}
         """The datasets as the shared engine has them, once it is started."""
         self._shared: asyncio.Task[Engine] | None = None
@@ -74,8 +77,6 @@ class LoaderService:
         self._session_workers: dict[str, int] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._sending = 0
-        self._measuring: asyncio.Task[dict[int | None, processes.Memory]] | None = None
-        self._started = time.monotonic()
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
@@ -88,7 +89,7 @@ class LoaderService:
         """
         if self._host.infos() is None:
             await self._shared_engine()
-        self._housekeeping = asyncio.create_task(self._keep_house())
+        self._always = [asyncio.create_task(self._keep_house()), asyncio.create_task(self._observer.run())]
 
     def give_up(self, error: TeleloaderError) -> None:
         """Tell those who wait for a batch that it will not come."""
@@ -97,13 +98,27 @@ class LoaderService:
 
     async def close(self) -> None:
         """End the workers."""
-        self._housekeeping.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._housekeeping
+        for task in self._always:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         ending = [self.end_session(key) for key in list(self._sessions)]
         if self._shared is not None:
             ending.append(_close(self._shared))
         await asyncio.gather(*ending, *self._ending)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is stopping."""
+        return self._draining.is_set()
+
+    async def drained(self) -> None:
+        """Wait until the server is told to stop."""
+        await self._draining.wait()
 
     @property
     def ready(self) -> bool:
@@ -189,7 +204,7 @@ class LoaderService:
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
-            engine = Engine(own, self.limits.memory_budget, self._metrics, in_turn)
+            engine = Engine(own, self.limits.memory_budget, self._observer.metrics, in_turn)
             self._sessions[key] = asyncio.create_task(_started(engine))
             self._session_workers[key] = own.num_workers
         starting = self._sessions[key]
@@ -219,7 +234,7 @@ class LoaderService:
         return await asyncio.shield(self._shared)
 
     async def _start_shared(self) -> Engine:
-        engine = Engine(self._host.shared_pool(), self.limits.memory_budget, self._metrics)
+        engine = Engine(self._host.shared_pool(), self.limits.memory_budget, self._observer.metrics)
         self._infos = {info.name: info for info in await engine.start()}
         return engine
 
@@ -231,7 +246,6 @@ class LoaderService:
         starting = self._sessions.pop(key, None)
         self._session_workers.pop(key, None)
         if starting is not None:
-            self._metrics.forget_workers(key)
             # a client that does not wait for the answer must not stop it half-way
             ending = asyncio.create_task(_close(starting))
             self._ending.add(ending)
@@ -290,9 +304,19 @@ class LoaderService:
     @asynccontextmanager
     async def batches(
         self, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes] | None = None,
+        indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
     ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+
+        Args:
+            consumer: Who asks.
+            key: The loader's.
+            epoch: Which epoch.
+            start: The first batch.
+            stop: The batch after the last.
+            ahead: How many more will be wanted.
+            indices: For an order of the client's own, the frames that list what each batch holds.
+            said: What the client says besides.
 
         Raises:
             UnknownLoader: When no loader of that key is known.
@@ -307,16 +331,20 @@ class LoaderService:
             raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
         if loader.spec.order == "client":
             ahead = 0
-        async with loader.engine.batches(loader, consumer, epoch, start, stop, ahead, indices or {}) as stream:
+        asked = loader.engine.batches(loader, consumer, epoch, start, stop, ahead, indices or {}, said)
+        async with asked as stream:
             yield stream
 
     @contextmanager
-    def sending(self, nbytes: int) -> Iterator[None]:
+    def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
         """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
         self._sending += nbytes
+        of.tally.sending.begin(time.monotonic())
         try:
-            yield
+            with nullcontext() if of.trace is None else of.trace.sending(nbytes):
+                yield
         finally:
+            of.tally.sending.end(time.monotonic())
             self._sending -= nbytes
 
     @property
@@ -342,44 +370,25 @@ class LoaderService:
     def _session_engines(self) -> dict[str, Engine]:
         return {key: starting.result() for key, starting in self._sessions.items() if _has_started(starting)}
 
-    async def _memory(self, engines: list[Engine]) -> dict[int | None, processes.Memory]:
-        """What the processes use now. The kernel takes its time to say so, and all who ask meanwhile get one answer."""
-        if self._measuring is None or self._measuring.done():
-            pids = [*(pid for engine in engines for pid in engine.pids()), None]
-            self._measuring = asyncio.create_task(asyncio.to_thread(processes.memory, pids))
-        return await asyncio.shield(self._measuring)
+    def _places(self) -> dict[Engine, Place]:
+        """The engines, and where their workers come from."""
+        configured = self._host.infos() is None
+        shared = Place(None, "--num-workers {}" if configured else "num_workers={} of serve()")
+        of_session = {engine: key for key, engine in self._session_engines().items()}
+        return {
+            engine: Place(of_session[engine], "num_workers={} of the DataLoader") if engine in of_session else shared
+            for engine in self._engines()
+        }
 
-    async def stats(self) -> Stats:
-        """The records of ``/stats``."""
-        engines = self._engines()
-        of_session = {id(engine): key for key, engine in self._session_engines().items()}
-        memory = await self._memory(engines)
-        workers = [
-            self._metrics.worker_stats(of_session.get(id(engine)), state, memory, busy=busy)
-            for engine in engines
-            for state, busy in engine.workers()
-        ]
-        server = ServerStats(
-            version=VERSION,
-            uptime=time.monotonic() - self._started,
-            num_workers=self.limits.num_workers,
-            memory_budget=self.limits.memory_budget,
-            memory_used=sum(engine.memory_used for engine in engines),
-            memory_mapped=sum(engine.memory_mapped for engine in engines),
-            pss=sum(found.pss for found in memory.values()),
-            worker_restarts=sum(worker.restarts for worker in workers),
-            draining=self.draining,
-        )
-        return Stats(
-            server,
-            datasets=[self._metrics.dataset_stats(name) for name in self.datasets],
-            workers=workers,
-            consumers=[
-                self._metrics.consumer_stats(consumer, loader.spec, loader.batches, time.monotonic())
-                for engine in engines
-                for consumer, loader in engine.consumers()
-            ],
-        )
+    async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
+        """The records of ``/stats``, with `limit` of the consumers after the first `offset`."""
+        whole = Whole(self.datasets, self._sending, self.connections(), self.draining)
+        return await self._observer.stats(whole, limit, offset)
+
+    @property
+    def counts(self) -> Mapping[str, DatasetTally]:
+        """What was counted of each dataset of which there is something."""
+        return self._observer.metrics.datasets
 
 
 async def _started(engine: Engine) -> Engine:

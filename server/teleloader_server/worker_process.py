@@ -61,6 +61,11 @@ class WorkerProcess:
     def __str__(self) -> str:
         return f"worker {self.number} (pid {self.pid})"
 
+    @property
+    def log_fields(self) -> dict[str, int | None]:
+        """What a line of the log about it is about."""
+        return {"worker": self.number, "pid": self.pid}
+
     # -- progress
 
     @property
@@ -80,6 +85,11 @@ class WorkerProcess:
     def is_overdue(self, seconds: float) -> bool:
         """Whether what it does now has taken longer."""
         return self.has_work and time.monotonic() - self._since > seconds
+
+    @property
+    def working_for(self) -> float:
+        """Seconds for which it has been at what it does now; 0 when it has nothing to do."""
+        return time.monotonic() - self._since if self.tasks else 0.0
 
     # -- its notes
 

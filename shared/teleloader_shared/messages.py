@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -11,6 +12,8 @@ PROTOCOL_VERSION: Final = 1
 PROTOCOL_HEADER: Final = "Teleloader-Protocol"
 CONSUMER_HEADER: Final = "Teleloader-Consumer"
 """Names the consumer in /stats and in the server's fair sharing; without it a connection's address does."""
+REPORT_HEADER: Final = "Teleloader-Report"
+"""Says how the consumer fares, see `ConsumerReport`."""
 FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
@@ -30,6 +33,46 @@ def batches_path(key: str, epoch: int) -> str:
 def loader_path(key: str) -> str:
     """Where a loader is; ``GET`` keeps its session, ``DELETE`` ends it."""
     return f"{LOADERS_PATH}/{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerReport:
+    """What a client says of a pass through an epoch, with each ask for batches; counted since the pass began."""
+
+    elapsed: float
+    """Seconds since then."""
+    waited: float
+    """Seconds for which its training loop waited for data."""
+    taken: int
+    """Batches that the loop took."""
+    reconnects: int
+    """Connections that broke, or that a server closed, and that were made anew."""
+    hedges: int
+    """Batches that were asked for once more, at another server, because one was late."""
+
+    def to_header(self) -> str:
+        """What stands in the header."""
+        return (
+            f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
+            f"reconnects={self.reconnects},hedges={self.hedges}"
+        )
+
+    @classmethod
+    def from_header(cls, text: str) -> ConsumerReport | None:
+        """The report, or None where there is none that can be: no client is refused for what it says of itself."""
+        said = _REPORT.match(text[:MAX_REPORT])
+        if said is None:
+            return None
+        elapsed, waited = float(said[1]), float(said[2])
+        # rounded each for itself
+        return cls(elapsed, min(elapsed, waited), int(said[3]), int(said[4]), int(said[5]))
+
+
+MAX_REPORT: Final = 200
+_REPORT: Final = re.compile(
+    r"elapsed=(\d{1,9}\.\d{1,6}),waited=(\d{1,9}\.\d{1,6}),taken=(\d{1,18}),reconnects=(\d{1,9}),hedges=(\d{1,9})(?:,|$)",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True)

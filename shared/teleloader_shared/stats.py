@@ -1,9 +1,64 @@
-"""The records that ``/stats`` answers with. Times are in seconds, sizes in bytes."""
+"""The records that ``/stats`` answers with. Times are in seconds, sizes in bytes, rates per second, shares in [0, 1].
+
+What is called `recent` is taken over the last `WINDOW` seconds, or since its subject is known when that is shorter; all
+other counts are totals since the server's start.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+WINDOW: Final = 10.0
+
+Bound = Literal["loader", "trainer", "network", "balanced", "unknown"]
+"""What holds a consumer back.
+
+``loader``: batches are not ready when they are wanted. ``trainer``: they are, and wait for the training loop.
+``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
+the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long something takes: quantiles of all times since the start, each at most 5 % off."""
+
+    count: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCount:
+    """Failures of one kind."""
+
+    type: str
+    """Qualified name of the exception."""
+    count: int
+    last: str
+    """The last one's message, its first 500 characters."""
+    traceback: str
+    """The last one's traceback, its last 4,000 characters."""
+    indices: list[int]
+    """What the last one's batch should have held, the first 20."""
+    age: float
+    """Since the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowBatch:
+    """One of the batches that took a worker longest to fetch."""
+
+    batch: int
+    epoch: int
+    loader: str
+    seconds: float
+    indices: list[int]
+    """The first 20 of what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +66,15 @@ class ServerStats:
     """The server as a whole."""
 
     version: str
+    host: str
+    """Name of its machine."""
+    pid: int
     uptime: float
     """Since the server's start."""
+    cpus: int
+    """Processors that the server may use."""
+    cpu: float
+    """Recent processor use of server, template and workers together: 1.0 is one processor."""
     num_workers: int
     """Workers that should run; 0 means that the server loads in its own process."""
     memory_budget: int
@@ -21,10 +83,20 @@ class ServerStats:
     """What encoded batches take now, ready or being written; not those that were let go and are still being sent."""
     memory_mapped: int
     """Shared memory that is mapped for large batches, used or free for reuse; small ones are not kept there."""
+    memory_sending: int
+    """What answers take that are being sent."""
     pss: int
     """Proportional set size of server, template and workers together: shared pages counted once."""
+    loop_lag: float
+    """Recent mean time for which the event loop was late: from 0.01 on, requests wait for the server's own process."""
+    connections: int
+    """Open connections."""
     worker_restarts: int
     """Workers that died and were replaced."""
+    batches_per_second: float
+    """Recent; sent."""
+    bytes_per_second: float
+    """Recent; sent."""
     draining: bool
     """Whether the server is stopping and takes no new loaders."""
 
@@ -40,10 +112,16 @@ class WorkerStats:
     loader: str | None
     """Key of the loader whose own it is; None for those that all share."""
     state: Literal["starting", "idle", "busy"]
+    doing: str | None
+    """What it makes now, e.g. ``batch 12 of epoch 0 of train``."""
+    doing_for: float | None
+    """For how long."""
     batches: int
     """Batches that this place has finished."""
     busy: float
     """Time spent on finished batches."""
+    busy_share: float
+    """Recent share of the time in which it was at work."""
     restarts: int
     """How often its process died, or was killed because it hung, and was replaced."""
     recycled: int
@@ -63,6 +141,9 @@ class DatasetStats:
     """All loaders of one dataset."""
 
     dataset: str
+    kind: Literal["map", "iterable"]
+    length: int | None
+    """Samples, where it is known."""
     batches_computed: int
     """Batches that workers finished, failures included."""
     batches_sent: int
@@ -72,12 +153,29 @@ class DatasetStats:
     batches_retried: int
     """Times that a batch was begun again because its worker died."""
     samples_computed: int
-    fetch: float
-    """Time in the dataset's ``__getitem__`` (or ``__getitems__``)."""
-    collate: float
-    """Time in the collate function."""
-    encode: float
-    """Time to lay out, copy and checksum frames."""
+    samples_per_second: float
+    """Recent; computed."""
+    fetch: Latency
+    """Per batch, in the dataset's ``__getitem__`` (or ``__getitems__``)."""
+    collate: Latency
+    """Per batch, in the collate function."""
+    encode: Latency
+    """Per batch, to lay out, copy and checksum frames."""
+    slowest: list[SlowBatch]
+    """The five that took longest to fetch, the slowest first."""
+    errors: list[ErrorCount]
+    """By type, at most twenty, the latest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the loader or the trainer is the bottleneck, and what to change."""
+
+    bound: Bound
+    workers: int | None
+    """How many workers in all would keep up with the training loop; None where it cannot be known."""
+    advice: str
+    """One sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +192,29 @@ class ConsumerStats:
     epoch: int
     position: int
     """The next batch that it has not been sent."""
-    batches: int
-    """Batches in its epoch."""
+    batches: int | None
+    """Batches in its epoch; None where only its end tells."""
     batches_sent: int
     bytes_sent: int
+    batches_per_second: float
+    """Recent; sent."""
+    bytes_per_second: float
+    """Recent; sent."""
     waiting: float
     """Time in which it had asked and the batch was not ready: the loader held the trainer back."""
+    waiting_share: float
+    """Recent share of the time for which that was so."""
+    sending_share: float
+    """Recent share of the time in which an answer to it was being sent."""
+    loop_waiting_share: float | None
+    """Recent share of the time in which its training loop waited for data, as its client says; None if it does not."""
+    reconnects: int | None
+    """Connections that broke, or were closed, and were made anew, as its client says."""
+    hedges: int | None
+    """Batches that its client asked another server for because this or another one was late."""
     idle: float
     """Since it asked last."""
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +225,6 @@ class Stats:
     datasets: list[DatasetStats]
     workers: list[WorkerStats]
     consumers: list[ConsumerStats]
+    """Those who asked last come first; see `consumers_total`."""
+    consumers_total: int
+    """How many there are: the answer lists the first `limit` of them after `offset`."""

@@ -186,8 +186,8 @@ def test_what_is_exported() -> None:
     """The public face changes on purpose only."""
     assert set(teleloader.__all__) == {
         "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged", "EncodeError",
-        "InvalidSpec", "LoaderTimeout", "ProtocolError", "RemoteDataset", "RemoteError", "ServerUnavailable",
-        "StateMismatch", "TeleloaderError", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",
-        "__version__",
+        "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError", "RemoteDataset", "RemoteError",
+        "ServerUnavailable", "StateMismatch", "TeleloaderError", "UnknownDataset", "UnknownLoader", "VersionMismatch",
+        "WorkerDied", "__version__",
     }  # fmt: skip
     assert all(hasattr(teleloader, name) for name in teleloader.__all__)

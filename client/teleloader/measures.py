@@ -1,0 +1,134 @@
+"""What a loader measures of itself: how long its training loop waits for data, what arrives, and what that takes.
+
+A step that finds its batch there is not measured, so nothing is done for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from teleloader.output import allocate_pinned
+from teleloader_shared.buffers import Buffer
+from teleloader_shared.histogram import Histogram
+from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.stats import Latency
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStats:
+    """One pass of a `DataLoader` through an epoch. Times are in seconds, sizes in bytes."""
+
+    epoch: int | None
+    """Which; None before the first."""
+    elapsed: float
+    """Since its ``iter()``, until the loop was told that there is no more, or until now."""
+    steps: int
+    """Batches that the loop took, errors in their place included."""
+    wait: Latency
+    """How long the loop waited for each of them; 0 where it was there."""
+    waited: float
+    """How long it waited in all, for one that has not come yet included."""
+    waited_share: float
+    """`waited` as a share of `elapsed`."""
+    batches: int
+    """Batches that arrived, those included that arrived twice."""
+    bytes_received: int
+    decode: float
+    """What it took to check and decode them. The background thread does so, while the loop trains."""
+    pin: float
+    """What it took to page-lock the memory that they arrive in; it is used again and again."""
+    reconnects: int
+    """Connections that broke, or that a server closed, and that were made anew."""
+    hedges: int
+    """Batches that were asked for once more, at another server, because one was late."""
+
+
+class Pinning:
+    """Allocates page-locked memory, and measures what that takes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, size: int) -> Buffer:
+        """So many bytes."""
+        began = time.perf_counter()
+        pinned = allocate_pinned(size)
+        self.seconds += time.perf_counter() - began
+        return pinned
+
+
+class Measures:
+    """Of one pass. What arrives is counted by the threads that receive, under the inbox's lock.
+
+    Args:
+        epoch: Which.
+        pinning: Allocates the memory that batches are received into, where that is page-locked.
+    """
+
+    def __init__(self, epoch: int | None = None, pinning: Pinning | None = None) -> None:
+        self.steps = 0
+        self.batches = 0
+        self.nbytes = 0
+        self.decode = 0.0
+        self.reconnects = 0
+        self.hedges = 0
+        self._epoch = epoch
+        self._pinning = pinning
+        self._pinned_before = 0.0 if pinning is None else pinning.seconds
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+        self._waits = Histogram()
+        self._waited = 0.0
+        self._waiting_since: float | None = None
+
+    # -- in the training loop's thread
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Meanwhile the loop waits for a batch."""
+        began = self._waiting_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._waiting_since = None
+            self._waited += seconds
+            self._waits.note(seconds)
+
+    def end(self) -> None:
+        """The loop takes no more."""
+        if self._ended is None:
+            self._ended = time.perf_counter()
+
+    # -- in any thread
+
+    def report(self) -> ConsumerReport:
+        """What servers are told."""
+        now = time.perf_counter()
+        return ConsumerReport(now - self._began, self._waited_until(now), self.steps, self.reconnects, self.hedges)
+
+    def stats(self) -> LoaderStats:
+        """What users are told."""
+        now = time.perf_counter() if self._ended is None else self._ended
+        elapsed, waited = now - self._began, self._waited_until(now)
+        return LoaderStats(
+            epoch=self._epoch,
+            elapsed=elapsed,
+            steps=self.steps,
+            wait=self._waits.latency(zeros=max(0, self.steps - self._waits.count)),
+            waited=waited,
+            waited_share=min(1.0, waited / elapsed) if waited else 0.0,
+            batches=self.batches,
+            bytes_received=self.nbytes,
+            decode=self.decode,
+            pin=0.0 if self._pinning is None else self._pinning.seconds - self._pinned_before,
+            reconnects=self.reconnects,
+            hedges=self.hedges,
+        )
+
+    def _waited_until(self, now: float) -> float:
+        since = self._waiting_since
+        return self._waited + (0.0 if since is None else now - since)

@@ -1,0 +1,116 @@
+"""The endpoints that tell how the server does: records, their stream, Prometheus metrics and probes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request, Response
+from prometheus_client.exposition import choose_encoder
+from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
+
+from teleloader_server.api_http import departure
+from teleloader_server.exposition import exposed
+from teleloader_server.problems import Problem
+from teleloader_server.service import DEFAULT_CONSUMERS, LoaderService
+from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.stats import Stats
+
+MAX_CONSUMERS: Final = 1000
+"""Consumers in one answer, which has 1 MB then."""
+MAX_WATCHERS: Final = 16
+"""Streams of records at a time: each costs the server what as many requests would."""
+
+Limit = Annotated[int, Query(ge=0, le=MAX_CONSUMERS, description="how many consumers to list")]
+Offset = Annotated[int, Query(ge=0, description="after how many, those who asked last being the first")]
+
+_records: Final = TypeAdapter(Stats)
+
+
+class StatsStream(Response):
+    """The records again and again, as server-sent events, until the client goes or the server is told to stop."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: LoaderService, watchers: set[StatsStream], limit: int, offset: int, every: float):
+        # a proxy that gathers answers would hold the events back
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._service = service
+        self._watchers = watchers
+        self._page = limit, offset
+        self._every = every
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send head, then events."""
+        self._watchers.add(self)
+        drained = asyncio.create_task(self._service.drained())
+        try:
+            async with departure(receive) as gone:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                while not gone.done() and not drained.done():
+                    records = _records.dump_json(await self._service.stats(*self._page))
+                    event = b"event: stats\ndata: %b\n\n" % records
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await asyncio.wait({gone, drained}, timeout=self._every, return_when=asyncio.FIRST_COMPLETED)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            drained.cancel()
+            self._watchers.discard(self)
+
+
+def make_status_router(service: LoaderService) -> APIRouter:
+    """The endpoints of `service` that tell how it does."""
+    router = APIRouter()
+    _add_stats(router, service)
+    _add_probes(router, service)
+    return router
+
+
+def _add_stats(router: APIRouter, service: LoaderService) -> None:
+    watchers: set[StatsStream] = set()
+
+    @router.get("/stats", summary="What the server does: a record for each worker, dataset and consumer")
+    async def stats(limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
+        return await service.stats(limit, offset)
+
+    @router.get(
+        "/stats/stream",
+        summary="The same again and again, as server-sent events: `event: stats`, `data:` what /stats answers",
+        response_class=Response,
+        responses={200: {"content": {StatsStream.media_type: {}}}},
+    )
+    async def stream(
+        interval: Annotated[float, Query(ge=0.5, le=60, description="seconds between two events")] = 1.0,
+        limit: Limit = DEFAULT_CONSUMERS,
+        offset: Offset = 0,
+    ) -> Response:
+        if len(watchers) >= MAX_WATCHERS:
+            raise ServerUnavailable(
+                f"{MAX_WATCHERS} streams of /stats are open, and no more are allowed: ask for /stats now and then"
+            )
+        return StatsStream(service, watchers, limit, offset, interval)
+
+    @router.get(
+        "/metrics",
+        summary="The same for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}},
+    )
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        records = await service.stats(MAX_CONSUMERS)
+        return Response(encode(exposed(records, service.counts)), media_type=content_type)
+
+
+def _add_probes(router: APIRouter, service: LoaderService) -> None:
+    @router.get("/healthz", summary="The process answers")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
+    async def readyz() -> Any:
+        if service.ready:
+            return {"status": "ready"}
+        return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")

@@ -1,0 +1,201 @@
+"""What holds a consumer back, and how many workers would not: a function of a few numbers.
+
+- The loop hardly waits for data (`LOOP_WAITS`): it is the trainer, or a balance when the workers hardly rest.
+- It waits, and meanwhile what it had asked for was not ready on the server: the loader.
+- It waits, and what it asked for was ready: the network.
+
+How long the loop waits is known to the client only. Of one that does not say it, the server knows whether what it asks
+for is ready, and whether an answer is on its way: what takes most of the time is it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from teleloader_shared.stats import WINDOW, Verdict
+
+LOOP_WAITS: Final = 0.05
+"""Share of the time from which on a loop that waits for data is held back."""
+SERVERS_SHARE: Final = 0.5
+"""From this share of that time on, the server is seen to be late with the batches; else the network is."""
+MOST: Final = 0.5
+"""What takes this share of the time holds a consumer back whose client does not say how long its loop waits."""
+WORKERS_BUSY: Final = 0.8
+"""Workers that are at work for this share of the time hardly rest."""
+CPUS_BUSY: Final = 0.8
+"""Processors that are used to this share are the limit, whatever the number of workers."""
+LEAST_SECONDS: Final = 2.0
+"""For how long a consumer must be known."""
+LEAST_OWN_SHARE: Final = 0.005
+"""A loop that has less of the time for itself takes batches as fast as they come: no number of workers is enough."""
+MAX_WORKERS: Final = 1024
+"""What a server can be told to have."""
+LATE_LOOP: Final = 0.01
+"""Seconds by which the server's event loop is late when its own process is what requests wait for."""
+
+
+class Consumption(NamedTuple):
+    """What is seen of one consumer; rates and shares are recent."""
+
+    known_for: float
+    """Seconds."""
+    idle: float
+    """Seconds since it asked last; 0 while it waits for an answer."""
+    pace: float
+    """Batches a second that it is sent."""
+    nbytes: float
+    """Bytes a second."""
+    waiting: float
+    """Share of the time for which what it had asked for was not ready."""
+    sending: float
+    """Share of the time for which an answer was being sent."""
+    loop_waiting: float | None
+    """Share of the time for which its loop waited, if it says so."""
+    stages: Mapping[str, float]
+    """Seconds that a worker spends on one of its batches, on average: in fetch, collate and encode."""
+    has_all: bool = False
+    """Whether it was sent its whole epoch."""
+
+    @property
+    def demand(self) -> float:
+        """How many workers its loop would keep busy if it never waited."""
+        own = 1.0 if self.loop_waiting is None else max(LEAST_OWN_SHARE, 1.0 - self.loop_waiting)
+        return self.pace / own * sum(self.stages.values())
+
+
+class Workforce(NamedTuple):
+    """The workers that make a consumer's batches, and the server that they belong to."""
+
+    workers: int
+    """How many; 0 for the server's own process."""
+    busy: float
+    """Recent share of the time for which they were at work."""
+    demand: float
+    """How many the loops of all their consumers would keep busy together if they never waited; see `total_demand`."""
+    consumers: int
+    """How many these are."""
+    setting: str
+    """What sets the number of workers: ``{}`` stands for it."""
+    cpus: int
+    """Processors of the server."""
+    cpu: float
+    """How many of them it uses."""
+    loop_lag: float
+    """Seconds by which its event loop is late."""
+
+
+def total_demand(demands: Iterable[tuple[object, float]]) -> float:
+    """The demand of several consumers, each with what its batches are: those that share them need them made once."""
+    highest: dict[object, float] = {}
+    for run, demand in demands:
+        highest[run] = max(demand, highest.get(run, 0.0))
+    return sum(highest.values())
+
+
+def verdict(seen: Consumption, by: Workforce) -> Verdict:
+    """What holds a consumer back.
+
+    The number of workers is what all consumers of these workers need together: more consumers, more workers.
+    """
+    if seen.has_all:
+        return Verdict("unknown", None, "It has all batches of its epoch.")
+    if seen.idle > WINDOW:
+        return Verdict("unknown", None, f"It has asked for nothing for {seen.idle:.0f} s.")
+    if seen.known_for < LEAST_SECONDS:
+        return Verdict("unknown", None, "It is too early to say.")
+    needed = _needed(by)
+    if seen.loop_waiting is None:
+        late, slow = seen.waiting >= MOST, seen.sending >= MOST
+    else:
+        held_back = seen.loop_waiting >= LOOP_WAITS
+        late = held_back and seen.waiting >= SERVERS_SHARE * seen.loop_waiting
+        slow = held_back and not late
+    if late:
+        return _loader_bound(seen, by, needed)
+    if slow:
+        return Verdict("network", needed, _of_network(seen, by))
+    return _loop_bound(seen, by, needed)
+
+
+def _needed(by: Workforce) -> int | None:
+    """How many workers would keep up; None where that is not known, or more than can be."""
+    # a loop that waits for less than that is kept up with
+    needed = max(1, math.ceil(by.demand * (1 - LOOP_WAITS)))
+    return needed if by.demand > 0 and needed <= MAX_WORKERS else None
+
+
+def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
+    waits = _waits(seen, "for batches that are not ready")
+    stage = _faster(seen.stages)
+    if needed is None or seen.loop_waiting is None or 1 - seen.loop_waiting < LEAST_OWN_SHARE:
+        return Verdict("loader", None, f"{waits}: more workers ({by.setting.format('N')}) make more, or {stage}.")
+    if needed <= by.workers:
+        return Verdict(
+            "loader", needed,
+            f"{waits}, though {_workers(needed)} would do if all batches took the same time: let more be fetched ahead "
+            f"(prefetch_factor), or {stage}.",
+        )  # fmt: skip
+    whom = "keep up" if by.consumers == 1 else f"keep up with all {by.consumers} consumers"
+    if needed > by.cpus and by.cpu >= CPUS_BUSY * by.cpus:
+        return Verdict(
+            "loader", needed,
+            f"{waits}: {_workers(needed)} would {whom}, but the machine's {by.cpus} processors are busy already: add "
+            f"another server, or {stage}.",
+        )  # fmt: skip
+    instead = f" instead of {by.workers}" if by.workers else ""
+    return Verdict(
+        "loader", needed,
+        f"{waits}: {_workers(needed)}{instead} would {whom} ({by.setting.format(needed)}), or {stage}.",
+    )  # fmt: skip
+
+
+def _of_network(seen: Consumption, by: Workforce) -> str:
+    waits = _waits(seen, "though batches are ready") if seen.loop_waiting is not None else "Answers are on their way "
+    if seen.loop_waiting is None:
+        waits += f"{_percent(seen.sending)} of the time"
+    if by.loop_lag >= LATE_LOOP:
+        return f"{waits}: the server's own process is late by {1000 * by.loop_lag:.0f} ms, so add another server."
+    return (
+        f"{waits}: {seen.nbytes / 1e6:,.1f} MB/s arrive, so use a faster network, or send less (smaller dtypes, "
+        "compression)."
+    )
+
+
+def _loop_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
+    if not seen.pace:
+        return Verdict("unknown", None, "It was sent no batch lately.")
+    waits = "Its batches are ready when it asks" if seen.loop_waiting is None else _waits(seen, "for data")
+    workers = needed if by.workers else 0
+    if by.busy >= WORKERS_BUSY:
+        busy = f"the workers are busy {_percent(by.busy)} of it"
+        return Verdict("balanced", workers, f"{waits}, and {busy}: nothing is to be gained.")
+    fewer = f": {_workers(needed)} would do" if needed is not None and needed < by.workers else ""
+    return Verdict(
+        "trainer", workers,
+        f"{waits}, and the workers rest {_percent(1 - by.busy)} of it, so training is the bottleneck{fewer}.",
+    )  # fmt: skip
+
+
+def _faster(stages: Mapping[str, float]) -> str:
+    """What to make faster."""
+    whole = sum(stages.values())
+    if not whole:
+        return "make its samples faster"
+    longest = max(stages, key=lambda stage: stages[stage])
+    return f"make the {longest} faster, which takes {_percent(stages[longest] / whole)} of a batch's time"
+
+
+def _waits(seen: Consumption, why: str) -> str:
+    if seen.loop_waiting is None:
+        return f"What it asks for is not ready {_percent(seen.waiting)} of the time"
+    return f"The loop waits {_percent(seen.loop_waiting)} of the time {why}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" if count == 1 else f"{count} workers"

@@ -1,0 +1,444 @@
+"""/stats, its stream and /metrics: what they say is what happened, and asking costs little."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as families
+from prometheus_client.samples import Sample
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from teleloader_server.api_status import MAX_WATCHERS
+from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, batches_path
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
+from tests.conftest import ROOT, StartServer
+from tests.end_to_end.contract import eventually
+from tests.raw import Raw
+
+
+class Rows:
+    """100,000 rows of 1,000 numbers; row 37 cannot be had."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 37:
+            raise LookupError("row 37 is damaged")
+        return np.full(1000, index)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with rows, and two workers."""
+    with serve({"rows": Rows(), "stream": iter_of_five}, num_workers=2) as address:
+        yield address
+
+
+class FromFive:
+    """Iterable-style: counts from 5 down."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5, 0, -1))
+
+
+def iter_of_five() -> FromFive:
+    """A factory."""
+    return FromFive()
+
+
+def stats_of(url: str, **query: int) -> dict[str, Any]:
+    """What /stats says."""
+    found: dict[str, Any] = httpx.get(f"{url}/stats", params=query).raise_for_status().json()
+    return found
+
+
+def registered(url: str, **spec: Any) -> str:
+    """The key of a loader."""
+    return str(httpx.post(f"{url}/v1/loaders", json={"dataset": "rows", **spec}).raise_for_status().json()["key"])
+
+
+# -- the records
+
+
+def test_every_field_is_told(url: str) -> None:
+    """The answer has the fields of the records, and no others."""
+    iterator = iter(DataLoader(RemoteDataset(url, "rows"), 2, seed=0))
+    next(iterator)
+    found = stats_of(url)
+    assert set(found) == {field.name for field in fields(Stats)}
+    for kind, records in (
+        (ServerStats, [found["server"]]), (DatasetStats, found["datasets"]), (ConsumerStats, found["consumers"]),
+    ):  # fmt: skip
+        assert records
+        assert all(set(record) == {field.name for field in fields(kind)} for record in records)
+    described = httpx.get(f"{url}/openapi.json").json()
+    assert {"/stats", "/stats/stream", "/metrics"} <= set(described["paths"])
+    assert set(described["components"]["schemas"]["Stats"]["properties"]) == set(found)
+
+
+def test_what_was_done_is_told() -> None:
+    """Totals are exact; what failed and what was slow is shown with its indices."""
+    with serve(Rows(), num_workers=2) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), 10, seed=0))
+        for _ in range(3):
+            next(iterator)
+        with pytest.raises(LookupError, match="row 37 is damaged"):
+            next(iterator)
+        for _ in range(10):
+            next(iterator)
+        found = stats_of(url)
+    (rows,) = found["datasets"]
+    (error,) = rows["errors"]
+    assert (error["type"], error["count"], error["last"]) == ("LookupError", 1, "row 37 is damaged")
+    assert error["indices"] == list(range(30, 40))
+    assert "raise LookupError" in error["traceback"]
+    assert rows["batches_failed"] == 1
+    assert rows["fetch"]["count"] == rows["batches_computed"] == sum(worker["batches"] for worker in found["workers"])
+    assert len(rows["slowest"]) == 5
+    assert all(slow["indices"] == list(range(10 * slow["batch"], 10 * slow["batch"] + 10)) for slow in rows["slowest"])
+    assert rows["slowest"][0]["seconds"] == pytest.approx(rows["fetch"]["max"])
+    server = found["server"]
+    assert server["pid"] == os.getpid()
+    assert server["cpus"] >= 1
+    assert 0 < server["cpu"] < 2 * server["cpus"]
+    assert server["connections"] >= 1
+    assert server["batches_per_second"] > 0
+
+
+def test_an_epoch_that_only_its_end_tells_has_no_number_of_batches(url: str) -> None:
+    """None, and no number that stands for it."""
+    iterator = iter(DataLoader(RemoteDataset(url, "stream"), 2))
+    next(iterator)
+    (mine,) = [consumer for consumer in stats_of(url)["consumers"] if consumer["dataset"] == "stream"]
+    assert mine["batches"] is None
+    assert mine["position"] >= 1
+    del iterator
+
+
+def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Path, monkeypatch: Any) -> None:
+    """And for how long; while it is at it for long, all its time counts as busy."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1", "--batch-timeout", "0")
+    iterator = iter(DataLoader(RemoteDataset(server.url, "slow"), 2, seed=0))
+
+    def doing() -> Any:
+        (worker,) = server.stats()["workers"]
+        return worker if worker["doing"] and worker["busy_share"] > 0.5 else None
+
+    worker = eventually(doing)
+    assert worker["doing"] == "batch 0 of epoch 0 of slow"
+    assert worker["state"] == "busy"
+    assert worker["doing_for"] > 0
+    assert worker["batches"] == 0
+    gate.touch()
+    assert len(list(iterator)) == 4
+    (worker,) = server.stats()["workers"]
+    assert (worker["doing"], worker["doing_for"]) == (None, None)
+
+
+def test_a_killed_worker_is_told(start_server: StartServer) -> None:
+    """What replaced it, and why."""
+    server = start_server("tests.end_to_end.hosted:many", "--num-workers", "2")
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    eventually(lambda: server.stats()["workers"][0]["restarts"] == 1)
+    stats = eventually(lambda: (found := server.stats())["workers"][0]["last_restart"] and found)
+    assert "killed by signal SIGKILL" in stats["workers"][0]["last_exit"]
+    assert stats["server"]["worker_restarts"] == 1
+
+
+def test_a_report_that_is_none_is_ignored(url: str) -> None:
+    """No request is refused for it; a right one is shown."""
+    key = registered(url)
+    path = f"{url}{batches_path(key, 0)}/0"
+
+    def ask(report: str) -> dict[str, Any]:
+        httpx.get(path, headers={CONSUMER_HEADER: "telling", REPORT_HEADER: report}).raise_for_status()
+        (mine,) = [consumer for consumer in stats_of(url)["consumers"] if consumer["consumer"] == "telling"]
+        return dict(mine)
+
+    for wrong in ("", "nonsense", "x" * 10_000, "elapsed=nan"):
+        assert ask(wrong)["reconnects"] is None
+    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["loop_waiting_share"] is None
+    told = ask("elapsed=3.000,waited=1.500,taken=3,reconnects=6,hedges=7")
+    assert (told["loop_waiting_share"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
+    assert ask("elapsed=0.100,waited=0.000,taken=0,reconnects=0,hedges=0")["loop_waiting_share"] is None
+
+
+# -- many consumers
+
+
+def test_a_thousand_consumers_fit_on_pages(url: str) -> None:
+    """A page has those who asked last, takes less than a megabyte and 50 ms; together the pages have each once."""
+    key = registered(url, batch_size=1)
+    with httpx.Client() as client:
+        for number in range(1000):
+            headers = {CONSUMER_HEADER: f"consumer {number}"}
+            client.get(f"{url}{batches_path(key, 0)}/{number}", headers=headers).raise_for_status()
+        took, sizes = [], []
+        for _ in range(5):
+            began = time.perf_counter()
+            answer = client.get(f"{url}/stats")
+            took.append(time.perf_counter() - began)
+            sizes.append(len(answer.content))
+        first = answer.json()
+        assert min(took) < 0.05
+        assert max(sizes) < 10**6
+        assert [consumer["consumer"] for consumer in first["consumers"][:3]] == [
+            "consumer 999", "consumer 998", "consumer 997",
+        ]  # fmt: skip
+        assert len(first["consumers"]) == 100
+        assert first["consumers_total"] >= 1000
+        found: list[str] = []
+        while page := stats_of(url, limit=400, offset=len(found))["consumers"]:
+            found += (consumer["consumer"] for consumer in page)
+        assert len(found) == len(set(found)) == first["consumers_total"]
+    assert httpx.get(f"{url}/stats", params={"limit": 1001}).status_code == 422
+    assert httpx.get(f"{url}/stats", params={"offset": -1}).status_code == 422
+
+
+# -- the stream
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """What the events of a stream hold."""
+    lines = answer.iter_lines()
+    for line in lines:
+        assert line == "event: stats"
+        name, _, data = next(lines).partition(": ")
+        assert (name, next(lines)) == ("data", "")
+        yield json.loads(data)
+
+
+def test_the_stream_tells_the_same_again_and_again(url: str) -> None:
+    """One event at once, then one each interval."""
+    with httpx.stream("GET", f"{url}/stats/stream", params={"interval": 0.5, "limit": 1}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-store"
+        told = events(answer)
+        first, second, third = next(told), next(told), next(told)
+    assert set(first) == set(stats_of(url))
+    assert 0.9 < third["server"]["uptime"] - first["server"]["uptime"] < 5
+    assert second["server"]["uptime"] > first["server"]["uptime"]
+
+
+def test_streams_are_limited_and_end_with_their_clients(url: str) -> None:
+    """One more is answered with 503; whoever leaves makes room."""
+    with ExitStack() as stack, httpx.Client() as client:
+        for _ in range(MAX_WATCHERS):
+            stack.enter_context(client.stream("GET", f"{url}/stats/stream"))
+        refused = httpx.get(f"{url}/stats/stream")
+        assert (refused.status_code, refused.json()["code"]) == (503, "ServerUnavailable")
+    with httpx.Client() as client:
+
+        def has_room() -> bool:
+            with client.stream("GET", f"{url}/stats/stream") as answer:
+                return answer.status_code == 200
+
+        eventually(has_room)
+
+
+def test_a_stopping_server_ends_its_streams(start_server: StartServer) -> None:
+    """In order, and at once: nobody waits for the time that answers have."""
+    server = start_server("tests.end_to_end.hosted:many", "--num-workers", "1", "--shutdown-grace", "60")
+    with httpx.stream("GET", f"{server.url}/stats/stream", params={"interval": 60}) as answer:
+        told = events(answer)
+        next(told)
+        began = time.monotonic()
+        server.process.terminate()
+        assert list(told) == []
+    assert server.end() == 0
+    assert time.monotonic() - began < 20
+
+
+def test_intervals_have_limits(url: str) -> None:
+    """From half a second to a minute."""
+    for interval in ("0.4", "61", "nan", "often"):
+        assert httpx.get(f"{url}/stats/stream", params={"interval": interval}).status_code == 422
+
+
+def test_a_watcher_that_does_not_read_holds_up_nobody(url: str) -> None:
+    """Its stream waits for it, and others are answered."""
+    with Raw(url, buffer=4096) as watcher:
+        watcher.ask("/stats/stream?interval=0.5")
+        for _ in range(20):
+            stats_of(url)
+
+
+# -- metrics
+
+
+def scraped(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """All samples, by name and labels."""
+    text = httpx.get(f"{url}/metrics").raise_for_status().text
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples(text)}
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """All samples of a scrape."""
+    for family in families(text):
+        yield from family.samples
+
+
+def test_metrics_are_what_stats_says(url: str) -> None:
+    """Totals of the same things, and the histogram's count."""
+    key = registered(url, batch_size=2)
+    httpx.get(f"{url}{batches_path(key, 0)}/100").raise_for_status()
+    found = scraped(url)
+    stats = stats_of(url)
+    for dataset in stats["datasets"]:
+        label = (("dataset", dataset["dataset"]),)
+        assert found["teleloader_batches_computed_total", label] == dataset["batches_computed"]
+        assert found["teleloader_batches_sent_total", label] == dataset["batches_sent"]
+        assert found["teleloader_samples_computed_total", label] == dataset["samples_computed"]
+        stage = (*label, ("stage", "fetch"))
+        assert found["teleloader_stage_seconds_count", stage] == dataset["fetch"]["count"]
+        assert found["teleloader_stage_seconds_sum", stage] == pytest.approx(
+            dataset["fetch"]["mean"] * dataset["fetch"]["count"]
+        )
+    assert found["teleloader_memory_budget_bytes", ()] == stats["server"]["memory_budget"]
+    held = sum(value for (name, _), value in found.items() if name == "teleloader_consumers")
+    assert held == min(1000, stats["consumers_total"])
+
+
+def test_counters_never_fall(start_server: StartServer) -> None:
+    """Not when a worker is killed, a session ends or a consumer goes."""
+    server = start_server("tests.end_to_end.hosted:many", "tests.end_to_end.hosted:stream", "--num-workers", "2")
+
+    def happen(number: int) -> None:
+        match number:
+            case 0:
+                list(DataLoader(RemoteDataset(server.url, "stream"), 2, num_workers=2))
+            case 1:
+                os.kill(server.worker_pids()[0], signal.SIGKILL)
+                eventually(lambda: server.stats()["workers"][0]["restarts"])
+            case 2:
+                iterator = iter(DataLoader(RemoteDataset(server.url, "many"), 10, seed=0))
+                next(iterator)
+
+    before = scraped(server.url)
+    for number in range(3):
+        happen(number)
+        now = scraped(server.url)
+        for (name, labels), value in before.items():
+            if name.endswith(("_total", "_count", "_sum", "_bucket")):
+                assert now[name, labels] >= value, (name, labels)
+        before = now
+    assert before["teleloader_worker_restarts_total", (("worker", "0"),)] == 1
+
+
+UNITS = ("_seconds", "_bytes", "_info")
+NOT_BASE_UNITS = re.compile(
+    r"_(ms|us|milliseconds|microseconds|minutes|hours|kb|mb|kib|mib|kilobytes|megabytes|percent)\b"
+)
+
+
+def lint(text: str) -> list[str]:
+    """What ``promtool check metrics`` finds wrong: its rules, which are those of the naming conventions."""
+    found = []
+    for family in families(text):
+        name = family.name
+        checks = {
+            "no help text": not family.documentation,
+            "a counter without _total": family.type == "counter"
+            and not all(sample.name.endswith("_total") for sample in family.samples),
+            "_total on what is no counter": family.type != "counter" and name.endswith("_total"),
+            "no base unit": bool(NOT_BASE_UNITS.search(name)),
+            "capitals": name != name.lower(),
+            "its type in the name": bool(re.search(r"_(counter|gauge|histogram|summary)\b", name)),
+            "_count, _sum or _bucket in the name": name.endswith(("_count", "_sum", "_bucket")),
+            "a label le or quantile": family.type != "histogram"
+            and any({"le", "quantile"} & set(sample.labels) for sample in family.samples),
+            "a label in capitals": any(label != label.lower() for sample in family.samples for label in sample.labels),
+            "another prefix": not name.startswith("teleloader_"),
+        }
+        found += [f"{name}: {what}" for what, wrong in checks.items() if wrong]
+    return found
+
+
+def test_metrics_keep_to_the_conventions(url: str) -> None:
+    """As promtool checks them; both formats can be read, and the official one says which it is."""
+    answer = httpx.get(f"{url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert lint(answer.text) == []
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    other = httpx.get(f"{url}/metrics", headers=accept)
+    assert other.headers["content-type"].startswith("application/openmetrics-text")
+    read: Any = openmetrics.text_string_to_metric_families
+    told = {sample.name for family in read(other.text) for sample in family.samples}
+    assert told == {sample.name for sample in samples(answer.text)}
+
+
+def test_the_lint_finds_what_is_wrong() -> None:
+    """It would fail if something were."""
+    wrong = "# TYPE teleloader_waited_ms gauge\nteleloader_waited_ms 1\n# TYPE jobs_total gauge\njobs_total 1\n"
+    assert len(lint(wrong)) >= 4
+
+
+def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
+    """Consumers are no label: each epoch's iterator is another one."""
+    before = len(scraped(url))
+    key = registered(url, batch_size=3)
+    for number in range(50):
+        headers = {CONSUMER_HEADER: f"one of many {number}"}
+        httpx.get(f"{url}{batches_path(key, 0)}/0", headers=headers).raise_for_status()
+    assert len(scraped(url)) == before
+
+
+def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> None:
+    """And for labels that they have."""
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    text = httpx.get(f"{url}/metrics").text
+    known = {sample.name for sample in samples(text)}
+    labels = {label for sample in samples(text) for label in sample.labels}
+    # a dataset that has not failed yet has no errors to be named
+    known.add("teleloader_errors_total")
+    labels |= {"type", "instance", "job"}
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(asked) > 10
+    for query in asked:
+        assert set(re.findall(r"\bteleloader_\w+", query)) <= known, query
+        for group in re.findall(r"by \(([^)]*)\)", query):
+            assert {label.strip() for label in group.split(",")} <= labels, query
+    numbers = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(numbers)) == len(numbers)
+
+
+# -- what it costs
+
+
+def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes its time to say it, so it is asked again only when that has taken 1 % of the time at most."""
+    from teleloader_server import processes
+
+    measured = []
+    real: Callable[..., Any] = processes.memory
+
+    def slow(pids: Any) -> Any:
+        measured.append(pids)
+        time.sleep(0.2)
+        return real(pids)
+
+    monkeypatch.setattr(processes, "memory", slow)
+    key = registered(url, batch_size=5)
+    httpx.get(f"{url}{batches_path(key, 0)}/0").raise_for_status()
+    eventually(lambda: stats_of(url) and measured)
+    before = len(measured)
+    for _ in range(20):
+        stats_of(url)
+    assert len(measured) <= before + 1

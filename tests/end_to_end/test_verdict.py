@@ -1,0 +1,145 @@
+"""What holds training back is told rightly where it is known, because it was made so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.conftest import StartServer
+from tests.faults.proxy import FaultProxy, Line
+
+
+class Rows:
+    """Rows of `width` bytes, each of which takes `seconds`."""
+
+    def __init__(self, seconds: float = 0.0, width: int = 8) -> None:
+        self._seconds = seconds
+        self._width = width
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        time.sleep(self._seconds)
+        return np.full(self._width, index % 256, np.uint8)
+
+
+Step = float | Callable[[dict[str, Any]], float]
+"""Seconds that a training step takes; or found from what /stats says, for one that is to fit the workers."""
+
+
+def verdicts(url: str, loader: DataLoader, step: Step) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train: the consumer's record and the whole, now and then, once there is a verdict."""
+    seconds = step if isinstance(step, float) else 0.01
+    for number, _ in enumerate(loader):
+        time.sleep(seconds)
+        if number % max(1, round(0.3 / seconds)) == 0:
+            stats = httpx.get(f"{url}/stats").json()
+            (consumer,) = stats["consumers"]
+            if not isinstance(step, float):
+                seconds = step(stats)
+            if consumer["verdict"]["bound"] != "unknown":
+                yield consumer, stats
+
+
+def told(url: str, loader: DataLoader, step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The verdict that the server comes to, which it does not change without need."""
+    found = verdicts(url, loader, step)
+    first, _ = next(found)
+    again, stats = next(found)
+    assert first["verdict"]["bound"] == again["verdict"]["bound"], (first, again)
+    return again, stats
+
+
+@pytest.mark.parametrize(("seconds", "step", "num_workers"), [(0.04, 0.02, 1), (0.06, 0.01, 2)])
+def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_workers: int) -> None:
+    """With the number of workers that would keep up, within one."""
+    with serve(Rows(seconds), num_workers=num_workers) as url:
+        loader = DataLoader(RemoteDataset(url), 1, seed=0)
+        consumer, stats = told(url, loader, step)
+        mine = loader.stats()
+    found = consumer["verdict"]
+    assert found["bound"] == "loader", consumer
+    # what the machine made of the steps, if it had other things to do
+    needed = stats["datasets"][0]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
+    assert needed > num_workers
+    assert abs(found["workers"] - needed) <= 1, (consumer, mine)
+    assert f"(num_workers={found['workers']} of serve())" in found["advice"]
+    assert "make the fetch faster" in found["advice"]
+    assert consumer["loop_waiting_share"] == pytest.approx(mine.waited_share, abs=0.1)
+
+
+def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
+    """A loader of an object of this process has the workers that it asks for."""
+    with serve(Rows(0.04)) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.02)
+    assert consumer["verdict"]["bound"] == "loader", consumer
+    assert "of the DataLoader)" in consumer["verdict"]["advice"]
+
+
+def test_slow_training_is_called_trainer_bound() -> None:
+    """And fewer workers would do."""
+    with serve(Rows(0.01), num_workers=3) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
+    assert consumer["verdict"]["bound"] == "trainer", consumer
+    assert consumer["verdict"]["workers"] == 1
+    assert "training is the bottleneck: 1 worker would do." in consumer["verdict"]["advice"]
+    assert consumer["loop_waiting_share"] < 0.05
+
+
+def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> None:
+    """Batches are ready, and do not come."""
+    server = start_server("tests.faults.hosted:large", "--num-workers", "2")
+    with FaultProxy(server.url) as proxy:
+        proxy.line = Line(bandwidth=4e6)
+        loader = DataLoader(RemoteDataset(proxy.url), 4, seed=0, checksum=False)
+        consumer, _ = told(server.url, loader, 0.01)
+    assert consumer["verdict"]["bound"] == "network", consumer
+    assert "though batches are ready" in consumer["verdict"]["advice"]
+
+
+def test_equal_speeds_are_called_balanced() -> None:
+    """The loop hardly waits, and the workers hardly rest: the verdict becomes that when the loop slows down to it."""
+
+    def step(stats: dict[str, Any]) -> float:
+        return float(stats["datasets"][0]["fetch"]["mean"]) / 2 / 0.88
+
+    with serve(Rows(0.02), num_workers=2) as url:
+        found = verdicts(url, DataLoader(RemoteDataset(url), 2, seed=0), step)
+        balanced, stats = next(pair for pair in found if pair[0]["verdict"]["bound"] == "balanced")
+    assert balanced["loop_waiting_share"] < 0.05
+    assert min(worker["busy_share"] for worker in stats["workers"]) > 0.7
+    assert "nothing is to be gained" in balanced["verdict"]["advice"]
+
+
+def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
+    """Whoever asks for nothing is held back by nothing that the server sees."""
+    with serve(Rows(), num_workers=1) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0))
+        next(iterator)
+        (consumer,) = httpx.get(f"{url}/stats").json()["consumers"]
+        assert consumer["verdict"]["bound"] == "unknown"
+        assert consumer["verdict"]["advice"] == "It is too early to say."
+
+
+def test_what_the_client_says_is_what_the_server_shows() -> None:
+    """The share of waiting, and broken connections."""
+    with serve(Rows(0.02), num_workers=1) as url, FaultProxy(url) as proxy:
+        loader = DataLoader(RemoteDataset(proxy.url), 1, seed=0)
+        found = verdicts(url, loader, 0.02)
+        next(found)
+        proxy.drop_all()
+        consumer = next(consumer for consumer, _ in found if consumer["reconnects"])
+        mine = loader.stats()
+    assert mine.reconnects >= consumer["reconnects"] >= 1
+    assert consumer["hedges"] == mine.hedges == 0
+    assert consumer["batches_sent"] >= mine.steps
+    assert 0 < mine.waited_share < 1
