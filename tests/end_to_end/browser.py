@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.conftest import need
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -46,7 +44,7 @@ CONTRAST = """
 @contextmanager
 def a_browser() -> Iterator[Browser]:
     """A headless Chromium: the machine's own, or else the one that playwright has installed."""
-    need("playwright")
+    pytest.importorskip("playwright")
     from playwright.sync_api import Error, sync_playwright
 
     found = next(filter(None, map(shutil.which, CHROMIUMS)), None)
