@@ -20,6 +20,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# A shell lets its background jobs ignore Ctrl-C, and what tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def need(module: str) -> None:
     """Skip a test whose module is not installed; in CI everything must be, so there it fails."""
