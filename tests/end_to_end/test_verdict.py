@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -32,25 +32,18 @@ class Rows:
         return np.full(self._width, index % 256, np.uint8)
 
 
-Step = float | Callable[[dict[str, Any]], float]
-"""Seconds that a training step takes; or found from what /stats says, for one that is to fit the workers."""
-
-
-def verdicts(url: str, loader: DataLoader, step: Step) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Train: the consumer's record and the whole, now and then, once there is a verdict."""
-    seconds = step if isinstance(step, float) else 0.01
+def verdicts(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a verdict."""
     for number, _ in enumerate(loader):
-        time.sleep(seconds)
-        if number % max(1, round(0.3 / seconds)) == 0:
+        time.sleep(step)
+        if number % max(1, round(0.3 / step)) == 0:
             stats = httpx.get(f"{url}/stats").json()
             (consumer,) = stats["consumers"]
-            if not isinstance(step, float):
-                seconds = step(stats)
             if consumer["verdict"]["bound"] != "unknown":
                 yield consumer, stats
 
 
-def told(url: str, loader: DataLoader, step: Step) -> tuple[dict[str, Any], dict[str, Any]]:
+def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict that the server comes to, which it does not change without need."""
     found = verdicts(url, loader, step)
     first, _ = next(found)
@@ -104,20 +97,6 @@ def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> 
         consumer, _ = told(server.url, loader, 0.01)
     assert consumer["verdict"]["bound"] == "network", consumer
     assert "though batches are ready" in consumer["verdict"]["advice"]
-
-
-def test_equal_speeds_are_called_balanced() -> None:
-    """The loop hardly waits, and the workers hardly rest: the verdict becomes that when the loop slows down to it."""
-
-    def step(stats: dict[str, Any]) -> float:
-        return float(stats["datasets"][0]["fetch"]["mean"]) / 2 / 0.88
-
-    with serve(Rows(0.02), num_workers=2) as url:
-        found = verdicts(url, DataLoader(RemoteDataset(url), 2, seed=0), step)
-        balanced, stats = next(pair for pair in found if pair[0]["verdict"]["bound"] == "balanced")
-    assert balanced["loop_waiting_share"] < 0.05
-    assert min(worker["busy_share"] for worker in stats["workers"]) > 0.7
-    assert "nothing is to be gained" in balanced["verdict"]["advice"]
 
 
 def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
