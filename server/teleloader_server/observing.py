@@ -262,7 +262,6 @@ def _seen(look: _Look, consumer: Consumer, loader: Loader, now: float) -> _Seen:
         sending=_share(sending),
         loop_waiting=tally.loop_waiting_share,
         stages=look.stages.get(loader.key, {}),
-        has_all=consumer.position >= loader.batches,
     )
     return _Seen(consumer, loader, tally, recent)
 

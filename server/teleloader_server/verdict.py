@@ -55,8 +55,6 @@ class Consumption(NamedTuple):
     """Share of the time for which its loop waited, if it says so."""
     stages: Mapping[str, float]
     """Seconds that a worker spends on one of its batches, on average: in fetch, collate and encode."""
-    has_all: bool = False
-    """Whether it was sent its whole epoch."""
 
     @property
     def demand(self) -> float:
@@ -99,8 +97,6 @@ def verdict(seen: Consumption, by: Workforce) -> Verdict:
 
     The number of workers is what all consumers of these workers need together: more consumers, more workers.
     """
-    if seen.has_all:
-        return Verdict("unknown", None, "It has all batches of its epoch.")
     if seen.idle > WINDOW:
         return Verdict("unknown", None, f"It has asked for nothing for {seen.idle:.0f} s.")
     if seen.known_for < LEAST_SECONDS:

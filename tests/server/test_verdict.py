@@ -94,9 +94,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
     "a client that says nothing seldom asks": (
         {"loop_waiting": None, "waiting": 0.1}, {"busy": 0.2}, "trainer", 2, "Its batches are ready when it asks",
     ),
-    "its epoch is over": (
-        {"has_all": True, "waiting": 0.1, "loop_waiting": 0.8}, {}, "unknown", None, "It has all batches of its epoch.",
-    ),
     "it asks for nothing": ({"idle": 12.0}, {}, "unknown", None, "It has asked for nothing for 12 s."),
     "it has just come": ({"known_for": 0.5, "loop_waiting": 1.0}, {}, "unknown", None, "It is too early to say."),
 }  # fmt: skip
