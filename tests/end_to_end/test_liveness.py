@@ -66,7 +66,7 @@ def test_a_batch_may_take_as_long_as_it_takes(
     made: list[object] = []
     monkeypatch.setattr(transport, "_open", _Watched(made, lambda: gate.touch() if len(made) > 2 else None))
     server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
-    dataset = RemoteDataset(server.url, "slow", reconnect_timeout=0, stall_timeout=0.05)
+    dataset = RemoteDataset(server.url, "slow", reconnect_timeout=0, stall_timeout=0.3)
     batches = DataLoader(dataset, 4, output="numpy")
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

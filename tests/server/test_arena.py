@@ -206,9 +206,14 @@ def test_any_sequence_of_taking_and_giving_back(limit: int, moves: list[int]) ->
 # --- The server's side --------------------------------------------------------------------------------------------
 
 
+servers: list[Server] = []
+"""Those that are not to go before the leases on their slots."""
+
+
 def lease_of(content: bytes) -> tuple[NDArray[np.uint8], list[str]]:
     """A lease on a slot that a worker filled so, and what is said when it is released."""
     server = Server()
+    servers.append(server)
     slot = server.arena.take(len(content))
     slot.memory[: len(content)] = np.frombuffer(content, np.uint8)
     said: list[str] = []
