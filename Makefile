@@ -6,7 +6,7 @@ TORCH ?=
 
 # Which tests to run; all of them unless some are named. And how many at a time.
 TESTS ?=
-JOBS ?= 4
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
