@@ -22,6 +22,7 @@ from teleloader_shared.messages import (
     LOADERS_PATH,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
+    STATS_PATH,
     DatasetInfo,
     Registration,
     batches_path,
@@ -106,6 +107,15 @@ class Server:
             else self._request("POST", f"{path}?start={k}", timeout=None, content=listed)
         )
         return frame
+
+    def stats(self, limit: int) -> Any:
+        """What ``/stats`` answers, as JSON, with at most so many consumers.
+
+        Raises:
+            ServerUnavailable: When the server does not answer.
+            ProtocolError: When what answers is no loader server.
+        """
+        return self._request("GET", f"{STATS_PATH}?limit={limit}")
 
     def is_alive(self) -> bool:
         """Whether it answers at all."""

@@ -161,7 +161,7 @@ class LoaderIterator:
     @classmethod
     def consumer_name(cls, rank: int) -> str:
         """What the server calls a new pass."""
-        return f"{socket.gethostname()}:{os.getpid()}/rank{rank}#{next(cls._numbers)}"
+        return f"{consumers_prefix()}rank{rank}#{next(cls._numbers)}"
 
     def begin(self, pass_: Pass) -> None:
         """Go through another epoch; what is left of the one before is given up."""
@@ -304,6 +304,11 @@ async def _arrival(inbox: Inbox) -> None:
     finally:
         inbox.call_when_arrived(None)
     inbox.wait(0)  # raises what has come in place of a batch
+
+
+def consumers_prefix() -> str:
+    """What the names of all consumers of this process begin with."""
+    return f"{socket.gethostname()}:{os.getpid()}/"
 
 
 _passes: set[Pass] = set()

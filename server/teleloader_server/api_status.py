@@ -15,6 +15,7 @@ from teleloader_server.exposition import exposed
 from teleloader_server.problems import Problem
 from teleloader_server.service import DEFAULT_CONSUMERS, LoaderService
 from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
 from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
@@ -71,12 +72,12 @@ def make_status_router(service: LoaderService) -> APIRouter:
 def _add_stats(router: APIRouter, service: LoaderService) -> None:
     watchers: set[StatsStream] = set()
 
-    @router.get("/stats", summary="What the server does: a record for each worker, dataset and consumer")
+    @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
     async def stats(limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
         return await service.stats(limit, offset)
 
     @router.get(
-        "/stats/stream",
+        STATS_PATH + "/stream",
         summary="The same again and again, as server-sent events: `event: stats`, `data:` what /stats answers",
         response_class=Response,
         responses={200: {"content": {StatsStream.media_type: {}}}},
@@ -105,7 +106,7 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
 
 
 def _add_probes(router: APIRouter, service: LoaderService) -> None:
-    @router.get("/healthz", summary="The process answers")
+    @router.get(HEALTH_PATH, summary="The process answers")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 

@@ -142,14 +142,14 @@ def _of_server(server: ServerStats) -> Iterator[Metric]:
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"teleloader_{name}", text, labels=[label])
-    for value in values.items():
-        family.add_metric([value[0]], value[1])
-    return family
+    return _filled(CounterMetricFamily(f"teleloader_{name}", text, labels=[label]), values)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"teleloader_{name}", text, labels=[label])
-    for value in values.items():
-        family.add_metric([value[0]], value[1])
+    return _filled(GaugeMetricFamily(f"teleloader_{name}", text, labels=[label]), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for labelled, value in values.items():
+        family.add_metric([labelled], value)
     return family

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 Format = Literal["text", "json"]
 
-FIELDS: Final = ("request", "loader", "epoch", "batch", "dataset", "worker", "pid", "consumer")
+FIELDS: Final = ("loader", "epoch", "batch", "dataset", "worker", "pid")
 """What a line is about, beside its message: given as ``extra`` where something is logged, written in JSON only."""
 
 TEXT: Final = "%(asctime)s %(levelname)-7s %(message)s"

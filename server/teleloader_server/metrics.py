@@ -9,7 +9,6 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.dispatcher import Consumer, Run
@@ -34,8 +33,6 @@ MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Bytes of a client's index list that are kept with a slow batch."""
-BLOCK: Final = 1024
-"""After so many batches their times are put into the histograms."""
 STAGES: Final = ("fetch", "collate", "encode")
 
 
@@ -72,31 +69,17 @@ class DatasetTally:
         """Of samples."""
         self.left = Window(now, 0, 0)
         """Of batches and bytes that were sent."""
-        self.pending: list[float] = []
-        """Times of batches that are in no histogram yet: fetch, collate and encode of each."""
         self.slow_from = 0.0
         """What a batch must have taken to be among the slowest."""
         self._slowest: list[_Slow] = []
         self._errors: dict[str, _Error] = {}
-        self._stages = {stage: Histogram() for stage in STAGES}
+        self.stages = {stage: Histogram() for stage in STAGES}
+        """How long batches took, by stage."""
 
     def mark(self, now: float) -> None:
         """Note the totals."""
         self.made.mark(now, self.samples)
         self.left.mark(now, self.sent, self.nbytes)
-
-    @property
-    def stages(self) -> dict[str, Histogram]:
-        """How long batches took, by stage."""
-        self.put_away()
-        return self._stages
-
-    def put_away(self) -> None:
-        """Count the pending times."""
-        times = np.array(self.pending).reshape(-1, len(STAGES))
-        self.pending.clear()
-        for column, histogram in enumerate(self._stages.values()):
-            histogram.add(times[:, column])
 
     def slow(self, seconds: float, task: Task) -> None:
         """A batch took longer to be fetched than the slowest ones, or than some of them."""
@@ -276,10 +259,10 @@ class PoolTally:
         dataset = loader.dataset
         dataset.computed += 1
         dataset.samples += report.samples
-        pending = dataset.pending
-        pending += fetch, collate, encode
-        if len(pending) >= BLOCK * len(STAGES):
-            dataset.put_away()
+        stages = dataset.stages
+        stages["fetch"].note(fetch)
+        stages["collate"].note(collate)
+        stages["encode"].note(encode)
         if fetch > dataset.slow_from:
             dataset.slow(fetch, task)
         if report.failed:

@@ -20,6 +20,7 @@ PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 READY_BYTES: Final = 2**21
 """An answer of several frames ends with the one that reaches this size."""
 
+STATS_PATH: Final = "/stats"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 HEALTH_PATH: Final = "/healthz"

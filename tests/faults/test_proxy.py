@@ -200,7 +200,7 @@ def test_a_server_that_is_not_there_is_a_reset() -> None:
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))
             proxy.target = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-            with connect(proxy) as client, pytest.raises(ConnectionResetError):
+            with pytest.raises(ConnectionResetError), connect(proxy) as client:
                 client.recv(1)
         proxy.target = there
         with connect(proxy) as client:

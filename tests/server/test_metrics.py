@@ -7,7 +7,6 @@ import pytest
 
 from teleloader_server.loading import Report, Task
 from teleloader_server.metrics import (
-    BLOCK,
     MAX_ERROR_TYPES,
     MAX_KEPT_LIST,
     MAX_MESSAGE,
@@ -19,6 +18,7 @@ from teleloader_server.metrics import (
     PoolTally,
 )
 from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.histogram import BLOCK
 from teleloader_shared.spec import LoaderSpec
 
 SPEC = LoaderSpec(dataset="data", batch_size=50)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +12,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
 from teleloader.cli.showing import harmless, print_json, progress_bar, to_people
-from teleloader.cli.stats import fetch, record_of, sentence
+from teleloader.cli.stats import TIMEOUT, record_of, sentence
+from teleloader.control import Server
+from teleloader.iterator import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.stats import ConsumerStats, Verdict
@@ -159,10 +159,9 @@ def verdict_of_this_process(url: str) -> Verdict | None:
 
     Each epoch is a consumer of its own, and one that has just begun is not known yet.
     """
-    answer = fetch(url, MAX_CONSUMERS)
-    prefix = f"{socket.gethostname()}:{os.getpid()}/"
+    answer = Server(url, TIMEOUT).stats(MAX_CONSUMERS)
     consumers = [record_of(ConsumerStats, found) for found in answer["consumers"]]
-    mine = [found for found in consumers if found.consumer.startswith(prefix)]
+    mine = [found for found in consumers if found.consumer.startswith(consumers_prefix())]
     return min(mine, key=lambda found: (found.verdict.bound == "unknown", found.idle)).verdict if mine else None
 
 

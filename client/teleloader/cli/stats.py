@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
-import httpx
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from teleloader.cli.showing import Column, harmless, print_json, table, to_people
-from teleloader.control import error_of
+from teleloader.control import Server
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
     Bound,
@@ -50,28 +49,6 @@ _STATES: Final = {"busy": "green", "starting": "yellow"}
 _Record = TypeVar("_Record")
 
 
-def fetch(url: str, limit: int) -> Any:
-    """What ``/stats`` answers, as JSON.
-
-    Raises:
-        ServerUnavailable: When the server does not answer.
-        ProtocolError: When what answers is no loader server.
-    """
-    where = f"{url.rstrip('/')}/stats"
-    try:
-        answer = httpx.get(where, params={"limit": limit, "offset": 0}, timeout=TIMEOUT, trust_env=False)
-    except httpx.UnsupportedProtocol:
-        raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}") from None
-    except httpx.TransportError as error:
-        raise ServerUnavailable(f"no loader server answers at {url}: {error or type(error).__name__}") from None
-    if answer.status_code != httpx.codes.OK:
-        raise error_of(answer.status_code, answer.content, where)
-    try:
-        return answer.json()
-    except ValueError:
-        raise ProtocolError(f"{where} answers with something that is not JSON: no loader server?") from None
-
-
 def record_of(kind: type[_Record], value: Any) -> _Record:
     """The record that JSON states; fields that a newer server adds are ignored.
 
@@ -96,7 +73,7 @@ def _read(hint: Any, value: Any) -> Any:
 
 def once(url: str, limit: int, *, as_json: bool) -> None:
     """Show it once."""
-    answer = fetch(url, limit)
+    answer = Server(url, TIMEOUT).stats(limit)
     if as_json:
         print_json(answer)
         return
@@ -109,9 +86,9 @@ def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
 
     A server that does not answer is asked again: it may be restarting.
     """
-    console = to_people()
+    console, server = to_people(), Server(url, TIMEOUT)
     if as_json or not console.is_terminal:
-        for found in _every(interval, url, limit):
+        for found in _every(interval, server, limit):
             if as_json:
                 print_json({"error": str(found)} if isinstance(found, TeleloaderError) else found)
             else:
@@ -119,15 +96,15 @@ def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
                 sys.stdout.flush()
         return
     with Live(Text("asking ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-        for found in _every(interval, url, limit):
+        for found in _every(interval, server, limit):
             live.update(_view(found, console), refresh=True)
 
 
-def _every(interval: float, url: str, limit: int) -> Iterator[Any]:
+def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
     while True:
         began = time.monotonic()
         try:
-            yield fetch(url, limit)
+            yield server.stats(limit)
         except ServerUnavailable as error:
             yield error
         time.sleep(max(0.0, interval - (time.monotonic() - began)))
