@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.engine import BatchStream, Said
@@ -324,12 +324,13 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         report: Report = "",
     ) -> Response:
         service.loader(key, epoch, start)
-        first = Address(key, epoch, start)
         async with bodies.read(request, MAX_INDEX_BYTES) as body:
             if len(body) < LARGE_BODY:
-                indices = indices_by_batch(body, first)
+                first, indices = index_lists(body)
             else:
-                indices = await asyncio.to_thread(indices_by_batch, body, first)
+                first, indices = await asyncio.to_thread(index_lists, body)
+            if first != (key, epoch, start):
+                raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
             stop = start + len(indices)
             who = consumer or address_of(request)
             said = said_with(request, report)
@@ -337,28 +338,33 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
             return await ready_answer(request, service, asked)
 
 
-def indices_by_batch(body: bytes, first: Address) -> dict[int, bytes]:
-    """The frames of a body, which must list the indices of `first` and of the batches after it.
+def index_lists(body: bytes) -> tuple[Address, dict[int, bytes]]:
+    """The frames of a body, by batch, each of which must list the indices of the batch after the one before.
+
+    Returns:
+        The first one's address, and the frames.
 
     Raises:
         InvalidSpec: When they do not.
     """
+    first: Address | None = None
     found: dict[int, bytes] = {}
     start = 0
-    frames = codec.read_all(np.frombuffer(body, np.uint8), lambda bits, _dtype, _kind: bits, MAX_INDEX_BYTES)
     try:
-        for k, frame in enumerate(frames, first.batch):
-            if frame.address != Address(first.loader, first.epoch, k):
-                raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {k}")
+        for frame in codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits, MAX_INDEX_BYTES):
+            first = first or frame.address
+            due = first._replace(batch=first.batch + len(found))
+            if frame.address != due:
+                raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {due.batch}")
             if len(found) == MAX_AHEAD:
                 raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists more")
-            found[k] = body[start : start + frame.nbytes]
+            found[due.batch] = body[start : start + frame.nbytes]
             start += frame.nbytes
     except ProtocolError as error:
         raise InvalidSpec(f"the body lists no indices: {error}") from None
-    if not found:
+    if first is None:
         raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists none")
-    return found
+    return first, found
 
 
 class Bodies:
@@ -406,6 +412,7 @@ def said_with(request: Request, report: str) -> Said:
     return Said(ConsumerReport.from_header(report), AnswerTrace.begin(request.headers.get(TRACE_HEADER, "")))
 
 
-def address_of(request: Request) -> str:
+def address_of(connection: HTTPConnection) -> str:
     """What a consumer is called that does not say its name."""
-    return f"{request.client.host}:{request.client.port}" if request.client else "unknown"
+    client = connection.client
+    return f"{client.host}:{client.port}" if client else "unknown"

@@ -15,11 +15,13 @@ from fastapi import FastAPI
 
 from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
 from teleloader_server.api_status import make_status_router
+from teleloader_server.api_stream import make_stream_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
 from teleloader_server.problems import handle_problems
 from teleloader_server.service import LoaderService
+from teleloader_server.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
 
@@ -43,6 +45,7 @@ def create_app(service: LoaderService) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(make_router(service))
+    app.include_router(make_stream_router(service))
     app.include_router(make_status_router(service))
     add_dashboard(app)
     handle_problems(app)
@@ -83,7 +86,11 @@ class Server(uvicorn.Server):
                 host=host,
                 port=port,
                 http=cast("type[asyncio.Protocol]", functools.partial(Connection, self._watch)),
-                ws="none",
+                ws=cast("type[asyncio.Protocol]", functools.partial(WebSocketConnection, self._watch)),
+                ws_max_size=MAX_MESSAGE_BYTES,
+                # a dead peer is found by the kernel, and one that is slow to read a large batch is none
+                ws_ping_interval=None,
+                ws_per_message_deflate=False,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

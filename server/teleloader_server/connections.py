@@ -26,14 +26,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from teleloader_server.config import ConfigError
 from teleloader_server.problems import Refusal, encoded
-from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
+from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
 
 MAX_PIPELINED: Final = 100
 """Requests of one connection that are answered or wait for it: each costs more memory than its bytes."""
@@ -79,6 +79,27 @@ class ConnectionLimits:
         return min(1.0, self.head_seconds / 4, self.body_seconds / 4, self.unread_seconds / 4, self.linger_seconds / 4)
 
 
+class Watched(Protocol):
+    """A connection, of either protocol."""
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is under way."""
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether there was a request; if not, the first one may be on its way."""
+
+    def check(self, now: float, patience: float) -> None:
+        """Hold it to its limits; its peer may leave an answer alone for `patience`."""
+
+    def shutdown(self) -> None:
+        """Close when what is asked is answered."""
+
+    def break_off(self) -> None:
+        """Close without sending what is left."""
+
+
 class Watch:
     """Looks after the connections of one server, which it knows from their birth.
 
@@ -92,7 +113,7 @@ class Watch:
         self._pressed = pressed
         self.draining = False
         """Whether connections close after their answer."""
-        self.connections: set[Connection] = set()
+        self.connections: set[Watched] = set()
         self._broken: Counter[str] = Counter()
 
     async def keep(self) -> None:
@@ -154,8 +175,6 @@ class Connection(HttpToolsProtocol):
         self._is_last = False
         """Whether the connection closes after the request at hand."""
         self._enter(_Phase.HEAD)
-        self._unread = 0
-        self._unread_since = 0.0
 
     @property
     def answering(self) -> bool:
@@ -172,6 +191,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it."""
         super().connection_made(transport)
+        self._unread = Unread(transport)
         self._watch.connections.add(self)
         limit = self._limits.max_connections
         if len(self._watch.connections) > limit:
@@ -196,7 +216,9 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request is answered as if it asked for no other protocol; what follows it is not understood
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            # else it is answered as if it asked for no other protocol; what follows it is not understood
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, Refusal):
@@ -245,6 +267,8 @@ class Connection(HttpToolsProtocol):
                 self._check_header(name, value)
         super().on_headers_complete()
         self._enter(_Phase.BODY)
+        if self._should_upgrade():
+            return
         if self._is_last or self._watch.draining:
             self.cycle.keep_alive = False
 
@@ -256,8 +280,19 @@ class Connection(HttpToolsProtocol):
             raise Refusal(415, "UnsupportedEncoding", "bodies are taken as they are, not compressed")
         elif name == b"upgrade":
             if value.lower() == b"websocket":
-                raise Refusal(400, "BadRequest", "this server speaks no WebSocket; docs/protocol.md says what it does")
+                self._check_websocket()
             self._is_last = True
+
+    def _check_websocket(self) -> None:
+        if not self.url.partition(b"?")[0].endswith(STREAM_PATH.encode()):
+            raise Refusal(400, "BadRequest", f"no WebSocket is here, but at /v1/loaders/KEY{STREAM_PATH}")
+        if self._unanswered():
+            raise Refusal(400, "BadRequest", "a WebSocket was asked for before the requests before it were answered")
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the other protocol."""
+        self._watch.connections.discard(self)
+        super().handle_websocket_upgrade()
 
     def _check_body(self, size: int) -> None:
         limit = self._limits.body_bytes
@@ -286,7 +321,7 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float, patience: float) -> None:
         """Hold the connection to its limits; its peer may leave an answer alone for `patience`."""
-        if self._unread_for(now) > patience:
+        if self._unread.seconds(now) > patience:
             self._watch.count("answer not read")
             self.break_off()
         elif self.transport.is_closing():
@@ -303,11 +338,7 @@ class Connection(HttpToolsProtocol):
 
     def break_off(self) -> None:
         """Close without sending what is left."""
-        if self.transport.get_write_buffer_size():
-            # else the kernel would go on offering its part to a peer that does not read, for minutes and megabytes
-            with suppress(OSError):
-                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
-        self.transport.abort()
+        break_off(self.transport)
 
     def _check_head(self, now: float) -> None:
         limit = self._limits.head_seconds
@@ -322,14 +353,6 @@ class Connection(HttpToolsProtocol):
         if self._received - self._marked < seconds * rate:
             self._refuse(Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second"))
         self._mark(now)
-
-    def _unread_for(self, now: float) -> float:
-        waiting = self.transport.get_write_buffer_size()
-        if waiting:
-            waiting += _unacknowledged(self.transport)
-        if waiting != self._unread:
-            self._unread, self._unread_since = waiting, now
-        return now - self._unread_since if waiting else 0.0
 
     # -- state
 
@@ -386,6 +409,33 @@ class Connection(HttpToolsProtocol):
         lines = b"".join(b"%b: %b\r\n" % header for header in head)
         self.transport.write(STATUS_LINE[refusal.status] + lines + b"\r\n" + content)
         self.transport.write_eof()
+
+
+class Unread:
+    """Whether a peer takes what is written to its connection."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._waiting = 0
+        self._since = 0.0
+
+    def seconds(self, now: float) -> float:
+        """For how long it has taken nothing of what there is."""
+        waiting = self._transport.get_write_buffer_size()
+        if waiting:
+            waiting += _unacknowledged(self._transport)
+        if waiting != self._waiting:
+            self._waiting, self._since = waiting, now
+        return now - self._since if waiting else 0.0
+
+
+def break_off(transport: asyncio.Transport) -> None:
+    """Close a connection without sending what is left."""
+    if transport.get_write_buffer_size():
+        # else the kernel would go on offering its part to a peer that does not read, for minutes and megabytes
+        with suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+    transport.abort()
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:

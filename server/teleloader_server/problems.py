@@ -90,13 +90,18 @@ def headers_for(status: HTTPStatus | int) -> dict[str, str]:
     return {"Retry-After": RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
+def problem_of(error: TeleloaderError) -> Problem:
+    """An error as an answer."""
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
+    return Problem(status, type(error).__name__, str(error))
+
+
 def handle_problems(app: FastAPI) -> None:
     """Make every error of `app` a problem."""
 
     @app.exception_handler(TeleloaderError)
     async def refused(request: Request, error: TeleloaderError) -> Problem:
-        status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
-        return Problem(status, type(error).__name__, str(error))
+        return problem_of(error)
 
     @app.exception_handler(Refusal)
     async def not_done(request: Request, error: Refusal) -> Problem:

@@ -145,7 +145,7 @@ class LoaderService:
             InvalidSpec: When no such loader of the dataset can be.
             ServerUnavailable: When there are too many sessions, or the server is stopping.
         """
-        self._refuse_when_draining()
+        self.refuse_when_draining()
         if spec.session is None:
             await self._shared_engine()
         info = self._infos[self.dataset(spec.dataset).name] if spec.session is None else self.dataset(spec.dataset)
@@ -297,7 +297,12 @@ class LoaderService:
         self._loaders.move_to_end(key)
         return known
 
-    def _refuse_when_draining(self) -> None:
+    def refuse_when_draining(self) -> None:
+        """Take nothing new while the server is stopping.
+
+        Raises:
+            ServerUnavailable: When it is.
+        """
         if self.draining:
             raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
 
@@ -324,7 +329,7 @@ class LoaderService:
             InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
             ServerUnavailable: When the server is stopping.
         """
-        self._refuse_when_draining()
+        self.refuse_when_draining()
         loader = self.loader(key, epoch, start, stop - 1)
         if (loader.spec.order == "client") != (indices is not None):
             what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"

@@ -24,6 +24,8 @@ STATS_PATH: Final = "/stats"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 HEALTH_PATH: Final = "/healthz"
+STREAM_PATH: Final = "/stream"
+"""After a loader's own path: its WebSocket."""
 
 
 def batches_path(key: str, epoch: int) -> str:

@@ -95,7 +95,7 @@ def undisturbed(server: ServerProcess, trainer: Trainer) -> Iterator[None]:
     before = trainer.batches
     eventually(lambda: trainer.batches > before + 2 or trainer.error)
     assert trainer.error is None, trainer.error
-    assert trainer.worst < 5, f"a batch took {trainer.worst:.1f} s"
+    assert trainer.worst < 20, f"a batch took {trainer.worst:.1f} s"
     assert process.memory_info().rss < 600 * MIB
     eventually(lambda: process.num_fds() <= files + 8)
 

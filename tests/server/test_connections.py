@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import msgpack
 import numpy as np
 import pytest
 import uvloop
@@ -390,6 +391,47 @@ def test_what_is_no_request_is_refused(url: str, name: str) -> None:
         assert (answer.status, answer.problem["code"]) == (400, "BadRequest")
         assert answer.headers["connection"] == "close"
         assert client.rest() == b""
+
+
+def websocket(running: Running, client: Raw) -> None:
+    """Make it a WebSocket, and ask for four batches there."""
+    key = running.register().split("/")[3]
+    client.send(
+        f"GET /v1/loaders/{key}/stream HTTP/1.1\r\n".encode()
+        + HOST
+        + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    assert client.answer().status == 101
+    client.send(masked(0x82, msgpack.packb([0, 0, 4])))
+
+
+def masked(opcode: int, content: bytes) -> bytes:
+    """What a client sends; a mask of zeros changes nothing."""
+    return bytes([opcode, 0x80 | len(content)]) + bytes(4) + content
+
+
+def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
+    """As an answer is."""
+    running = start()
+    with Raw(running.url, buffer=4096) as client:
+        websocket(running, client)
+        eventually(lambda: not client.is_open())
+
+
+def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
+    """Their answers would fill the memory; the batches are whole."""
+    count = 50_000
+    running = start(unread_seconds=60)
+    with Raw(running.url, buffer=4096) as client:
+        websocket(running, client)
+        client.socket.recv(1, socket.MSG_PEEK)  # now there is something to read
+        client.send(masked(0x89, b"x" * 100) * count)
+        client.send(masked(0x88, b""))
+        received = client.rest()
+    pongs = received.count(b"\x8a\x64" + b"x" * 100)
+    assert pongs < count // 2
+    assert len(received) - pongs * 102 > MEGABYTES * 2**20
 
 
 def test_bodies_are_not_unpacked(url: str) -> None:

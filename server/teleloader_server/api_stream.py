@@ -1,0 +1,170 @@
+"""Batches over a WebSocket: asks go up, frames come down; docs/protocol.md describes it.
+
+What a request costs besides its batches is paid once for the connection. An ask that is not answered yet is the credit:
+nothing is made that was not asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+import msgpack
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+
+from teleloader_server.api_http import MAX_AHEAD, address_of, index_lists, joined, ready_frames
+from teleloader_server.engine import BatchStream
+from teleloader_server.problems import problem_of
+from teleloader_server.service import LoaderService
+from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
+from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
+from teleloader_shared.spec import MAX_EPOCH
+
+POLICY_VIOLATION: Final = 1008
+"""How a connection is closed after an ask that cannot be answered."""
+SERVICE_RESTART: Final = 1012
+"""How it is closed by a server that is stopping, or that cannot make batches."""
+
+
+class Ask(NamedTuple):
+    """The batches [start, stop) of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+    indices: Mapping[int, bytes] | None = None
+    """For an order of the client's own, the frames that list what each batch holds."""
+
+
+def parse_range(message: bytes) -> Ask:
+    """Read an ask for batches of the plan.
+
+    Raises:
+        InvalidSpec: When it is none.
+    """
+    try:
+        epoch, start, stop = numbers = msgpack.unpackb(message)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise InvalidSpec("an ask must be a msgpack array of three ints: epoch, start and stop") from None
+    if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
+        raise InvalidSpec(f"epoch, start and stop must be ints from 0 to 2**62 - 1, were {numbers!r:.200}")
+    if not start < stop <= start + MAX_AHEAD:
+        raise InvalidSpec(f"an ask must be for 1 to {MAX_AHEAD} batches, was for [{start}, {stop})")
+    return Ask(epoch, start, stop)
+
+
+def parse_lists(message: bytes, loader: str) -> Ask:
+    """Read an ask for batches whose indices it lists.
+
+    Raises:
+        InvalidSpec: When it is none.
+    """
+    first, indices = index_lists(message)
+    if first.loader != loader:
+        raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
+    return Ask(first.epoch, first.batch, first.batch + len(indices), indices)
+
+
+class Conversation:
+    """One connection: what is asked for is made at once, and sent in the order of the asks.
+
+    Args:
+        socket: The connection, accepted.
+        service: Who makes batches.
+        loader: Key of the loader that the connection is for.
+    """
+
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str) -> None:
+        self._socket = socket
+        self._service = service
+        self._loader = loader
+        self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
+        self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
+        """What is to be sent, with what ends it; None after the last one."""
+        self._outstanding = 0
+        """Batches that were asked for and not sent."""
+        self._sent = asyncio.Event()
+
+    async def run(self) -> None:
+        """Answer until the client goes, asks for what cannot be, or the server is told to stop."""
+        reading, sending = asyncio.create_task(self._read()), asyncio.create_task(self._send())
+        drained = asyncio.create_task(self._service.drained())
+        drained.add_done_callback(lambda _: reading.cancel())
+        try:
+            await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.cancelled():
+                self._asked.put_nowait(None)
+                await sending
+                await self._socket.close(SERVICE_RESTART)
+            for task in (reading, sending):
+                if task.done() and not task.cancelled():
+                    task.result()
+        except WebSocketDisconnect:
+            pass
+        except TeleloaderError as error:
+            await self._refuse(error)
+        finally:
+            for task in (reading, sending, drained):
+                task.cancel()
+            await asyncio.gather(reading, sending, drained, return_exceptions=True)
+            while not self._asked.empty():
+                if (unsent := self._asked.get_nowait()) is not None:
+                    await unsent[1].aclose()
+
+    async def _read(self) -> None:
+        self._service.refuse_when_draining()
+        lists = self._service.loader(self._loader, 0).spec.order == "client"
+        while True:
+            message = await self._message()
+            ask = parse_lists(message, self._loader) if lists else parse_range(message)
+            count = ask.stop - ask.start
+            while self._outstanding + count > MAX_AHEAD:
+                self._sent.clear()
+                await self._sent.wait()
+            self._outstanding += count
+            ending = AsyncExitStack()
+            asked = self._service.batches(self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices)
+            self._asked.put_nowait((await ending.enter_async_context(asked), ending))
+
+    async def _message(self) -> bytes:
+        message = await self._socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect
+        content: bytes | None = message.get("bytes")
+        if content is None:
+            raise InvalidSpec("an ask must be a binary message, was text")
+        return content
+
+    async def _send(self) -> None:
+        while (asked := await self._asked.get()) is not None:
+            stream, ending = asked
+            async with ending:
+                while not stream.exhausted:
+                    frames = await ready_frames(stream)
+                    with self._service.sending(sum(map(len, frames)), stream):
+                        for piece in joined(frames):
+                            await self._socket.send({"type": "websocket.send", "bytes": piece})
+                    self._outstanding -= len(frames)
+                    self._sent.set()
+
+    async def _refuse(self, error: TeleloaderError) -> None:
+        """Say why there is nothing more."""
+        try:
+            await self._socket.send_text(bytes(problem_of(error).body).decode())
+            await self._socket.close(SERVICE_RESTART if isinstance(error, ServerUnavailable) else POLICY_VIOLATION)
+        except WebSocketDisconnect:
+            pass  # nobody wants to know
+
+
+def make_stream_router(service: LoaderService) -> APIRouter:
+    """The WebSocket of `service`."""
+    router = APIRouter()
+
+    @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
+    async def stream(socket: WebSocket, key: str) -> None:
+        await socket.accept()
+        await Conversation(socket, service, key).run()
+
+    return router

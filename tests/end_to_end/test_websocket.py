@@ -1,0 +1,264 @@
+"""Batches over a WebSocket, with a client that knows nothing of us."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from teleloader_server import serve
+from teleloader_shared import codec
+from teleloader_shared.codec import Address
+from tests.conftest import StartServer
+from tests.end_to_end import hosted
+
+GONE = Address("0" * 32, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of datasets with 40 to 64 samples."""
+    datasets = {"dict": hosted.samples["dict"], "failing": hosted.failing(), "heavy": hosted.heavy}
+    with serve(datasets, num_workers=2) as url:
+        yield url
+
+
+def register(url: str, **spec: Any) -> str:
+    """A loader's key."""
+    answer = httpx.post(f"{url}/v1/loaders", json={"batch_size": 8, **spec}, trust_env=False)
+    key: str = answer.raise_for_status().json()["key"]
+    return key
+
+
+@contextmanager
+def stream(url: str, key: str, **headers: str) -> Iterator[ClientConnection]:
+    """A connection for a loader."""
+    where = f"{url.replace('http', 'ws')}/v1/loaders/{key}/stream"
+    with connect(where, additional_headers=headers, max_size=None, compression=None, proxy=None) as socket:
+        yield socket
+
+
+def ask(socket: ClientConnection, epoch: int, start: int, stop: int) -> None:
+    """Ask for a range."""
+    socket.send(msgpack.packb([epoch, start, stop]))
+
+
+def frames(socket: ClientConnection, count: int) -> list[codec.Frame]:
+    """So many frames, however many came in a message."""
+    found: list[codec.Frame] = []
+    while len(found) < count:
+        message = socket.recv(30)
+        assert isinstance(message, bytes), message
+        found += codec.read_all(np.frombuffer(message, np.uint8), lambda bits, *_: bits)
+    return found
+
+
+def refusal(socket: ClientConnection) -> tuple[dict[str, Any], int]:
+    """The problem that comes as text, and the code with which the connection is closed after it."""
+    message = socket.recv(30)
+    assert isinstance(message, str), message
+    with pytest.raises(ConnectionClosed) as closed:
+        socket.recv(30)
+    assert closed.value.rcvd is not None
+    return json.loads(message), closed.value.rcvd.code
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_batches_are_those_of_http(url: str) -> None:
+    """Byte for byte, in the order of the asks, whatever the epochs."""
+    key = register(url, dataset="dict", shuffle=True, seed=3)
+    with stream(url, key) as socket:
+        for epoch, start, stop in (asks := [(0, 2, 5), (7, 0, 1), (0, 0, 7)]):
+            ask(socket, epoch, start, stop)
+        received = b""
+        wanted = b"".join(
+            httpx.get(
+                f"{url}/v1/loaders/{key}/epochs/{epoch}/batches", params={"start": start, "stop": stop}, trust_env=False
+            ).content
+            for epoch, start, stop in asks
+        )
+        while len(received) < len(wanted):
+            message = socket.recv(30)
+            assert isinstance(message, bytes)
+            received += message
+    assert received == wanted
+
+
+def test_large_batches_arrive_whole(url: str) -> None:
+    """Each is a message of its own, written from the workers' memory."""
+    with stream(url, register(url, dataset="heavy", batch_size=2)) as socket:
+        ask(socket, 0, 0, 5)
+        for k in range(5):
+            message = socket.recv(30)
+            assert isinstance(message, bytes)
+            frame = codec.read(np.frombuffer(message, np.uint8), lambda bits, *_: bits)
+            assert frame.address.batch == k
+            assert frame.content[0].tobytes() == bytes([2 * k]) * 8 * 2**20
+            assert frame.content[1][-1] == 2 * k + 1
+
+
+def records(url: str) -> dict[str, Any]:
+    """What /stats answers."""
+    found: dict[str, Any] = httpx.get(f"{url}/stats", trust_env=False).json()
+    return found
+
+
+def made(url: str) -> int:
+    """Batches that were made."""
+    return sum(worker["batches"] for worker in records(url)["workers"])
+
+
+def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
+    """An ask is the credit; and /stats shows who asks."""
+    key = register(url, dataset="dict", seed=11)
+    before = made(url)
+    with stream(url, key, **{"Teleloader-Consumer": "frugal"}) as socket:
+        for start, stop in ((0, 2), (2, 3), (3, 6)):
+            ask(socket, 5, start, stop)
+            frames(socket, stop - start)
+            (mine,) = (found for found in records(url)["consumers"] if found["consumer"] == "frugal")
+            assert (mine["epoch"], mine["position"]) == (5, stop)
+        await_(lambda: made(url) == before + 6)
+
+
+def test_index_lists_are_asks_too(url: str) -> None:
+    """Where the order is the client's own: frames as in the body of the POST, one or several to a message."""
+    key = register(url, dataset="dict", order="client", session="mine", batch_size=2)
+    lists = [codec.to_bytes(Address(key, 0, k), [k, 2 * k], checksum=False) for k in range(5)]
+    with stream(url, key) as socket:
+        socket.send(lists[0])
+        socket.send(b"".join(lists[1:4]))
+        socket.send(lists[4])
+        labels = [frame.content["label"].tolist() for frame in frames(socket, 5)]
+    assert labels == [[k, 2 * k] for k in range(5)]
+
+
+def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
+    """And those after it come as ever."""
+    with stream(url, register(url, dataset="failing", batch_size=10)) as socket:
+        ask(socket, 0, 0, 4)
+        contents = [frame.content for frame in frames(socket, 4)]
+    assert isinstance(contents[1], codec.Failure)
+    assert "sample 17 is damaged" in contents[1].message
+    assert [content.tolist() for content in contents[2:]] == [list(range(20, 30)), list(range(30, 40))]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("text", "binary message"),
+        (b"", "three ints"),
+        (msgpack.packb(5), "three ints"),
+        (msgpack.packb([0, 1]), "three ints"),
+        (msgpack.packb([0, True, 2]), "2**62"),
+        (msgpack.packb([-1, 0, 1]), "2**62"),
+        (msgpack.packb([0, 0, 2**63]), "2**62"),
+        (msgpack.packb([0, 3, 3]), "[3, 3)"),
+        (msgpack.packb([0, 0, 4097]), "4096"),
+        (msgpack.packb([0, 0, 999]), "batch 998"),
+        (b"\x91" * 2000, "three ints"),
+        (b"\xdd\xff\xff\xff\xff", "three ints"),
+        (codec.to_bytes(GONE, [1, 2], checksum=False), "three ints"),
+    ],
+)
+def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | bytes, said: str) -> None:
+    """With a problem that says why, and code 1008; another connection is none the worse."""
+    key = register(url, dataset="dict")
+    with stream(url, key) as other, stream(url, key) as socket:
+        socket.send(message)
+        problem, code = refusal(socket)
+        assert code == 1008
+        assert said in problem["detail"]
+        assert problem["status"] in (404, 422)
+        ask(other, 0, 0, 1)
+        assert frames(other, 1)[0].address.batch == 0
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        (b"nonsense", "lists no indices"),
+        (b"", "lists none"),
+        (msgpack.packb([0, 0, 1]), "lists no indices"),
+        (codec.to_bytes(GONE, [1, 2], checksum=False), "and the connection for"),
+    ],
+)
+def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: str) -> None:
+    """As in the POST."""
+    with stream(url, register(url, dataset="dict", order="client", session="wrong")) as socket:
+        socket.send(lists)
+        problem, code = refusal(socket)
+        assert (problem["code"], code) == ("InvalidSpec", 1008)
+        assert said in problem["detail"]
+
+
+def test_an_unknown_loader_is_told_at_once(url: str) -> None:
+    """The client may register it again."""
+    with stream(url, "nobody") as socket:
+        problem, code = refusal(socket)
+    assert (problem["status"], problem["code"], code) == (404, "UnknownLoader", 1008)
+
+
+@pytest.mark.parametrize("message", [b"x" * (256 * 1024 + 1), [b"x"] * 100], ids=["large", "in many fragments"])
+def test_a_message_has_a_limit(url: str, message: bytes | list[bytes]) -> None:
+    """Of bytes, and of the fragments in which it may come."""
+
+    def converse(socket: ClientConnection) -> None:
+        socket.send(message)  # which may be refused before its end
+        socket.recv(30)
+
+    with stream(url, register(url, dataset="dict")) as socket, pytest.raises(ConnectionClosed) as closed:
+        converse(socket)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
+
+
+def test_who_leaves_asks_for_nothing_more(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What no worker has begun is not made."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1")
+    with stream(server.url, register(server.url, dataset="slow", batch_size=1)) as socket:
+        ask(socket, 0, 0, 8)
+        await_(lambda: any(worker["state"] == "busy" for worker in server.stats()["workers"]))
+    await_(lambda: server.stats()["server"]["connections"] == 1)
+    gate.touch()
+    await_(lambda: all(worker["state"] == "idle" for worker in server.stats()["workers"]))
+    assert made(server.url) < 8
+
+
+def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -> None:
+    """Then it closes with code 1012, though the connection would ask for more; it takes no further one."""
+    server = start_server("tests.end_to_end.hosted:unhurried", "--num-workers", "1")
+    key = register(server.url, dataset="unhurried", batch_size=100)
+    with stream(server.url, key) as socket, stream(server.url, key) as idle:
+        ask(socket, 0, 0, 3)
+        frames(socket, 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert [frame.address.batch for frame in frames(socket, 2)] == [1, 2]
+        for connection in (socket, idle):
+            with pytest.raises(ConnectionClosed) as closed:
+                connection.recv(30)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1012
+    assert server.process.wait(10) == 0
