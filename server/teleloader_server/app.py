@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
 from teleloader_server.api_status import make_status_router
-from teleloader_server.api_stream import make_stream_router
+from teleloader_server.api_websocket import make_stream_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard

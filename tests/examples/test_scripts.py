@@ -47,7 +47,7 @@ def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free
 
 
 def test_asyncio() -> None:
-    """Two loaders are read at once, each to its end. (That other work goes on meanwhile is the next test's.)"""
+    """Two loaders are read at once, each to its end. That other work goes on is the next test's."""
     printed = run_example("examples/with_asyncio.py")
     assert "one: 6 batches, sum 1770" in printed
     assert "two: 6 batches, sum 1770" in printed
