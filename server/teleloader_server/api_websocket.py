@@ -7,16 +7,18 @@ nothing is made that was not asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
 import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
+from teleloader_server.access import READ, Principal, needs
 from teleloader_server.api_http import MAX_AHEAD, address_of, index_lists, joined, ready_frames
 from teleloader_server.engine import BatchStream
-from teleloader_server.problems import problem_of
+from teleloader_server.gate import Gate
+from teleloader_server.problems import Refusal, problem_of
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
 from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
@@ -74,12 +76,14 @@ class Conversation:
         socket: The connection, accepted.
         service: Who makes batches.
         loader: Key of the loader that the connection is for.
+        admit: Says who asks, or raises why that one may not; asked each time, because a token ends.
     """
 
-    def __init__(self, socket: WebSocket, service: LoaderService, loader: str) -> None:
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, admit: Callable[[], Principal]) -> None:
         self._socket = socket
         self._service = service
         self._loader = loader
+        self._admit = admit
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """What is to be sent, with what ends it; None after the last one."""
@@ -103,7 +107,7 @@ class Conversation:
                     task.result()
         except WebSocketDisconnect:
             pass
-        except TeleloaderError as error:
+        except (TeleloaderError, Refusal) as error:
             await self._refuse(error)
         finally:
             for task in (reading, sending, drained):
@@ -114,10 +118,12 @@ class Conversation:
                     await unsent[1].aclose()
 
     async def _read(self) -> None:
+        self._admit()
         self._service.refuse_when_draining()
         lists = self._service.loader(self._loader, 0).spec.order == "client"
         while True:
             message = await self._message()
+            self._admit()
             ask = parse_lists(message, self._loader) if lists else parse_range(message)
             count = ask.stop - ask.start
             while self._outstanding + count > MAX_AHEAD:
@@ -149,7 +155,7 @@ class Conversation:
                     self._outstanding -= len(frames)
                     self._sent.set()
 
-    async def _refuse(self, error: TeleloaderError) -> None:
+    async def _refuse(self, error: TeleloaderError | Refusal) -> None:
         """Say why there is nothing more."""
         try:
             await self._socket.send_text(bytes(problem_of(error).body).decode())
@@ -163,8 +169,10 @@ def make_stream_router(service: LoaderService) -> APIRouter:
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
+    @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
-        await socket.accept()
-        await Conversation(socket, service, key).run()
+        await socket.accept()  # refusals are told as everything else is, in a message
+        gate: Gate = socket.app.state.gate
+        await Conversation(socket, service, key, lambda: gate.admit(socket.scope, READ, socket.path_params)).run()
 
     return router

@@ -16,9 +16,11 @@ from starlette.requests import ClientDisconnect
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
+    Forbidden,
     InvalidSpec,
     ServerUnavailable,
     TeleloaderError,
+    Unauthorized,
     UnknownDataset,
     UnknownLoader,
     VersionMismatch,
@@ -29,6 +31,8 @@ from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 logger = logging.getLogger(__name__)
 
 STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
+    Unauthorized: HTTPStatus.UNAUTHORIZED,
+    Forbidden: HTTPStatus.FORBIDDEN,
     InvalidSpec: HTTPStatus.UNPROCESSABLE_ENTITY,
     UnknownDataset: HTTPStatus.NOT_FOUND,
     UnknownLoader: HTTPStatus.NOT_FOUND,
@@ -87,11 +91,15 @@ def encoded(status: HTTPStatus | int, code: str, detail: str) -> bytes:
 
 def headers_for(status: HTTPStatus | int) -> dict[str, str]:
     """The headers of a problem with this status, besides the usual ones."""
+    if status == HTTPStatus.UNAUTHORIZED:
+        return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
-def problem_of(error: TeleloaderError) -> Problem:
+def problem_of(error: TeleloaderError | Refusal) -> Problem:
     """An error as an answer."""
+    if isinstance(error, Refusal):
+        return Problem(error.status, error.code, error.detail)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
     return Problem(status, type(error).__name__, str(error))
 
@@ -105,7 +113,7 @@ def handle_problems(app: FastAPI) -> None:
 
     @app.exception_handler(Refusal)
     async def not_done(request: Request, error: Refusal) -> Problem:
-        return Problem(error.status, error.code, error.detail)
+        return problem_of(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Problem:
