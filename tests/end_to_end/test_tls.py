@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -40,11 +41,10 @@ class Files:
         self.ca = str(folder / "ca.pem")
         self.authority.cert_pem.write_to_path(self.ca)
 
-    def make(
-        self, name: str, *hosts: str, ca: trustme.CA | None = None, **fields: datetime.datetime
-    ) -> tuple[str, str]:
+    def make(self, name: str, *hosts: str, until: datetime.datetime | None = None) -> tuple[str, str]:
         """The paths of a certificate and its key."""
-        made = (ca or self.authority).issue_cert(*hosts, **fields)
+        since = None if until is None else until - datetime.timedelta(days=9)
+        made = self.authority.issue_cert(*hosts, not_before=since, not_after=until)
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         for path, content in ((cert, b"".join(blob.bytes() for blob in made.cert_chain_pems)),
                               (key, made.private_key_pem.bytes())):  # fmt: skip
@@ -86,7 +86,7 @@ def server(files: Files) -> Iterator[ServerProcess]:
     assert "ERROR" not in log
 
 
-def numbers_at(url: str, **credentials: str) -> list[int]:
+def numbers_at(url: str, **credentials: Any) -> list[int]:
     """An epoch's samples."""
     loader = DataLoader(RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials), 10, output="numpy")
     return [int(index) for indices, _ in loader for index in indices]
@@ -134,7 +134,7 @@ def test_older_versions_are_not(server: ServerProcess) -> None:
     """The server has none of them."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="deprecated"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port or 0)) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
@@ -152,7 +152,7 @@ def test_the_tools_speak_it(server: ServerProcess, files: Files) -> None:
 # -- who is not trusted
 
 
-def refusal(url: str, **credentials: str) -> str:
+def refusal(url: str, **credentials: Any) -> str:
     """Why a client does not go on; it says so at once."""
     with pytest.raises(TlsError) as refused:
         RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials)
@@ -171,7 +171,7 @@ def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Fi
 def test_an_expired_certificate_is_refused(files: Files, start_server: StartServer) -> None:
     """Whose clock may be the one that is wrong."""
     day = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-    pair = files.make("expired", "127.0.0.1", not_before=day - datetime.timedelta(days=9), not_after=day)
+    pair = files.make("expired", "127.0.0.1", until=day)
     server = start_server(NUMBERS, *tls(*pair))
     assert "its certificate has expired: renew it" in refusal(server.url, ca=files.ca)
 
@@ -385,9 +385,11 @@ def test_a_server_with_tls_drains(files: Files, start_server: StartServer) -> No
     assert int(next(batches)[0, 0]) == 0
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(ServerUnavailable):
-        for k, batch in enumerate(batches, 1):
-            assert np.all(batch == k)
+    received = 1
+    with pytest.raises(ServerUnavailable):  # noqa: PT012 - how many come before is not known
+        for batch in batches:
+            assert np.all(batch == received)
+            received += 1
     assert server.process.wait(60) == 0
     assert time.monotonic() - began < 30
 
