@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from teleloader_server import serve
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
-from tests.conftest import StartServer
+from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end import hosted
 
 GONE = Address("0" * 32, 0, 0)
@@ -262,3 +262,54 @@ def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1012
     assert server.process.wait(10) == 0
+
+
+TOKENS = """
+[all]
+token = "a-token-for-all-datasets"
+
+[other]
+token = "a-token-for-another-dataset"
+scopes = ["read:many"]
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A server with tokens, and a loader's key."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens.toml"
+    path.touch(0o600)
+    path.write_text(TOKENS)
+    server = ServerProcess(
+        "--port", "0", "tests.end_to_end.hosted:numbers", "--num-workers", "1", "--tokens", str(path)
+    )
+    authorized = {"Authorization": "Bearer a-token-for-all-datasets"}
+    answer = httpx.post(
+        f"{server.url}/v1/loaders", json={"dataset": "numbers", "batch_size": 8}, headers=authorized, trust_env=False
+    )
+    yield server.url, answer.raise_for_status().json()["key"]
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, "Unauthorized"),
+        ({"Authorization": "Bearer nothing-of-this-server"}, "Unauthorized"),
+        ({"Authorization": "Bearer a-token-for-another-dataset"}, "Forbidden"),
+        ({"Authorization": "Bearer a-token-for-all-datasets", "Origin": "http://evil.example"}, "CrossSite"),
+        ({"Authorization": "Bearer a-token-for-all-datasets", "Host": "evil.example"}, "UnknownHost"),
+    ],
+)
+def test_who_may_not_ask_is_told_so(guarded: tuple[str, str], headers: dict[str, str], code: str) -> None:
+    """As over HTTP; pages of other sites may open WebSockets anywhere, so they are refused here."""
+    with stream(*guarded, **headers) as socket:
+        problem, closed = refusal(socket)
+    assert (problem["code"], closed) == (code, 1008)
+
+
+def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
+    """The one that is for its dataset."""
+    with stream(*guarded, Authorization="Bearer a-token-for-all-datasets") as socket:
+        ask(socket, 0, 0, 1)
+        assert frames(socket, 1)[0].address.batch == 0

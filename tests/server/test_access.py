@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import APIRouter, FastAPI
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
 from teleloader_server import access
@@ -219,14 +219,15 @@ def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
     for route in endpoints(app.router.routes):
         need = access.need_of(route.endpoint)
         needs.setdefault(need, set()).add(route.path)
-        assert need == access.UNCHECKED or isinstance(route, GuardedRoute), route.path
+        # a WebSocket asks the gate at each message: tests/end_to_end/test_websocket.py
+        assert need == access.UNCHECKED or isinstance(route, GuardedRoute | APIWebSocketRoute), route.path
     assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
     assert needs.pop("open") == {"/session"}
     assert needs.pop("any") == {"/openapi.json", "/docs"}
     assert needs.pop("stats") == {"/stats", "/stats/stream", "/metrics"}
     assert set(needs) == {"read"}
     assert all(path.startswith("/v1/") for path in needs["read"])
-    assert len(needs["read"]) == 6
+    assert len(needs["read"]) == 7
 
 
 def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
