@@ -203,15 +203,16 @@ class ConsumerStats:
     waiting: float
     """Time in which it had asked and the batch was not ready: the loader held the trainer back."""
     waiting_share: float
-    """Recent share of the time for which that was so."""
+    """Recent share of the time for which that was so; as the verdict, of its training loop in this pass and the passes
+    before, if they were short."""
     sending_share: float
-    """Recent share of the time in which an answer to it was being sent."""
+    """Recent share of the time in which an answer to it was being sent; likewise."""
     loop_waiting_share: float | None
     """Recent share of the time in which its training loop waited for data, as its client says; None if it does not."""
     reconnects: int | None
-    """Connections that broke, or were closed, and were made anew, as its client says."""
+    """Connections that broke, or were closed, and were made anew, as its client says; in all passes of its loader."""
     hedges: int | None
-    """Batches that its client asked another server for because this or another one was late."""
+    """Batches that its client asked another server for because this or another one was late; likewise."""
     idle: float
     """Since it asked last."""
     verdict: Verdict
