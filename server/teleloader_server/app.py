@@ -19,6 +19,7 @@ from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
 from teleloader_server.problems import handle_problems
+from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
@@ -79,7 +80,7 @@ class Server(uvicorn.Server):
         self._told_to_exit = asyncio.Event()
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                Identified(create_app(service)),
                 host=host,
                 port=port,
                 http=cast("type[asyncio.Protocol]", functools.partial(Connection, self._watch)),
