@@ -30,6 +30,7 @@ from teleloader_shared.messages import (
 )
 from teleloader_shared.spec import LoaderSpec
 
+MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 16 * 2**20
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
@@ -49,10 +50,8 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
-        self.url = url.rstrip("/")
+        parsed = _parsed(url)
+        self.url = str(parsed).rstrip("/")
         self.timeout = timeout
         self.trouble: type[Exception] | None = None
         """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
@@ -154,6 +153,26 @@ class Server:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+
+def _parsed(url: object) -> httpx.URL:
+    """A URL of a server.
+
+    Raises:
+        ValueError: When it is none.
+    """
+    wrong = f"the server's URL must look like http://host:8000, was {url!r:.200}"
+    if not isinstance(url, str) or any(c.isspace() for c in url):
+        raise ValueError(wrong)
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ValueError(f"{wrong} ({error})") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(wrong)
+    if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
+        raise ValueError(f"{wrong} (a port is a number in [1, {MAX_PORT}])")
+    return parsed
 
 
 def _body_of(answer: httpx.Response) -> bytes:

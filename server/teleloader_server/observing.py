@@ -26,7 +26,7 @@ from teleloader_server.windows import Window, as_share
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
 
 MARK_EVERY: Final = 1.0
@@ -276,7 +276,7 @@ def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally,
 def _workforce(look: _Look, latest: list[_Seen], server: ServerStats) -> Workforce:
     """The workers of an engine, and what the loops that ask for their batches lately want of them."""
     shares = look.busy_shares.values()
-    asking = [seen for seen in latest if seen.recent.idle <= WINDOW and seen.recent.pace > 0]
+    asking = [seen for seen in latest if seen.recent.goes_on]
     return Workforce(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,

@@ -37,6 +37,10 @@ MAX_WORKERS: Final = 1024
 """What a server can be told to have."""
 WORKERS_PER_CPU: Final = 4
 """More are not advised at once: whether so many wait for their data, and not for a processor, will have to show."""
+LULL: Final = 2.0
+"""Seconds without an ask after which a loop is over, or does something else, unless it is slow:"""
+LULL_BATCHES: Final = 20
+"""so many batches it may have ahead."""
 LATE_LOOP: Final = 0.01
 """Seconds by which the server's event loop is late when its own process is what requests wait for."""
 
@@ -68,6 +72,11 @@ class Consumption(NamedTuple):
         return self.pace / own * sum(self.stages.values())
 
     @property
+    def goes_on(self) -> bool:
+        """Whether its loop will ask for more, as it seems; one that takes long steps asks seldom."""
+        return self.pace > 0 and self.idle <= min(WINDOW, max(LULL, LULL_BATCHES / self.pace))
+
+    @property
     def takes_all(self) -> bool:
         """Whether its loop takes batches as fast as they come."""
         return self.loop_waiting is not None and 1.0 - self.loop_waiting < LEAST_OWN_SHARE
@@ -83,7 +92,7 @@ class Workforce(NamedTuple):
     demand: float
     """How many the loops of all their consumers would keep busy together if they never waited; see `total_demand`."""
     consumers: int
-    """How many these are."""
+    """How many these are, now."""
     setting: str
     """What sets the number of workers: ``{}`` stands for it."""
     cpus: int

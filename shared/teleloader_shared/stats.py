@@ -127,7 +127,7 @@ class WorkerStats:
     recycled: int
     """How often its process was replaced because it had made many batches, or had much memory."""
     last_exit: str | None
-    """Why the last process ended, e.g. ``killed by signal SIGKILL``."""
+    """Which process ended last, and why, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``."""
     last_restart: float | None
     """How long the last replacement took, from the death to readiness."""
     rss: int

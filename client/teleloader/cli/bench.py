@@ -24,6 +24,8 @@ from teleloader_shared.units import number, seconds, share, size
 MAX_CONSUMERS: Final = 1000
 """Consumers among which this one is looked for."""
 SHOWN_EVERY: Final = 0.2
+LULL: Final = 2.0
+"""Seconds after its last ask when a consumer takes nothing of the workers any more."""
 
 
 class BatchFailed(Exception):
@@ -181,9 +183,8 @@ def seen_by(url: str) -> tuple[Verdict | None, int | None]:
     mine = next((one for one in found.consumers if one.consumer.startswith(consumers_prefix())), None)
     if mine is None:
         return None, None
-    others = [
-        one for one in found.consumers if one.batches_per_second and not one.consumer.startswith(consumers_prefix())
-    ]
+    # bench runs follow one another
+    others = [one for one in found.consumers if one.idle < LULL and not one.consumer.startswith(consumers_prefix())]
     own = [worker for worker in found.workers if worker.loader == mine.loader]
     workers = len(own or [worker for worker in found.workers if worker.loader is None])
     return mine.verdict, workers if mine.verdict.bound == "loader" and not others and workers else None
@@ -227,5 +228,5 @@ def _without_step(measured: Measured) -> str:
     step, workers = measured.shortest_step, measured.workers
     return (
         f"{read} {workers} worker{'s' if workers > 1 else ''} keep{'' if workers > 1 else 's'} up with steps of "
-        f"{seconds(step)}; a step of S seconds needs {number(workers * step)}/S workers."
+        f"{seconds(step)}; for other steps, the number of workers is {seconds(workers * step)} / step."
     )
