@@ -208,11 +208,12 @@ class LoopTally:
         Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
         """
         self._said_at = now
+        if self._said is not None and report.elapsed < self._said_last[0]:
+            self._said = None  # it counts from the beginning of each pass
         if not report.taken:
             return
         last = (report.elapsed, report.waited, *self._totals(now))
-        # one that counts from the beginning of each pass begins anew
-        if self._said is None or report.elapsed < self._said_last[0]:
+        if self._said is None:
             self._said = Window(*last)
         self._said_last = last
 

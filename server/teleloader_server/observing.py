@@ -26,7 +26,7 @@ from teleloader_server.windows import Window, as_share
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, Verdict, WorkerStats
 from teleloader_shared.version import VERSION
 
 MARK_EVERY: Final = 1.0
@@ -231,20 +231,19 @@ class Observer:
         """All of them, with who makes their batches; those who asked last come first."""
         known = [(look, *pair) for look in looks for pair in look.engine.consumers()]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
-        loops: dict[LoopTally, Consumption] = {}
-        latest: dict[Engine, list[_Seen]] = {look.engine: [] for look in looks}
-        all_seen: list[tuple[_Look, _Seen]] = []
+        latest: dict[LoopTally, _Seen] = {}
+        all_seen: list[tuple[Engine, _Seen]] = []
         for look, consumer, loader in known:
             tally = look.engine.tally.of(consumer)
-            is_latest = tally.loop not in loops
-            if is_latest:
-                loops[tally.loop] = _consumption(look, consumer, loader, tally.loop, now)
-            seen = _Seen(consumer, loader, tally, loops[tally.loop])
-            all_seen.append((look, seen))
-            if is_latest:
-                latest[look.engine].append(seen)
-        forces = {look.engine: _workforce(look, latest[look.engine], server) for look in looks}
-        return [(seen, forces[look.engine]) for look, seen in all_seen]
+            before = latest.get(tally.loop)
+            recent = _consumption(look, consumer, loader, tally.loop, now) if before is None else before.recent
+            later = None if before is None or consumer.asks else before.consumer.name
+            seen = _Seen(consumer, loader, tally, recent, later)
+            latest.setdefault(tally.loop, seen)
+            all_seen.append((look.engine, seen))
+        of_engine = {look.engine: [seen for engine, seen in all_seen if engine is look.engine] for look in looks}
+        forces = {look.engine: _workforce(look, of_engine[look.engine], server) for look in looks}
+        return [(seen, forces[engine]) for engine, seen in all_seen]
 
 
 class _Seen(NamedTuple):
@@ -255,6 +254,8 @@ class _Seen(NamedTuple):
     tally: ConsumerTally
     recent: Consumption
     """Of its training loop, in this pass and those before."""
+    later: str | None
+    """The pass in which the loop is by now."""
 
 
 def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally, now: float) -> Consumption:
@@ -273,10 +274,10 @@ def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally,
     )
 
 
-def _workforce(look: _Look, latest: list[_Seen], server: ServerStats) -> Workforce:
-    """The workers of an engine, and what the loops that ask for their batches lately want of them."""
+def _workforce(look: _Look, consumers: list[_Seen], server: ServerStats) -> Workforce:
+    """The workers of an engine, and what the loops that go on want of them."""
     shares = look.busy_shares.values()
-    asking = [seen for seen in latest if seen.recent.goes_on]
+    asking = [seen for seen in consumers if seen.later is None and seen.recent.goes_on]
     return Workforce(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
@@ -290,7 +291,7 @@ def _workforce(look: _Look, latest: list[_Seen], server: ServerStats) -> Workfor
 
 
 def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
-    consumer, loader, tally, recent = seen
+    consumer, loader, tally, recent, later = seen
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
@@ -312,7 +313,7 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
-        verdict=verdict(recent, by),
+        verdict=verdict(recent, by) if later is None else Verdict("unknown", None, f"It is over: see {later}."),
     )
 
 

@@ -16,7 +16,7 @@ Bound = Literal["loader", "trainer", "network", "balanced", "unknown"]
 
 ``loader``: batches are not ready when they are wanted. ``trainer``: they are, and wait for the training loop.
 ``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
-the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
+the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough, or is in its next epoch.
 """
 
 
