@@ -122,6 +122,7 @@ def fetch_stats(url: str) -> dict[str, Any]:
 
 def show_stats(stats: dict[str, Any]) -> None:
     """Print a short table for each kind of record."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -130,7 +131,9 @@ def show_stats(stats: dict[str, Any]) -> None:
     for section, fields in SHOWN.items():
         records = stats[section]
         title = section if len(records) <= ROWS else f"{section}, the last {ROWS} of {len(records)}"
-        table = Table(*fields.values(), title=title, title_justify="left")
+        table = Table(*fields.values(), title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+        for column in table.columns:
+            column.no_wrap = True  # a name that is cut names nothing
         for record in records[:ROWS]:
             table.add_row(*(_text(record[field]) for field in fields))
         console.print(table)

@@ -41,6 +41,7 @@ from teleloader_shared.messages import (
 )
 from teleloader_shared.spec import LoaderSpec
 
+MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 16 * 2**20
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
@@ -63,16 +64,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float, credentials: Credentials | None = None) -> None:
-        parsed = httpx.URL(url)
-        if parsed.userinfo or parsed.query or parsed.fragment:
-            # not quoted: it would stand in a log then
-            raise ValueError(
-                "the server's URL must hold no password, query or fragment, because URLs are logged: give a token as "
-                "token= or by TELELOADER_TOKEN"
-            )
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
-        self.url = url.rstrip("/")
+        self.url = str(_parsed(url)).rstrip("/")
         self.timeout = timeout
         self.credentials = Credentials() if credentials is None else credentials
         self.trouble: type[Exception] | None = None
@@ -222,6 +214,36 @@ class Server:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+
+def _parsed(url: object) -> httpx.URL:
+    """A URL of a server.
+
+    Raises:
+        ValueError: When it is none, or holds a password.
+    """
+    wrong = f"the server's URL must look like http://host:8000, was {_without_secrets(url)}"
+    if not isinstance(url, str) or any(c.isspace() for c in url):
+        raise ValueError(wrong)
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ValueError(f"{wrong} ({error})") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(wrong)
+    if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
+        raise ValueError(f"{wrong} (a port is a number in [1, {MAX_PORT}])")
+    if parsed.userinfo or parsed.query or parsed.fragment:
+        raise ValueError(
+            "the server's URL must hold no password, query or fragment, because URLs are logged: give a token as "
+            "token= or by TELELOADER_TOKEN"
+        )
+    return parsed
+
+
+def _without_secrets(url: object) -> str:
+    """As much of a URL as may stand in a log."""
+    return "one with a password or something like it" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 
 def _body_of(answer: httpx.Response) -> bytes:

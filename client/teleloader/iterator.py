@@ -159,9 +159,9 @@ class LoaderIterator:
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
     @classmethod
-    def consumer_name(cls, rank: int) -> str:
-        """What the server calls a new pass."""
-        return f"{consumers_prefix()}rank{rank}#{next(cls._numbers)}"
+    def consumer_name(cls, rank: int, loader: int) -> str:
+        """What the server calls a new pass: those of one loader differ in what follows the ``#`` only."""
+        return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
 
     def begin(self, pass_: Pass) -> None:
         """Go through another epoch; what is left of the one before is given up."""

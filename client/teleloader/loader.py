@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import secrets
 import sys
@@ -51,6 +52,8 @@ _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset
 """What torch does not let be set after construction."""
 
 _Order = Literal["plan", "client", "iterable"]
+_numbers = itertools.count()
+"""Loaders of this process, for servers to tell their training loops apart."""
 
 
 class DataLoader:
@@ -215,6 +218,7 @@ class DataLoader:
         self._make_array = array_maker(self._output, pin_memory=pinned)
         self._pinning = Pinning() if pinned else None
         self._pool = BufferPool(allocate if self._pinning is None else self._pinning)
+        self._number = next(_numbers)
         self._measures = Measures()
         self._max_batch_bytes = max_batch_bytes
         self._next = Position()
@@ -374,7 +378,7 @@ class DataLoader:
             spec=spec,
             key=registered.key,
             epoch=self._next.epoch,
-            consumer=LoaderIterator.consumer_name(spec.rank),
+            consumer=LoaderIterator.consumer_name(spec.rank, self._number),
             make_array=self._make_array,
             pool=self._pool,
             max_batch_bytes=self._max_batch_bytes,
@@ -382,7 +386,7 @@ class DataLoader:
             trace=PassTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
         )
         stays = spec.session is not None and self._keeps_workers
-        measures = Measures(self._next.epoch, self._pinning)
+        measures = Measures(self._next.epoch, self._pinning, self._measures.report())
         receiver = Receiver(self._remote, server, wanted, asking, measures, stays=stays)
         return Pass(
             dataset=self._remote,

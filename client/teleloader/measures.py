@@ -66,9 +66,12 @@ class Measures:
     Args:
         epoch: Which.
         pinning: Allocates the memory that batches are received into, where that is page-locked.
+        before: What servers were told of the passes before: they are told of all together.
     """
 
-    def __init__(self, epoch: int | None = None, pinning: Pinning | None = None) -> None:
+    def __init__(
+        self, epoch: int | None = None, pinning: Pinning | None = None, before: ConsumerReport | None = None
+    ) -> None:
         self.steps = 0
         self.batches = 0
         self.nbytes = 0
@@ -78,8 +81,9 @@ class Measures:
         self._epoch = epoch
         self._pinning = pinning
         self._pinned_before = 0.0 if pinning is None else pinning.seconds
+        self._before = before or ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._began = time.perf_counter()
-        self._ended: float | None = None
+        self._ended = self._began if epoch is None else None
         self._waits = Histogram()
         self._waited = 0.0
         self._waiting_since: float | None = None
@@ -107,12 +111,18 @@ class Measures:
 
     def report(self) -> ConsumerReport:
         """What servers are told."""
-        now = time.perf_counter()
-        return ConsumerReport(now - self._began, self._waited_until(now), self.steps, self.reconnects, self.hedges)
+        now, before = self._now, self._before
+        return ConsumerReport(
+            elapsed=before.elapsed + now - self._began,
+            waited=before.waited + self._waited_until(now),
+            taken=before.taken + self.steps,
+            reconnects=before.reconnects + self.reconnects,
+            hedges=before.hedges + self.hedges,
+        )
 
     def stats(self) -> LoaderStats:
         """What users are told."""
-        now = time.perf_counter() if self._ended is None else self._ended
+        now = self._now
         elapsed, waited = now - self._began, self._waited_until(now)
         return LoaderStats(
             epoch=self._epoch,
@@ -128,6 +138,10 @@ class Measures:
             reconnects=self.reconnects,
             hedges=self.hedges,
         )
+
+    @property
+    def _now(self) -> float:
+        return time.perf_counter() if self._ended is None else self._ended
 
     def _waited_until(self, now: float) -> float:
         since = self._waiting_since

@@ -71,7 +71,8 @@ class RemoteDataset:
         reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
-        urls = [url] if isinstance(url, str) else list(dict.fromkeys(url))
+        several: Any = url if isinstance(url, Sequence) and not isinstance(url, str) else [url]
+        urls = list(dict.fromkeys(several))
         if not urls:
             raise ValueError("RemoteDataset needs the URL of at least one server, was given an empty list")
         if not stall_timeout > 0:
@@ -205,7 +206,8 @@ class RemoteDataset:
                     with suppress(UnknownDataset):
                         server.dataset(name)  # it may be there, and not for this client: then the server says so
                 known = ", ".join(repr(known) for known in found)
-                raise UnknownDataset(f"{server.url} hosts {known}, and {wanted!r} was asked for")
+                asked = "and the name of one must be given" if name is None else f"and {name!r} was asked for"
+                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, {asked}")
             hosted.append((server, found[wanted]))
         if not hosted:
             raise missing[0]

@@ -22,6 +22,7 @@ from teleloader_server.connections import Connection, ConnectionLimits, Watch, c
 from teleloader_server.dashboard import add_dashboard
 from teleloader_server.gate import Gate
 from teleloader_server.problems import handle_problems
+from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_server.tls import Renewal, TlsFiles
 from teleloader_server.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
@@ -104,7 +105,7 @@ class Server(uvicorn.Server):
         self.gate = gate or Gate()
         super().__init__(
             uvicorn.Config(
-                create_app(service, self.gate),
+                Identified(create_app(service, self.gate)),
                 host=host,
                 port=port,
                 http=Connection,

@@ -31,6 +31,7 @@ from typing import Any, Final, Protocol
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from teleloader_server import request_ids
 from teleloader_server.config import ConfigError
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
@@ -398,11 +399,13 @@ class Connection(HttpToolsProtocol):
         return not waiting
 
     def _tell(self, refusal: Refusal) -> None:
-        content = encoded(refusal.status, refusal.code, refusal.detail)
+        request = request_ids.new_id()
+        content = encoded(refusal.status, refusal.code, refusal.detail, request)
         head = [
             *self.server_state.default_headers,
             (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
             (b"content-length", str(len(content)).encode()),
+            (request_ids.HEADER, request.encode()),
             (b"connection", b"close"),
             *((name.encode(), value.encode()) for name, value in refusal.headers.items()),
         ]

@@ -152,9 +152,9 @@ def host(
 
 
 def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
-    torch_data = sys.modules.get("torch.utils.data")
-    # torch's IterableDataset has a __getitem__, which only raises
-    if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
+    # torch's has a __getitem__, which only raises; it is not there yet while another thread imports torch
+    torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+    if torchs is not None and isinstance(dataset, torchs):
         return "iterable"
     if hasattr(dataset, "__getitem__"):
         return "map"

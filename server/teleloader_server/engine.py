@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from teleloader_server import request_ids
 from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
 from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
 from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
@@ -125,7 +127,11 @@ class Engine:
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
         self._decision_due = False
+        self._context = Context()
+        """For what is decided: that is done for all requests, and none of them is named where it is logged."""
         self._traces = tracing.is_on()
+        self._requests: dict[Ask, str | None] = {}
+        """The ids of the requests that are being answered."""
 
     # -- life
 
@@ -176,11 +182,12 @@ class Engine:
         listed = {Address(key, epoch, k): frame for k, frame in indices.items()}
         self._indices.update(listed)
         self._listed.update(listed.keys())
-        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, time.monotonic())
+        now = time.monotonic()
+        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, now)
+        self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(consumer, (key, epoch), loader.spec.dataset)
-        if said.report is not None:
-            tally.reported(said.report)
+        tally.asks(now, said.report)
         try:
             yield BatchStream(self, ask, tally, said.trace)
         finally:
@@ -188,6 +195,7 @@ class Engine:
                 said.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
+            del self._requests[ask]
             for address in listed:
                 self._listed[address] -= 1
                 if not self._listed[address]:
@@ -248,10 +256,24 @@ class Engine:
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """A batch is a frame now."""
-        self.tally.computed(worker, task, lease, report)
+        if report.failed:
+            with request_ids.on_behalf_of(self._request_for(task.address)):
+                self.tally.computed(worker, task, lease, report)
+        else:
+            self.tally.computed(worker, task, lease, report)
         self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
         made = Made(time.time_ns(), worker, report) if self._traces else None
         self._arrived(task.address, ReadyFrame(lease, report.failed, made))
+
+    def _request_for(self, address: Address) -> str | None:
+        """A request that wants the batch, the first of several; None when it is made ahead of them."""
+        loader, epoch, k = address
+        wanting = (
+            request
+            for ask, request in self._requests.items()
+            if ask.consumer.run == (loader, epoch) and ask.next <= k < ask.stop
+        )
+        return next(wanting, None)
 
     def worker_worn(self, worker: int) -> None:
         """The worker is given nothing more."""
@@ -302,7 +324,7 @@ class Engine:
         """Let the dispatcher decide once after the events at hand, not once for each."""
         if not self._decision_due:
             self._decision_due = True
-            asyncio.get_running_loop().call_soon(self._decide)
+            asyncio.get_running_loop().call_soon(self._decide, context=self._context)
 
     def _decide(self) -> None:
         self._decision_due = False

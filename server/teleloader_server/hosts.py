@@ -21,6 +21,9 @@ from teleloader_shared.spec import LoaderSpec
 class Host(Protocol):
     """Makes pools."""
 
+    setting: str
+    """What sets the number of shared workers: ``{}`` stands for it."""
+
     def infos(self) -> list[DatasetInfo] | None:
         """The datasets as they are now; None when they are what a shared pool says at its start, and stay so."""
 
@@ -37,6 +40,8 @@ class Host(Protocol):
 
 class ConfiguredHost:
     """Datasets that a configuration names. They are built once; sessions get workers of their own where they must."""
+
+    setting = "--num-workers {}"
 
     def __init__(self, configs: Sequence[DatasetConfig], limits: Limits) -> None:
         self._configs = configs
@@ -91,6 +96,8 @@ class ObjectHost:
         datasets: Says what is hosted now: the objects' lengths may have changed.
         limits: What pools may take.
     """
+
+    setting = "num_workers={} of serve()"
 
     def __init__(self, datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
         self._datasets = datasets

@@ -8,18 +8,19 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
 from teleloader_server.dispatcher import Consumer, Run
 from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.pool import Lease
-from teleloader_server.windows import Ongoing, Window
+from teleloader_server.windows import Ongoing, Window, as_share
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure
 from teleloader_shared.histogram import Histogram
 from teleloader_shared.messages import ConsumerReport
-from teleloader_shared.stats import ErrorCount, SlowBatch
+from teleloader_shared.stats import WINDOW, ErrorCount, SlowBatch
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Bytes of a client's index list that are kept with a slow batch."""
+KEEP_LOOPS: Final = 60.0
+"""Seconds after its last ask for which a training loop is remembered between two passes."""
 STAGES: Final = ("fetch", "collate", "encode")
 
 
@@ -159,64 +162,140 @@ class WorkerTally:
     busy: float = 0.0
 
 
-class ConsumerTally:
-    """What one consumer was given."""
+class Recent(NamedTuple):
+    """How a training loop fares, over the same time all of it."""
 
-    __slots__ = ("batches", "dataset", "nbytes", "report", "reports", "sending", "since", "waiting", "window")
+    span: float
+    """That time, in seconds."""
+    batches: float
+    """That it is sent a second."""
+    nbytes: float
+    """A second."""
+    waiting: float
+    """Share of the time for which what it had asked for was not ready."""
+    sending: float
+    """Share of the time for which an answer was being sent."""
+    loop_waiting: float | None
+    """Share of the time for which it waited, if its client says so."""
 
-    def __init__(self, dataset: DatasetTally, now: float) -> None:
-        self.dataset = dataset
-        self.since = now
+
+class LoopTally:
+    """What one training loop was given, in all its passes: an epoch may be over before anything can be said of it.
+
+    Where its client says how it fares, what is recent is taken over the time that the client says, so that the shares
+    of both sides are of the same time, and what lies between two passes (a validation, say) is not counted.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.asked = now
+        """When it asked last."""
         self.batches = 0
         self.nbytes = 0
         self.waiting = Ongoing()
         """What it had asked for was not ready."""
         self.sending = Ongoing()
         """An answer to it was being sent."""
-        self.window = Window(now, 0, 0, 0.0, 0.0)
+        self._since = now
+        self._window = Window(now, *self._totals(now))
+        self._said: Window | None = None
+        """By the client's clock: how long the loop waited, and what the server had counted then."""
+        self._said_last: tuple[float, ...] = ()
+        self._said_at: float | None = None
+
+    def reported(self, report: ConsumerReport, now: float) -> None:
+        """Its client says how it fares, as it does with each ask.
+
+        Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
+        """
+        self._said_at = now
+        if self._said is not None and report.elapsed < self._said_last[0]:
+            self._said = None  # it counts from the beginning of each pass
+        if not report.taken:
+            return
+        last = (report.elapsed, report.waited, *self._totals(now))
+        if self._said is None:
+            self._said = Window(*last)
+        self._said_last = last
+
+    def _totals(self, now: float) -> tuple[float, ...]:
+        return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+        self._window.mark(now, *self._totals(now))
+        if self._said is not None:
+            self._said.mark(*self._said_last)
+
+    def recent(self, now: float) -> Recent:
+        """How it fares.
+
+        Args:
+            now: When it asked for something last, or now while it does.
+        """
+        if self._said_at is not None and now - self._said_at <= WINDOW:
+            return self._recent_as_said()
+        batches, nbytes, waiting, sending = self._window.rates(now, *self._totals(now))
+        span = max(0.0, now - self._since)
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), None)
+
+    def _recent_as_said(self) -> Recent:
+        if self._said is None:
+            return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None)
+        elapsed, *last = self._said_last
+        span = self._said.span(elapsed)
+        waited, batches, nbytes, waiting, sending = self._said.rates(elapsed, *last)
+        told = as_share(waited) if span > 0 else None
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), told)
+
+
+class ConsumerTally:
+    """What one consumer was given: a training loop in one pass through an epoch."""
+
+    __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
+
+    def __init__(self, dataset: DatasetTally, loop: LoopTally, now: float) -> None:
+        self.dataset = dataset
+        self.loop = loop
+        self.batches = 0
+        self.nbytes = 0
+        self.waiting = Ongoing()
+        """What it had asked for was not ready."""
+        self.window = Window(now, 0, 0)
         self.report: ConsumerReport | None = None
         """What its client said last."""
-        self.reports: Window | None = None
-        """Of how long its loop waited, by the client's clock."""
 
     def sent(self, nbytes: int) -> None:
         """A frame was handed to its connection."""
         self.batches += 1
         self.nbytes += nbytes
-        self.dataset.sent += 1
-        self.dataset.nbytes += nbytes
+        loop, dataset = self.loop, self.dataset
+        loop.batches += 1
+        loop.nbytes += nbytes
+        dataset.sent += 1
+        dataset.nbytes += nbytes
 
     def waits(self) -> None:
         """It waits for a batch that is not ready."""
-        self.waiting.begin(time.monotonic())
+        now = time.monotonic()
+        self.waiting.begin(now)
+        self.loop.waiting.begin(now)
 
     def has_waited(self) -> None:
         """It waits no more."""
-        self.dataset.waiting += self.waiting.end(time.monotonic())
+        now = time.monotonic()
+        self.loop.waiting.end(now)
+        self.dataset.waiting += self.waiting.end(now)
 
-    def reported(self, report: ConsumerReport) -> None:
-        """Its client says how it fares."""
-        if self.reports is None or (self.report is not None and report.elapsed < self.report.elapsed):
-            self.reports = Window(report.elapsed, report.waited)
-        self.report = report
-
-    def totals(self, now: float) -> tuple[float, ...]:
-        """What the window is of: batches, bytes, and the seconds of waiting and of sending."""
-        return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
+    def asks(self, now: float, report: ConsumerReport | None) -> None:
+        """It asks for batches, and its client may say how it fares."""
+        self.loop.asked = now
+        if report is not None:
+            self.report = report
+            self.loop.reported(report, now)
 
     def mark(self, now: float) -> None:
         """Note the totals."""
-        self.window.mark(now, *self.totals(now))
-        if self.reports is not None and self.report is not None:
-            self.reports.mark(self.report.elapsed, self.report.waited)
-
-    @property
-    def loop_waiting_share(self) -> float | None:
-        """Recent share of the time for which its loop waited; None where the client has not said it twice."""
-        if self.reports is None or self.report is None or not self.reports.span(self.report.elapsed):
-            return None
-        (share,) = self.reports.rates(self.report.elapsed, self.report.waited)
-        return min(1.0, max(0.0, share))
+        self.window.mark(now, self.batches, self.nbytes)
 
 
 class PoolTally:
@@ -235,8 +314,8 @@ class PoolTally:
         known = self._consumers.get((name, run))
         if known is None:
             self._loader(run[0], dataset)
-            known = ConsumerTally(self._metrics.dataset(dataset), time.monotonic())
-            self._consumers[name, run] = known
+            loop = self._metrics.loop(name, dataset)
+            known = self._consumers[name, run] = ConsumerTally(self._metrics.dataset(dataset), loop, time.monotonic())
         return known
 
     def _loader(self, key: str, dataset: str) -> LoaderTally:
@@ -295,7 +374,7 @@ class PoolTally:
         return self._consumers[consumer.name, consumer.run]
 
     def mark(self, now: float) -> None:
-        """Note all totals but those of the workers."""
+        """Note all totals but those of loops and workers."""
         for consumer in self._consumers.values():
             consumer.mark(now)
         for loader in self.loaders.values():
@@ -309,6 +388,10 @@ class Metrics:
         self.datasets: dict[str, DatasetTally] = {}
         self.worker_restarts = 0
         """Workers that died."""
+        self._loops: WeakValueDictionary[tuple[str, str], LoopTally] = WeakValueDictionary()
+        """By what their passes' names begin with, and dataset. Passes that are known keep theirs."""
+        self._kept: list[LoopTally] = []
+        """Those that asked lately: a session's workers, and what is known of its pass, go with its epoch."""
 
     def dataset(self, name: str) -> DatasetTally:
         """The counts of a dataset, which may be new."""
@@ -316,6 +399,27 @@ class Metrics:
         if known is None:
             known = self.datasets[name] = DatasetTally(time.monotonic())
         return known
+
+    def loop(self, consumer: str, dataset: str) -> LoopTally:
+        """The counts of the training loop that a consumer is a pass of, which may be new.
+
+        Clients number their passes: what stands before the last ``#`` of their names is the loop's.
+        """
+        key = consumer.rpartition("#")[0] or consumer, dataset
+        known = self._loops.get(key)
+        if known is None:
+            known = self._loops[key] = LoopTally(time.monotonic())
+            self._kept.append(known)
+        return known
+
+    def mark(self, now: float) -> None:
+        """Note the totals of datasets and loops; forget loops whose passes are not known any more, after a while."""
+        for dataset in self.datasets.values():
+            dataset.mark(now)
+        known = list(self._loops.values())
+        for loop in known:
+            loop.mark(now)
+        self._kept = [loop for loop in known if now - loop.asked <= KEEP_LOOPS]
 
     def pool(self) -> PoolTally:
         """Counts for the workers of a new pool."""

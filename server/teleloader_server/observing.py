@@ -18,15 +18,15 @@ from teleloader_server import processes
 from teleloader_server.config import Limits, default_num_workers
 from teleloader_server.dispatcher import Consumer
 from teleloader_server.engine import Engine, Loader
-from teleloader_server.metrics import ConsumerTally, Metrics
+from teleloader_server.metrics import ConsumerTally, LoopTally, Metrics
 from teleloader_server.pool import WorkerState
 from teleloader_server.processes import NO_MEMORY, CpuUse, Memory
 from teleloader_server.verdict import Consumption, Workforce, total_demand, verdict
-from teleloader_server.windows import Window
+from teleloader_server.windows import Window, as_share
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, Verdict, WorkerStats
 from teleloader_shared.version import VERSION
 
 MARK_EVERY: Final = 1.0
@@ -106,8 +106,7 @@ class Observer:
 
     def _mark(self, now: float) -> None:
         self._late.mark(now, self._looks, self._lateness)
-        for dataset in self.metrics.datasets.values():
-            dataset.mark(now)
+        self.metrics.mark(now)
         for engine in self._engines():
             engine.mark(now)
 
@@ -158,7 +157,7 @@ class Observer:
         shares = {}
         for state, _ in workers:
             tally = engine.tally.workers[state.worker]
-            shares[state.worker] = _share(tally.window.rates(now, tally.busy + state.working_for)[0])
+            shares[state.worker] = as_share(tally.window.rates(now, tally.busy + state.working_for)[0])
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
         return _Look(engine, place, workers, shares, seconds)
 
@@ -230,12 +229,21 @@ class Observer:
     @staticmethod
     def _consumers(looks: list[_Look], server: ServerStats, now: float) -> list[tuple[_Seen, Workforce]]:
         """All of them, with who makes their batches; those who asked last come first."""
-        found: list[tuple[_Seen, Workforce]] = []
-        for look in looks:
-            seen = [_seen(look, consumer, loader, now) for consumer, loader in look.engine.consumers()]
-            by = _workforce(look, seen, server)
-            found += ((one, by) for one in seen)
-        return sorted(found, key=lambda pair: pair[0].consumer.last_seen, reverse=True)
+        known = [(look, *pair) for look in looks for pair in look.engine.consumers()]
+        known.sort(key=lambda found: found[1].last_seen, reverse=True)
+        latest: dict[LoopTally, _Seen] = {}
+        all_seen: list[tuple[Engine, _Seen]] = []
+        for look, consumer, loader in known:
+            tally = look.engine.tally.of(consumer)
+            before = latest.get(tally.loop)
+            recent = _consumption(look, consumer, loader, tally.loop, now) if before is None else before.recent
+            later = None if before is None or consumer.asks else before.consumer.name
+            seen = _Seen(consumer, loader, tally, recent, later)
+            latest.setdefault(tally.loop, seen)
+            all_seen.append((look.engine, seen))
+        of_engine = {look.engine: [seen for engine, seen in all_seen if engine is look.engine] for look in looks}
+        forces = {look.engine: _workforce(look, of_engine[look.engine], server) for look in looks}
+        return [(seen, forces[engine]) for engine, seen in all_seen]
 
 
 class _Seen(NamedTuple):
@@ -245,34 +253,36 @@ class _Seen(NamedTuple):
     loader: Loader
     tally: ConsumerTally
     recent: Consumption
+    """Of its training loop, in this pass and those before."""
+    later: str | None
+    """The pass in which the loop is by now."""
 
 
-def _seen(look: _Look, consumer: Consumer, loader: Loader, now: float) -> _Seen:
-    tally = look.engine.tally.of(consumer)
-    batches, nbytes, _, _ = tally.window.rates(now, *tally.totals(now))
-    # of one that asks for nothing now, over the time before: what its client has said of its loop covers no more
-    asked = now if consumer.asks else min(now, consumer.last_seen)
-    _, _, waiting, sending = tally.window.rates(asked, *tally.totals(asked))
-    recent = Consumption(
-        known_for=now - tally.since,
-        idle=0.0 if consumer.asks else now - consumer.last_seen,
-        pace=batches,
-        nbytes=nbytes,
-        waiting=_share(waiting),
-        sending=_share(sending),
-        loop_waiting=tally.loop_waiting_share,
+def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally, now: float) -> Consumption:
+    """What is seen of a training loop, of whose passes this is the latest."""
+    # of one that asks for nothing now, over the time before: it is not held back by anything since
+    recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
+    return Consumption(
+        known_for=recent.span,
+        idle=0.0 if latest.asks else now - latest.last_seen,
+        pace=recent.batches,
+        nbytes=recent.nbytes,
+        waiting=recent.waiting,
+        sending=recent.sending,
+        loop_waiting=recent.loop_waiting,
         stages=look.stages.get(loader.key, {}),
     )
-    return _Seen(consumer, loader, tally, recent)
 
 
 def _workforce(look: _Look, consumers: list[_Seen], server: ServerStats) -> Workforce:
+    """The workers of an engine, and what the loops that go on want of them."""
     shares = look.busy_shares.values()
+    asking = [seen for seen in consumers if seen.later is None and seen.recent.goes_on]
     return Workforce(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
-        demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in consumers),
-        consumers=sum(seen.recent.pace > 0 for seen in consumers),
+        demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in asking),
+        consumers=len(asking),
         setting=look.place.setting,
         cpus=server.cpus,
         cpu=server.cpu,
@@ -281,7 +291,8 @@ def _workforce(look: _Look, consumers: list[_Seen], server: ServerStats) -> Work
 
 
 def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
-    consumer, loader, tally, recent = seen
+    consumer, loader, tally, recent, later = seen
+    batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
         dataset=loader.spec.dataset,
@@ -293,8 +304,8 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
         batches=None if loader.batches == MAX_EPOCH else loader.batches,
         batches_sent=tally.batches,
         bytes_sent=tally.nbytes,
-        batches_per_second=recent.pace,
-        bytes_per_second=recent.nbytes,
+        batches_per_second=batches,
+        bytes_per_second=nbytes,
         waiting=tally.waiting.until(now),
         waiting_share=recent.waiting,
         sending_share=recent.sending,
@@ -302,12 +313,8 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
-        verdict=verdict(recent, by),
+        verdict=verdict(recent, by) if later is None else Verdict("unknown", None, f"It is over: see {later}."),
     )
-
-
-def _share(share: float) -> float:
-    return min(1.0, max(0.0, share))
 
 
 def _shown(address: Address, dataset: str) -> str:

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from teleloader_server import request_ids
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
@@ -71,11 +72,14 @@ class Problem(Response):
     media_type = PROBLEM_MEDIA_TYPE
 
     def __init__(self, status: HTTPStatus | int, code: str, detail: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(encoded(status, code, detail), int(status), {**headers_for(status), **(headers or {})})
+        request = request_ids.current()
+        super().__init__(
+            encoded(status, code, detail, request), int(status), {**headers_for(status), **(headers or {})}
+        )
 
 
-def encoded(status: HTTPStatus | int, code: str, detail: str) -> bytes:
-    """The body of a problem."""
+def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:
+    """The body of a problem; `request` is the id of the request, by which the log can be searched."""
     if len(detail) > MAX_DETAIL:
         detail = detail[:MAX_DETAIL] + " ..."
     content = {
@@ -84,6 +88,7 @@ def encoded(status: HTTPStatus | int, code: str, detail: str) -> bytes:
         "status": int(status),
         "code": code,
         "detail": detail,
+        "request": request,
     }
     # in ASCII: what a client sent may hold half a surrogate pair, which UTF-8 has not
     return json.dumps(content).encode()
@@ -140,5 +145,7 @@ def handle_problems(app: FastAPI) -> None:
         # repr: a path may hold line breaks, and pass for lines of the log
         logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return Problem(
-            HTTPStatus.INTERNAL_SERVER_ERROR, "InternalError", "the server failed to answer; its log has the details"
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            "InternalError",
+            f"the server failed to answer; its log has the details of request {request_ids.current()}",
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
@@ -205,7 +206,7 @@ class LoaderService:
             if own.num_workers == 0:
                 in_turn = 0
             engine = Engine(own, self.limits.memory_budget, self._observer.metrics, in_turn)
-            self._sessions[key] = asyncio.create_task(_started(engine))
+            self._sessions[key] = _apart(_started(engine))
             self._session_workers[key] = own.num_workers
         starting = self._sessions[key]
         try:
@@ -230,7 +231,7 @@ class LoaderService:
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
-            self._shared = asyncio.create_task(self._start_shared())
+            self._shared = _apart(self._start_shared())
         return await asyncio.shield(self._shared)
 
     async def _start_shared(self) -> Engine:
@@ -349,12 +350,13 @@ class LoaderService:
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
         """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
         self._sending += nbytes
-        of.tally.sending.begin(time.monotonic())
+        loop = of.tally.loop
+        loop.sending.begin(time.monotonic())
         try:
             with nullcontext() if of.trace is None else of.trace.sending(nbytes):
                 yield
         finally:
-            of.tally.sending.end(time.monotonic())
+            loop.sending.end(time.monotonic())
             self._sending -= nbytes
 
     @property
@@ -382,8 +384,7 @@ class LoaderService:
 
     def _places(self) -> dict[Engine, Place]:
         """The engines, and where their workers come from."""
-        configured = self._host.infos() is None
-        shared = Place(None, "--num-workers {}" if configured else "num_workers={} of serve()")
+        shared = Place(None, self._host.setting)
         of_session = {engine: key for key, engine in self._session_engines().items()}
         return {
             engine: Place(of_session[engine], "num_workers={} of the DataLoader") if engine in of_session else shared
@@ -399,6 +400,11 @@ class LoaderService:
     def counts(self) -> Mapping[str, DatasetTally]:
         """What was counted of each dataset of which there is something."""
         return self._observer.metrics.datasets
+
+
+def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
+    """Start an engine, whose workers will do and log things long after the request that they are started for."""
+    return asyncio.create_task(starting, context=Context())
 
 
 async def _started(engine: Engine) -> Engine:

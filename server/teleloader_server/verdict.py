@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from teleloader_shared.stats import WINDOW, Verdict
+from teleloader_shared.units import number, seconds
 
 LOOP_WAITS: Final = 0.05
 """Share of the time from which on a loop that waits for data is held back."""
@@ -28,10 +29,18 @@ CPUS_BUSY: Final = 0.8
 """Processors that are used to this share are the limit, whatever the number of workers."""
 LEAST_SECONDS: Final = 2.0
 """For how long a consumer must be known."""
-LEAST_OWN_SHARE: Final = 0.005
+LEAST_OWN_SHARE: Final = 0.05
 """A loop that has less of the time for itself takes batches as fast as they come: no number of workers is enough."""
+LEAST_PACE: Final = 0.01
+"""Batches a second from which on they come at all."""
 MAX_WORKERS: Final = 1024
 """What a server can be told to have."""
+WORKERS_PER_CPU: Final = 4
+"""More are not advised at once: whether so many wait for their data, and not for a processor, will have to show."""
+LULL: Final = 2.0
+"""Seconds without an ask after which a loop is over, or does something else, unless it is slow:"""
+LULL_BATCHES: Final = 20
+"""so many batches it may have ahead."""
 LATE_LOOP: Final = 0.01
 """Seconds by which the server's event loop is late when its own process is what requests wait for."""
 
@@ -40,7 +49,7 @@ class Consumption(NamedTuple):
     """What is seen of one consumer; rates and shares are recent."""
 
     known_for: float
-    """Seconds."""
+    """Seconds, of its passes together."""
     idle: float
     """Seconds since it asked last; 0 while it waits for an answer."""
     pace: float
@@ -58,9 +67,19 @@ class Consumption(NamedTuple):
 
     @property
     def demand(self) -> float:
-        """How many workers its loop would keep busy if it never waited."""
-        own = 1.0 if self.loop_waiting is None else max(LEAST_OWN_SHARE, 1.0 - self.loop_waiting)
+        """How many workers its loop would keep busy if it never waited; what it gets now, where that is not known."""
+        own = 1.0 if self.loop_waiting is None or self.takes_all else 1.0 - self.loop_waiting
         return self.pace / own * sum(self.stages.values())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its loop will ask for more, as it seems; one that takes long steps asks seldom."""
+        return self.pace > 0 and self.idle <= min(WINDOW, max(LULL, LULL_BATCHES / self.pace))
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether its loop takes batches as fast as they come."""
+        return self.loop_waiting is not None and 1.0 - self.loop_waiting < LEAST_OWN_SHARE
 
 
 class Workforce(NamedTuple):
@@ -73,7 +92,7 @@ class Workforce(NamedTuple):
     demand: float
     """How many the loops of all their consumers would keep busy together if they never waited; see `total_demand`."""
     consumers: int
-    """How many these are."""
+    """How many these are, now."""
     setting: str
     """What sets the number of workers: ``{}`` stands for it."""
     cpus: int
@@ -125,7 +144,9 @@ def _needed(by: Workforce) -> int | None:
 def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
     waits = _waits(seen, "for batches that are not ready")
     stage = _faster(seen.stages)
-    if needed is None or seen.loop_waiting is None or 1 - seen.loop_waiting < LEAST_OWN_SHARE:
+    if seen.takes_all and seen.pace >= LEAST_PACE:
+        return Verdict("loader", None, f"{waits} and takes all that come: {_enough_for(seen, by)}, or {stage}.")
+    if needed is None or seen.loop_waiting is None or seen.takes_all:
         return Verdict("loader", None, f"{waits}: more workers ({by.setting.format('N')}) make more, or {stage}.")
     if needed <= by.workers:
         return Verdict(
@@ -137,14 +158,36 @@ def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdi
     if needed > by.cpus and by.cpu >= CPUS_BUSY * by.cpus:
         return Verdict(
             "loader", needed,
-            f"{waits}: {_workers(needed)} would {whom}, but the machine's {by.cpus} processors are busy already: add "
+            f"{waits}: {_workers(needed)} would {whom}, but {_processors(by)} are busy already: add "
             f"another server, or {stage}.",
+        )  # fmt: skip
+    if needed > (most := WORKERS_PER_CPU * by.cpus):
+        return Verdict(
+            "loader", needed,
+            f"{waits}: {_workers(needed)} would {whom}, which are many for {_processors(by)}: try "
+            f"{max(most, by.workers)} and look again ({by.setting.format(max(most, by.workers))}), or {stage}.",
         )  # fmt: skip
     instead = f" instead of {by.workers}" if by.workers else ""
     return Verdict(
         "loader", needed,
         f"{waits}: {_workers(needed)}{instead} would {whom} ({by.setting.format(needed)}), or {stage}.",
     )  # fmt: skip
+
+
+def _enough_for(seen: Consumption, by: Workforce) -> str:
+    """What the workers can do, for a loop that shows no limit of its own."""
+    makers = _workers(by.workers) if by.workers else "the server's own process"
+    shared = f" for it, one of {by.consumers} consumers," if by.consumers > 1 else ""
+    now = f"{makers} make{'s' if by.workers < 2 else ''}{shared} {number(seen.pace)} batches/s"
+    enough = f"enough for training steps of {seconds(1 / seen.pace)}"
+    if by.cpu >= CPUS_BUSY * by.cpus:
+        return f"{now}, {enough}, with {_processors(by)} busy; for shorter ones add another server"
+    twice = 2 * max(1, by.workers)
+    return f"{now}, {enough}; for steps of half that it takes {twice} ({by.setting.format(twice)})"
+
+
+def _processors(by: Workforce) -> str:
+    return f"the machine's {by.cpus} processors" if by.cpus > 1 else "the machine's processor"
 
 
 def _of_network(seen: Consumption, by: Workforce) -> str:

@@ -41,6 +41,11 @@ class Window:
         return now - self._marks[0][0]
 
 
+def as_share(share: float) -> float:
+    """A share of the time, which clocks that are read one after another can make a little more than all of it."""
+    return min(1.0, max(0.0, share))
+
+
 class Ongoing:
     """For how long something goes on; where several of its kind overlap, their time counts once."""
 

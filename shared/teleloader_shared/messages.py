@@ -40,10 +40,10 @@ def loader_path(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """What a client says of a pass through an epoch, with each ask for batches; counted since the pass began."""
+    """What a client says of a training loop, with each ask for batches; of all passes of a loader, which only grows."""
 
     elapsed: float
-    """Seconds since then."""
+    """Seconds that its passes through epochs have taken, this one until now."""
     waited: float
     """Seconds for which its training loop waited for data."""
     taken: int

@@ -16,7 +16,7 @@ Bound = Literal["loader", "trainer", "network", "balanced", "unknown"]
 
 ``loader``: batches are not ready when they are wanted. ``trainer``: they are, and wait for the training loop.
 ``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
-the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
+the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough, or is in its next epoch.
 """
 
 
@@ -127,7 +127,7 @@ class WorkerStats:
     recycled: int
     """How often its process was replaced because it had made many batches, or had much memory."""
     last_exit: str | None
-    """Why the last process ended, e.g. ``killed by signal SIGKILL``."""
+    """Which process ended last, and why, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``."""
     last_restart: float | None
     """How long the last replacement took, from the death to readiness."""
     rss: int
@@ -203,15 +203,16 @@ class ConsumerStats:
     waiting: float
     """Time in which it had asked and the batch was not ready: the loader held the trainer back."""
     waiting_share: float
-    """Recent share of the time for which that was so."""
+    """Recent share of the time for which that was so; as the verdict, of its training loop in this pass and the passes
+    before, if they were short."""
     sending_share: float
-    """Recent share of the time in which an answer to it was being sent."""
+    """Recent share of the time in which an answer to it was being sent; likewise."""
     loop_waiting_share: float | None
     """Recent share of the time in which its training loop waited for data, as its client says; None if it does not."""
     reconnects: int | None
-    """Connections that broke, or were closed, and were made anew, as its client says."""
+    """Connections that broke, or were closed, and were made anew, as its client says; in all passes of its loader."""
     hedges: int | None
-    """Batches that its client asked another server for because this or another one was late."""
+    """Batches that its client asked another server for because this or another one was late; likewise."""
     idle: float
     """Since it asked last."""
     verdict: Verdict

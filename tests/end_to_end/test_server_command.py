@@ -75,6 +75,41 @@ def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None
     assert lines[-1]["message"] == "stopped"
 
 
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_the_log_names_the_request_that_a_batch_failed_for(style: str, start_server: StartServer) -> None:
+    """With the batch and its loader; the answer has the same id, and the log nothing that could be a secret."""
+    server = start_server(
+        HOSTED + "failing", "--num-workers", "1", "--log-format", style, "--log-level", "debug"
+    )  # fmt: skip
+    key = httpx.post(f"{server.url}/v1/loaders", json={"dataset": "failing", "batch_size": 4}).json()["key"]
+    headers = {"X-Request-ID": "job-7", "Authorization": "Bearer hidden", "Cookie": "a=hidden"}
+    answer = httpx.get(f"{server.url}/v1/loaders/{key}/epochs/0/batches/4?token=hidden", headers=headers)
+    assert answer.headers["x-request-id"] == "job-7"
+    server.await_line("sample 17 is damaged")
+    line = next(line for line in server.log if "sample 17 is damaged" in line)
+    about = {"request": "job-7", "loader": key, "epoch": 0, "batch": 4, "dataset": "failing", "worker": 0}
+    if style == "json":
+        assert about.items() <= json.loads(line).items()
+    else:
+        assert line.endswith(" [" + " ".join(f"{name}={value}" for name, value in about.items()) + "]\n")
+    os.kill(server.worker_pids()[0], signal.SIGKILL)
+    server.await_line("is back as pid")
+    server.end()
+    assert not any("hidden" in line for line in server.log)
+    assert sum("job-7" in line for line in server.log) == 1, "what happens later is not because of it"
+
+
+def test_a_problem_says_of_which_request_it_is(start_server: StartServer) -> None:
+    """Each that has one: what is not there, what cannot be, what is refused before it is read."""
+    server = start_server(HOSTED + "numbers", "--num-workers", "1")
+    for path in ("/nothing", "/v1/loaders/none", "/stats?limit=many"):
+        answer = httpx.get(server.url + path)
+        assert answer.json()["request"] == answer.headers["x-request-id"]
+    refused = httpx.post(f"{server.url}/v1/loaders", headers={"Content-Encoding": "gzip"}, content=b"{}")
+    assert refused.status_code == 415
+    assert refused.json()["request"] == refused.headers["x-request-id"]
+
+
 # -- reloading
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from teleloader import DataLoader, RemoteDataset
+from teleloader.cli.commands import teleloader
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
@@ -66,6 +69,23 @@ def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
     assert "must look like http://host:8000, was 'cpu-box:8000'" in done.err
 
 
+@pytest.mark.parametrize("url", ["http://", "http://[::1", "ftp://cpu-box", "http://cpu-box:99999", "http://h:80.", ""])
+@pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
+def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
+    """And no traceback, whatever part of it is wrong."""
+    done = CliRunner().invoke(teleloader, [command, url])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"teleloader: the server's URL must look like http://host:8000, was {url!r}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: ServerProcess) -> None:
+    """What there is, and that one must be named."""
+    done = tool("peek", hosting.url)
+    assert done.code == 2
+    assert done.err.rstrip().endswith("'stream', and the name of one must be given")
+
+
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
     """In one line, as teleloader-server does."""
@@ -100,7 +120,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
     _, url = figures
     out = " ".join(tool("stats", url).out.split())
     for shown in (
-        "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restarts",
+        "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restart",
         "125 batches/s, 64.5 MiB/s; 6.5 of 16 CPUs; batches take 512 MiB of 2 GiB, all processes 1.5 GiB",
         "trainer-0 train 0/1 2",
         "30 % 12.5 6.25 MiB 62 % loader-bound 480 MiB 1 0",
@@ -318,6 +338,9 @@ def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
     """A dataset that takes its time, and a loop that does."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
     assert "verdict: loader-bound" in slow.out
+    assert re.search(r"enough for training steps of .* it takes 4 \(--num-workers 4\)", slow.out)
+    assert re.search(r"a worker makes +[\d,.]+ samples/s", slow.out)
+    assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
     assert "verdict: trainer-bound" in thinking.out
 

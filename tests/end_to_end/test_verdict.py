@@ -20,25 +20,32 @@ from tests.faults.proxy import FaultProxy, Line
 class Rows:
     """Rows of `width` bytes, each of which takes `seconds`."""
 
-    def __init__(self, seconds: float = 0.0, width: int = 8) -> None:
+    def __init__(self, seconds: float = 0.0, width: int = 8, length: int = 1_000_000) -> None:
         self._seconds = seconds
         self._width = width
+        self._length = length
 
     def __len__(self) -> int:
-        return 1_000_000
+        return self._length
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
         time.sleep(self._seconds)
         return np.full(self._width, index % 256, np.uint8)
 
 
+def endless(loader: DataLoader) -> Iterator[Any]:
+    """The batches of epoch after epoch."""
+    while True:
+        yield from loader
+
+
 def verdicts(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a verdict."""
-    for number, _ in enumerate(loader):
+    for number, _ in enumerate(endless(loader)):
         time.sleep(step)
         if number % max(1, round(0.3 / step)) == 0:
             stats = httpx.get(f"{url}/stats").json()
-            (consumer,) = stats["consumers"]
+            consumer = stats["consumers"][0]
             if consumer["verdict"]["bound"] != "unknown":
                 yield consumer, stats
 
@@ -52,7 +59,7 @@ def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dic
     return again, stats
 
 
-@pytest.mark.parametrize(("seconds", "step", "num_workers"), [(0.04, 0.02, 1), (0.06, 0.01, 2)])
+@pytest.mark.parametrize(("seconds", "step", "num_workers"), [(0.15, 0.05, 1), (0.2, 0.05, 2)])
 def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_workers: int) -> None:
     """With the number of workers that would keep up, within one."""
     with serve(Rows(seconds), num_workers=num_workers) as url:
@@ -61,7 +68,7 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
         mine = loader.stats()
     found = consumer["verdict"]
     assert found["bound"] == "loader", consumer
-    # what the machine made of the steps, if it had other things to do
+    # what the machine made of the steps and the batches, if it had other things to do
     needed = stats["datasets"][0]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
     assert needed > num_workers
     assert abs(found["workers"] - needed) <= 1, (consumer, mine)
@@ -70,10 +77,41 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
     assert consumer["loop_waiting_share"] == pytest.approx(mine.waited_share, abs=0.1)
 
 
+@pytest.mark.parametrize("seed", [0, None], ids=["shared workers", "workers of each epoch"])
+def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) -> None:
+    """No pass of half a second can be judged, but the loop can; also where each pass has a session of its own."""
+    with serve(Rows(0.1, length=6), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, num_workers=1, seed=seed)
+        consumer, _ = told(url, loader, 0.02)
+        assert consumer["epoch"] >= 2
+    assert consumer["verdict"]["bound"] == "loader", consumer
+    assert consumer["consumer"].rpartition("#")[0].endswith("/rank0/loader" + str(loader._number))
+
+
+def test_a_pass_that_is_over_refers_to_the_one_in_which_its_loop_is() -> None:
+    """There is one verdict for each loop, however many epochs it has been through."""
+    with serve(Rows(length=4), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, seed=0)
+        list(loader)
+        list(loader)
+        latest, before = httpx.get(f"{url}/stats").json()["consumers"]
+    assert (latest["epoch"], before["epoch"]) == (1, 0)
+    assert before["verdict"] == {
+        "bound": "unknown", "workers": None, "advice": f"It is over: see {latest['consumer']}."
+    }  # fmt: skip
+
+
+def test_epochs_of_a_slow_loop_are_trainer_bound_however_short() -> None:
+    """What arrives ahead of the loop is asked for in one piece, and then the next epoch begins."""
+    with serve(Rows(0.002, length=10), num_workers=2) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.15)
+    assert consumer["verdict"]["bound"] == "trainer", consumer
+
+
 def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
     """A loader of an object of this process has the workers that it asks for."""
-    with serve(Rows(0.04)) as url:
-        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.02)
+    with serve(Rows(0.2)) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.05)
     assert consumer["verdict"]["bound"] == "loader", consumer
     assert "of the DataLoader)" in consumer["verdict"]["advice"]
 

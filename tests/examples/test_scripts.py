@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import runpy
 
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from tests.conftest import StartServer, need
+from tests.conftest import ROOT, StartServer, need
 from tests.examples.running import figure, run_example
 
 
@@ -97,3 +98,28 @@ def test_a_cancelled_coroutine_takes_no_batch() -> None:
         asyncio.run(interrupt(loader))  # waits for its threads in the end
         assert got == [0, 1]
         assert loader.state_dict()["samples"] == 2
+
+
+def test_the_demos_tables_fit_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No heading, name or number is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    latency = {"p95": 0.01234}
+    stats = {
+        "workers": [{"worker": 0, "batches": 12345, "busy": 12.3, "restarts": 0}],
+        "datasets": [
+            {"dataset": "digits-train", "batches_computed": 1234, "batches_sent": 1234, "samples_computed": 12345,
+             "fetch": latency, "collate": latency, "encode": latency},
+        ],
+        "consumers": [
+            {"dataset": "digits-train", "rank": 0, "epoch": 10, "batches_sent": 1234, "bytes_sent": 12345678,
+             "waiting": 1.5}
+        ],
+    }  # fmt: skip
+    demo["show_stats"](stats)
+    shown = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    for fields in demo["SHOWN"].values():
+        assert all(heading in shown for heading in fields.values())

@@ -1,4 +1,4 @@
-"""The server's log as JSON."""
+"""The server's log, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import sys
 from typing import Any
 
-from teleloader_server.logs import FIELDS, JsonFormatter
+from teleloader_server import request_ids
+from teleloader_server.logs import FIELDS, JsonFormatter, TextFormatter
 
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
@@ -50,3 +51,31 @@ def test_a_line_has_the_traceback() -> None:
     except ValueError:
         made.exc_info = sys.exc_info()
     assert "ValueError: invalid literal" in line_of(made)["exception"]
+
+
+def test_a_line_for_people_ends_with_what_one_may_search_for() -> None:
+    """The message first; ids that are not known are not mentioned."""
+    plain = TextFormatter().format(record("worker %d is gone", 3))
+    assert plain.endswith(" WARNING worker 3 is gone")
+    known = TextFormatter().format(record("gone", batch=7, loader="0f1e", headers="secret"))
+    assert known.endswith(" WARNING gone [loader=0f1e batch=7]")
+
+
+def test_a_line_names_the_request_that_it_is_written_for() -> None:
+    """Whoever logs need not know of it."""
+    with request_ids.on_behalf_of("3f9a-1"):
+        assert TextFormatter().format(record("gone", batch=7)).endswith(" gone [request=3f9a-1 batch=7]")
+        assert line_of(record("gone"))["request"] == "3f9a-1"
+    assert "request" not in line_of(record("gone"))
+
+
+def test_a_line_for_people_has_its_traceback_below() -> None:
+    """After the ids."""
+    made = record("failed", worker=1)
+    try:
+        int("damaged")
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    first, *_, last = TextFormatter().format(made).splitlines()
+    assert first.endswith("failed [worker=1]")
+    assert last.startswith("ValueError: invalid literal")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import numpy as np
 import pytest
 
 from teleloader_server.loading import Report, Task
 from teleloader_server.metrics import (
+    KEEP_LOOPS,
     MAX_ERROR_TYPES,
     MAX_KEPT_LIST,
     MAX_MESSAGE,
@@ -14,11 +19,14 @@ from teleloader_server.metrics import (
     MAX_TRACEBACK,
     OTHER_ERRORS,
     SLOWEST,
+    LoopTally,
     Metrics,
     PoolTally,
+    Recent,
 )
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
+from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.spec import LoaderSpec
 
 SPEC = LoaderSpec(dataset="data", batch_size=50)
@@ -148,3 +156,126 @@ def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
     assert pool.loaders == {}
     pool.computed(0, task(1), NOTHING, report())
     assert metrics.datasets["data"].computed == 2
+
+
+# -- training loops
+
+
+def report_at(elapsed: float, waited: float) -> ConsumerReport:
+    """What a client says."""
+    return ConsumerReport(elapsed, waited, 1, 0, 0)
+
+
+def test_short_passes_of_a_loop_are_one_loop() -> None:
+    """Each takes a tenth of a second, with a second of validation after it, which is no part of the loop's time."""
+    metrics = Metrics()
+    pool = metrics.pool()
+    now = 0.0
+    for epoch in range(50):
+        tally = pool.consumer(f"host:1/rank0/loader0#{epoch}", (SPEC.key, epoch), "data")
+        for ask in range(2):
+            elapsed = 0.1 * epoch + 0.05 * ask
+            tally.asks(now, report_at(elapsed, 0.4 * elapsed))
+            tally.sent(1000)
+            now += 0.05
+        now += 1.0
+        metrics.mark(now)
+    recent = tally.loop.recent(now)
+    assert recent.span == pytest.approx(4.95)
+    assert recent.loop_waiting == pytest.approx(0.4)
+    assert recent.batches == pytest.approx(20, rel=0.02)
+    assert recent.nbytes == pytest.approx(20_000, rel=0.02)
+
+
+def test_loops_are_told_apart() -> None:
+    """By process, rank, loader and dataset; whoever does not number its passes has one loop for all of them."""
+    pool = Metrics().pool()
+
+    def loop(name: str, epoch: int = 0, dataset: str = "data") -> LoopTally:
+        return pool.consumer(name, (SPEC.key, epoch), dataset).loop
+
+    assert loop("host:1/rank0/loader0#1") is loop("host:1/rank0/loader0#2", 1)
+    assert loop("10.0.0.7:5000") is loop("10.0.0.7:5000", 1)
+    assert loop("job#a#1") is loop("job#a#2")
+    different = [
+        loop("host:1/rank0/loader0#1"), loop("host:1/rank0/loader1#3"), loop("host:1/rank1/loader0#1"),
+        loop("host:2/rank0/loader0#1"), loop("#1"), loop("#2"), loop(""), loop("other#1"),
+        pool.consumer("host:1/rank0/loader0#1", ("other", 0), "other").loop,
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
+
+
+def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
+    """A session's pool and its passes go with the epoch; the next one's belongs to the same loop, for a while."""
+    metrics = Metrics()
+
+    def loop(epoch: int) -> LoopTally:
+        return metrics.pool().consumer(f"host:1/rank0/loader0#{epoch}", (f"session {epoch}", epoch), "data").loop
+
+    first = weakref.ref(loop(0))
+    began = time.monotonic()
+    metrics.mark(began + KEEP_LOOPS - 1)
+    assert loop(1) is first()
+    metrics.mark(began + KEEP_LOOPS + 1)
+    gc.collect()
+    assert first() is None
+
+
+def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
+    """It may train for long before it asks again."""
+    metrics = Metrics()
+    pool = metrics.pool()
+    tally = pool.consumer("host:1/rank0/loader0#0", (SPEC.key, 0), "data")
+    metrics.mark(time.monotonic() + 10 * KEEP_LOOPS)
+    gc.collect()
+    assert pool.consumer("host:1/rank0/loader0#1", (SPEC.key, 1), "data").loop is tally.loop
+
+
+def test_a_client_that_counts_from_the_beginning_of_each_pass_begins_anew() -> None:
+    """Its totals fall: no share is taken over both passes, and none below 0."""
+    loop = LoopTally(0.0)
+    for second in range(5):
+        loop.reported(report_at(second, 0.5 * second), second)
+        loop.mark(second)
+    assert loop.recent(4.0).loop_waiting == pytest.approx(0.5)
+    loop.reported(report_at(0.0, 0.0), 5.0)
+    assert loop.recent(5.0).loop_waiting is None
+    loop.reported(report_at(3.0, 0.3), 8.0)
+    assert loop.recent(8.0).loop_waiting == pytest.approx(0.1)
+
+
+def test_a_loop_is_not_judged_by_its_start() -> None:
+    """For its first batch workers are forked and files opened; what comes after that is what it will be like."""
+    loop = LoopTally(0.0)
+    loop.reported(ConsumerReport(0.0, 0.0, 0, 0, 0), 0.0)
+    loop.reported(ConsumerReport(5.0, 5.0, 0, 0, 0), 5.0)
+    loop.reported(ConsumerReport(5.1, 5.1, 1, 0, 0), 5.1)
+    loop.reported(ConsumerReport(8.1, 5.1, 60, 0, 0), 8.1)
+    assert loop.recent(8.1).loop_waiting == 0.0
+
+
+def test_what_a_client_said_long_ago_is_not_recent() -> None:
+    """It was trained by fast batches, and waits for one that takes for ever: it asks no more, so it says no more."""
+    loop = LoopTally(0.0)
+    for second in range(5):
+        loop.reported(report_at(second, 0.0), second)
+        loop.mark(second)
+    loop.waiting.begin(4.0)
+    for second in range(5, 20):
+        loop.mark(second)
+    recent = loop.recent(19.5)
+    assert recent.loop_waiting is None
+    assert recent.waiting == pytest.approx(1.0)
+    assert recent.batches == 0.0
+
+
+def test_of_a_client_that_says_nothing_the_server_knows_its_own_part() -> None:
+    """What was sent, and the shares of waiting and sending, since the beginning when that is not long ago."""
+    loop = LoopTally(100.0)
+    loop.waiting.begin(101.0)
+    loop.waiting.end(103.0)
+    loop.sending.begin(103.0)
+    loop.sending.end(104.0)
+    loop.batches += 8
+    recent = loop.recent(104.0)
+    assert recent == Recent(4.0, 2.0, 0.0, 0.5, 0.25, None)

@@ -65,7 +65,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
     ),
     "the loop does nothing but wait": (
         {"loop_waiting": 0.999, "waiting": 1.0}, {"busy": 1.0}, "loader", None,
-        "more workers (--num-workers N) make more",
+        "The loop waits 100 % of the time for batches that are not ready and takes all that come: 3 workers make 20 "
+        "batches/s, enough for training steps of 50 ms; for steps of half that it takes 6 (--num-workers 6), or make "
+        "the fetch faster, which takes 80 % of a batch's time.",
+    ),
+    "it does so on a machine that is too small": (
+        {"loop_waiting": 0.999, "waiting": 1.0}, {"busy": 1.0, "workers": 1, "cpus": 1, "cpu": 0.99}, "loader", None,
+        "1 worker makes 20 batches/s, enough for training steps of 50 ms, "
+        "with the machine's processor busy; for shorter ones add another server",
+    ),
+    "it shares the workers with others": (
+        {"loop_waiting": 0.999, "waiting": 1.0}, {"busy": 1.0, "consumers": 3}, "loader", None,
+        "3 workers make for it, one of 3 consumers, 20 batches/s",
+    ),
+    "more workers than one can count on": (
+        {"loop_waiting": 0.88, "waiting": 1.0, "pace": 100.0}, {"busy": 1.0, "cpus": 8}, "loader", 80,
+        "80 workers would keep up, which are many for the machine's 8 processors: try 32 and look again "
+        "(--num-workers 32), or make the fetch faster",
     ),
     "nothing was made yet": (
         {"pace": 0.0, "waiting": 1.0, "stages": {}, "loop_waiting": 1.0}, {}, "loader", None, "make its samples faster",

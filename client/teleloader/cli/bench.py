@@ -17,13 +17,15 @@ from teleloader.control import Server
 from teleloader.iterator import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import Forbidden, ServerUnavailable
-from teleloader_shared.stats import ConsumerStats, Verdict
+from teleloader_shared.stats import Stats, Verdict
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import number, seconds, share, size
 
 MAX_CONSUMERS: Final = 1000
 """Consumers among which this one is looked for."""
 SHOWN_EVERY: Final = 0.2
+LULL: Final = 2.0
+"""Seconds after its last ask when a consumer takes nothing of the workers any more."""
 
 
 class BatchFailed(Exception):
@@ -50,6 +52,8 @@ class Measured:
     """Wait for one batch, by quantiles."""
     wait_p95: float
     wait_max: float
+    workers: int | None = None
+    """Of the server, where the loop waited for them, and nobody else did."""
 
     @property
     def batches_per_second(self) -> float:
@@ -65,6 +69,21 @@ class Measured:
     def bytes_per_second(self) -> float:
         """Mean rate."""
         return self.batches_per_second * self.batch_bytes
+
+    @property
+    def samples_per_second_of_a_worker(self) -> float | None:
+        """Mean rate of each worker; None where it was not them that the loop waited for."""
+        return self.samples_per_second / self.workers if self.workers else None
+
+    @property
+    def shortest_step(self) -> float | None:
+        """Seconds that a training step may take with these workers and hardly wait; None likewise."""
+        return 1 / self.batches_per_second if self.workers else None
+
+
+_RATES: Final = (
+    "batches_per_second", "samples_per_second", "bytes_per_second", "samples_per_second_of_a_worker", "shortest_step"
+)  # fmt: skip
 
 
 class Bench:
@@ -108,14 +127,14 @@ class Bench:
             if self._step:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
-        verdict = verdict_of_this_process(url)  # while it is still a consumer
+        verdict, workers = seen_by(url)  # while it is still a consumer
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
         measured = Measured(
             dataset=self._name, step=self._step, seconds=taken, batches=len(waits), samples=self._samples,
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
-            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()),
+            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers,
         )  # fmt: skip
         return measured, verdict
 
@@ -154,33 +173,37 @@ class Bench:
                 yield elapsed
 
 
-def verdict_of_this_process(url: str) -> Verdict | None:
-    """What the server says of this process: of the consumer that asked last, of those that it knows enough of.
+def seen_by(url: str) -> tuple[Verdict | None, int | None]:
+    """What the server says of this process, and how many workers it is that hold it back, and it alone.
 
-    Each epoch is a consumer of its own, and one that has just begun is not known yet.
+    Both are None where it does not say.
     """
     try:
-        answer = Server(url, TIMEOUT).stats(MAX_CONSUMERS)
+        found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS))
     except Forbidden:
-        return None  # the token is for batches only
-    consumers = [record_of(ConsumerStats, found) for found in answer["consumers"]]
-    mine = [found for found in consumers if found.consumer.startswith(consumers_prefix())]
-    return min(mine, key=lambda found: (found.verdict.bound == "unknown", found.idle)).verdict if mine else None
+        return None, None  # the token is for batches only
+    # those who asked last come first
+    mine = next((one for one in found.consumers if one.consumer.startswith(consumers_prefix())), None)
+    if mine is None:
+        return None, None
+    # bench runs follow one another
+    others = [one for one in found.consumers if one.idle < LULL and not one.consumer.startswith(consumers_prefix())]
+    own = [worker for worker in found.workers if worker.loader == mine.loader]
+    workers = len(own or [worker for worker in found.workers if worker.loader is None])
+    return mine.verdict, workers if mine.verdict.bound == "loader" and not others and workers else None
 
 
 def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
     """Print it."""
     if as_json:
-        rates = {
-            name: getattr(measured, name) for name in ("batches_per_second", "samples_per_second", "bytes_per_second")
-        }
+        rates = {name: getattr(measured, name) for name in _RATES}
         print_json({**asdict(measured), **rates, "verdict": None if verdict is None else asdict(verdict)})
         return
     console = to_people()
     console.print(
         Text(harmless(f"{measured.dataset}: {measured.batches:,} batches in {seconds(measured.seconds)}"), style="bold")
     )
-    rows = (
+    rows = [
         ("batches/s", number(measured.batches_per_second)),
         ("samples/s", number(measured.samples_per_second)),
         ("bytes/s", f"{size(measured.bytes_per_second)}/s"),
@@ -189,10 +212,24 @@ def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
         ("the loop waited", f"{share(measured.waited / measured.seconds)} of the time"),
         ("wait for a batch", f"p50 {seconds(measured.wait_p50)}, p95 {seconds(measured.wait_p95)}, "
                              f"max {seconds(measured.wait_max)}"),
-    )  # fmt: skip
+    ]  # fmt: skip
+    if measured.samples_per_second_of_a_worker is not None:
+        rows.insert(2, ("a worker makes", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
     if verdict is not None:
         console.print(sentence("verdict", verdict))
     if not measured.step:
-        console.print(Text("The loop did nothing with the batches; --step S has it take S seconds, as training does."))
+        console.print(Text(_without_step(measured)))
+
+
+def _without_step(measured: Measured) -> str:
+    """How to read what was measured of a loop that takes no time."""
+    read = "The loop did nothing with the batches; --step S has it take S seconds, as training does."
+    if measured.shortest_step is None or measured.workers is None:
+        return read
+    step, workers = measured.shortest_step, measured.workers
+    return (
+        f"{read} {workers} worker{'s' if workers > 1 else ''} keep{'' if workers > 1 else 's'} up with steps of "
+        f"{seconds(step)}; for other steps, the number of workers is {seconds(workers * step)} / step."
+    )

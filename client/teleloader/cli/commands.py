@@ -7,7 +7,6 @@ import secrets
 from typing import Any, Final
 
 import click
-import httpx
 
 from teleloader.cli import audit as audits
 from teleloader.cli import options
@@ -52,7 +51,7 @@ class _Tools(click.Group):
         """Run one of them."""
         try:
             return super().invoke(ctx)
-        except (TeleloaderError, ValueError, TypeError, httpx.InvalidURL) as error:
+        except (TeleloaderError, ValueError, TypeError) as error:
             raise _NoAnswer(str(error)) from None
         except KeyboardInterrupt:
             return ctx.exit(EXIT_INTERRUPTED)

@@ -130,14 +130,15 @@ def shown(stats: Stats, width: int) -> Group:
 
 def _headline(server: ServerStats) -> list[Text]:
     state = "STOPPING" if server.draining else f"up {seconds(server.uptime)}"
-    restarts = f", {server.worker_restarts} restarts" if server.worker_restarts else ""
+    count = server.worker_restarts
+    restarts = f", {count:,} restart{'s' if count > 1 else ''}" if count else ""
     first = Text(f"teleloader-server {harmless(server.version)} on {harmless(server.host)}", style="bold")
     first.append(f", {state}, {server.num_workers} workers{restarts}", style="not bold")
     return [
         first,
         Text(
             f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
-            f"{number(server.cpu)} of {server.cpus} CPUs; batches take {size(server.memory_used)} of "
+            f"{server.cpu:.1f} of {server.cpus} CPUs; batches take {size(server.memory_used)} of "
             f"{size(server.memory_budget)}, all processes {size(server.pss)}"
         ),
     ]

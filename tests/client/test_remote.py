@@ -1,0 +1,56 @@
+"""What a client says of servers that cannot be: one sentence, with the value and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from teleloader import RemoteDataset, UnknownDataset
+from teleloader.control import Server
+from teleloader_server import serve
+
+NO_URLS: list[Any] = [
+    "", "http://", "https://", "http:///train", "ftp://cpu-box", "cpu-box:8000", "//cpu-box", "http://[::1",
+    "http://cpu box", "http://cpu-box\n:80", "http://h:80.", "http://h:port", "http://h:99999", "http://h:0",
+    "http://h:-1", "http://\ud800.de", None, 5, b"http://cpu-box",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", NO_URLS, ids=repr)
+def test_what_is_no_url_is_refused(url: Any) -> None:
+    """At once, by the library as by its parts."""
+    for make in (lambda: Server(url, 1.0), lambda: RemoteDataset([url, "http://127.0.0.1:9"], "train")):
+        with pytest.raises(ValueError, match="the server's URL must look like http://host:8000, was ") as error:
+            make()
+        assert repr(url) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", [None, 5])
+def test_what_is_neither_a_url_nor_a_list_of_them_is_refused(url: Any) -> None:
+    """With the same sentence."""
+    with pytest.raises(ValueError, match=r"must look like http://host:8000, was (None|5)$"):
+        RemoteDataset(url)
+
+
+def test_a_list_of_no_servers_is_refused() -> None:
+    """There is nobody to ask."""
+    with pytest.raises(ValueError, match="at least one server, was given an empty list"):
+        RemoteDataset([])
+
+
+def test_a_url_is_written_as_it_is_meant() -> None:
+    """Whatever way it was given; what goes before the paths is kept."""
+    assert Server("HTTPS://CPU-Box:8000/", 1.0).url == "https://cpu-box:8000"
+    assert Server("http://proxy/loaders/", 1.0).url == "http://proxy/loaders"
+    assert Server("http://[::1]:8000", 1.0).url == "http://[::1]:8000"
+
+
+def test_of_several_datasets_one_must_be_named() -> None:
+    """What there is is said, and not that None was asked for."""
+    with serve({"a": [1], "b": [2]}, num_workers=0) as url:
+        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and the name of one must be given"):
+            RemoteDataset(url)
+        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and 'c' was asked for"):
+            RemoteDataset(url, "c")
