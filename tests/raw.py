@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-HOST = b"Host: server\r\n"
+HOST = b"Host: localhost\r\n"
 
 
 class Answer(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 from contextlib import suppress
 from reprlib import repr as short
 from types import UnionType
@@ -11,10 +13,19 @@ from urllib.parse import quote
 
 import httpx
 
+from teleloader.credentials import Credentials, tls_error
 from teleloader.failures import known_error
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch, WorkerDied
+from teleloader_shared.errors import (
+    ProtocolError,
+    ServerUnavailable,
+    TeleloaderError,
+    TlsError,
+    Unauthorized,
+    VersionMismatch,
+    WorkerDied,
+)
 from teleloader_shared.messages import (
     DATASETS_PATH,
     FRAME_MEDIA_TYPE,
@@ -43,17 +54,25 @@ class Server:
     Args:
         url: Where it is.
         timeout: Seconds without a byte after which it counts as gone.
+        credentials: What is shown to it; None shows what the environment says.
 
     Raises:
-        ValueError: When `url` is no HTTP URL.
+        ValueError: When `url` is no HTTP URL, or holds a password.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, credentials: Credentials | None = None) -> None:
         parsed = httpx.URL(url)
+        if parsed.userinfo or parsed.query or parsed.fragment:
+            # not quoted: it would stand in a log then
+            raise ValueError(
+                "the server's URL must hold no password, query or fragment, because URLs are logged: give a token as "
+                "token= or by TELELOADER_TOKEN"
+            )
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ValueError(f"the server's URL must look like http://host:8000, was {url!r}")
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self.credentials = Credentials() if credentials is None else credentials
         self.trouble: type[Exception] | None = None
         """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
 
@@ -129,19 +148,52 @@ class Server:
             pass  # it answers, whatever it is
         return True
 
+    def broke(self, error: Exception) -> TlsError | None:
+        """What it means that a connection broke, where it is nothing that asking again mends."""
+        found = tls_error(error, self.url)
+        if found is None and isinstance(error, httpx.RemoteProtocolError) and self._speaks_tls():
+            return TlsError(f"no batches from {self.url}: the server speaks TLS, so write https://")
+        return found
+
+    def _speaks_tls(self) -> bool:
+        """Whether there is TLS where plain HTTP was tried; nothing is sent that way."""
+        url = httpx.URL(self.url)
+        if url.scheme == "https":
+            return False
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        try:
+            with (
+                socket.create_connection((url.host, url.port or 80), self.timeout / 2) as connected,
+                context.wrap_socket(connected),
+            ):
+                return True
+        except OSError:
+            return False
+
     def _request(self, method: str, path: str, **options: Any) -> Any:
-        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity"}
+        shown = self.credentials.token
+        try:
+            return self._ask(method, path, **options)
+        except Unauthorized:
+            if not self.credentials.renew(shown):
+                raise
+        return self._ask(method, path, **options)
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers}
         options = {"timeout": self.timeout, "headers": headers, **options}
+        verify = self.credentials.context() if self.url.startswith("https") else False
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
             # of proxies is ignored, because the batches themselves do not go through one either
             with (
-                httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client,
+                httpx.Client(verify=verify, trust_env=False) as client,
                 client.stream(method, self.url + path, **options) as answer,
             ):
                 body = _body_of(answer)
         except httpx.TransportError as error:
-            raise ServerUnavailable(
+            raise self.broke(error) or ServerUnavailable(
                 f"no loader server answers at {self.url}: {error or type(error).__name__}"
             ) from None
         if answer.status_code == httpx.codes.NO_CONTENT:

@@ -6,12 +6,14 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, SupportsIndex, TypeVar
 
 import numpy as np
 
 from teleloader.backoff import Backoff
 from teleloader.control import Server
+from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
 from teleloader.output import array_maker, choose_output
 from teleloader_shared import codec, local
@@ -38,6 +40,11 @@ class RemoteDataset:
     Args:
         url: Where the server is, e.g. ``"http://cpu-box:8000"``, or a list of such.
         name: The dataset's name there; None takes the only one that is hosted.
+        token: Lets you in where the server wants one; None is ``TELELOADER_TOKEN``, or what is in the file that
+            ``TELELOADER_TOKEN_FILE`` names. Prefer those: a token in a script is a token in its repository.
+        ca: File (PEM) of the CA of an ``https://`` server's certificate; None is ``TELELOADER_CA``, or the system's.
+        cert: File (PEM) of a client certificate, where the server wants one; None is ``TELELOADER_CERT``.
+        key: File (PEM) of its key, if that is in another file; None is ``TELELOADER_KEY``.
         reconnect_timeout: Seconds for which servers are tried again when none answers, now and later.
         stall_timeout: Seconds without a byte after which a server counts as gone, unless it answers when it is asked
             whether it is there: a batch may take as long as it takes.
@@ -46,7 +53,10 @@ class RemoteDataset:
         ServerUnavailable: When no server answered for so long.
         UnknownDataset: When a server hosts no dataset of that name.
         DatasetChanged: When the servers do not host the same.
-        ValueError: When `url` is no HTTP URL.
+        Unauthorized: When a server wants a token and gets none, or none of its own.
+        Forbidden: When the token is not for this dataset.
+        TlsError: When a server's certificate is not to be trusted.
+        ValueError: When `url` is no HTTP URL, or holds a password.
     """
 
     def __init__(
@@ -54,6 +64,10 @@ class RemoteDataset:
         url: str | Sequence[str],
         name: str | None = None,
         *,
+        token: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
         reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
@@ -62,7 +76,8 @@ class RemoteDataset:
             raise ValueError("RemoteDataset needs the URL of at least one server, was given an empty list")
         if not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, was {stall_timeout!r}")
-        self.servers = tuple(Server(url, stall_timeout) for url in urls)
+        credentials = Credentials(token, ca, cert, key)
+        self.servers = tuple(Server(url, stall_timeout, credentials) for url in urls)
         self.reconnect_timeout = reconnect_timeout
         self._info = self._persistently(lambda: self._found(name))
 
@@ -186,6 +201,9 @@ class RemoteDataset:
             found = {info.name: info for info in answer}
             wanted = next(iter(found)) if name is None and len(found) == 1 else name
             if wanted not in found:
+                if name is not None:
+                    with suppress(UnknownDataset):
+                        server.dataset(name)  # it may be there, and not for this client: then the server says so
                 known = ", ".join(repr(known) for known in found)
                 raise UnknownDataset(f"{server.url} hosts {known}, and {wanted!r} was asked for")
             hosted.append((server, found[wanted]))

@@ -51,6 +51,7 @@ class BatchConnection:
 
     Raises:
         OSError: When the server cannot be reached.
+        TlsError: When its certificate is not to be trusted.
     """
 
     def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
@@ -61,15 +62,19 @@ class BatchConnection:
         """Of the last request."""
         self.first_byte = 0
         """When its answer began, as ``time.time_ns()``."""
+        self._shown: str | None = None
         self._consumer = consumer
         self._report = report
         if parts.scheme == "https":
             self._http: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.netloc, timeout=server.timeout, context=ssl.create_default_context()
+                parts.netloc, timeout=server.timeout, context=server.credentials.context()
             )
         else:
             self._http = http.client.HTTPConnection(parts.netloc, timeout=server.timeout)
-        self._http.connect()
+        try:
+            self._http.connect()
+        except ssl.SSLError as error:
+            raise server.broke(error) or error from None
         self._http.response_class = self._answer  # type: ignore[assignment]
         self._http.auto_open = 0  # a connection that broke is not made anew behind our back
         self._socket: socket.socket = self._http.sock
@@ -102,7 +107,12 @@ class BatchConnection:
         Raises:
             OSError: When the connection broke.
         """
-        headers = {CONSUMER_HEADER: self._consumer, REPORT_HEADER: self._report().to_header()}
+        self._shown = self._server.credentials.token
+        headers = {
+            CONSUMER_HEADER: self._consumer,
+            REPORT_HEADER: self._report().to_header(),
+            **self._server.credentials.headers,
+        }
         self.trace = trace
         if trace is not None:
             headers |= trace.headers
@@ -123,6 +133,8 @@ class BatchConnection:
             TeleloaderError: When the server refused.
         """
         with self._http.getresponse() as answer:
+            if answer.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
+                raise ConnectionError("the token was replaced")
             if answer.status != http.client.OK:
                 raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
             size = answer.length

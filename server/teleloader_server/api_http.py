@@ -15,7 +15,9 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from teleloader_server.access import ADMIN, READ, allows, needs
 from teleloader_server.engine import BatchStream, Said
+from teleloader_server.gate import GuardedRoute, check, is_still_admitted, principal_of
 from teleloader_server.pool import Lease
 from teleloader_server.problems import Refusal
 from teleloader_server.service import LoaderService
@@ -101,7 +103,7 @@ class StreamResponse(Response):
         async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
-                while not stream.exhausted:
+                while not stream.exhausted and is_still_admitted(scope):
                     await self._send_frames(await unless(gone, ready_frames(stream)), stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -201,7 +203,7 @@ def _concatenated(frames: list[Lease]) -> memoryview:
 
 def make_router(service: LoaderService) -> APIRouter:
     """The endpoints of `service`."""
-    router = APIRouter()
+    router = APIRouter(route_class=GuardedRoute)
     bodies = Bodies()
     _add_loaders(router, service, bodies)
     _add_batches(router, service, bodies)
@@ -211,10 +213,13 @@ def make_router(service: LoaderService) -> APIRouter:
 def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
 
     @router.get(DATASETS_PATH, summary="The datasets that are hosted")
-    async def datasets() -> list[DatasetInfo]:
-        return list(service.datasets.values())
+    @needs(READ)
+    async def datasets(request: Request) -> list[DatasetInfo]:
+        scopes = principal_of(request).scopes
+        return [info for info in service.datasets.values() if allows(scopes, READ, info.name)]
 
     @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
+    @needs(READ)
     async def dataset(name: str) -> DatasetInfo:
         return service.dataset(name)
 
@@ -228,6 +233,7 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
             }
         },
     )
+    @needs(READ)
     async def register(
         request: Request, protocol: Annotated[int | None, Header(alias=PROTOCOL_HEADER)] = None
     ) -> Registration:
@@ -238,12 +244,16 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
             )
         async with bodies.read(request, MAX_SPEC_BYTES) as body:
             spec = LoaderSpec.from_json(parsed_json(body))
+        check(principal_of(request), READ, spec.dataset)
+        if spec.in_process:  # it holds up everybody
+            check(principal_of(request), ADMIN)
         return await service.register(spec)
 
     @router.get(
         LOADERS_PATH + "/{key}",
         summary="What was answered when the loader was registered; a session that is asked for is not idle",
     )
+    @needs(READ)
     async def registration(key: str) -> Registration:
         return service.registration(key)
 
@@ -252,6 +262,7 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         status_code=204,
         summary="End a session: the workers that were its own end; for any other loader nothing happens",
     )
+    @needs(READ)
     async def end(key: str) -> None:
         await service.end_session(key)
 
@@ -263,6 +274,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         response_class=Response,
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has it already"}},
     )
+    @needs(READ)
     async def batch(
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
         consumer: Consumer = "", report: Report = "",
@@ -286,6 +298,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         response_class=Response,
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
     )
+    @needs(READ)
     async def batches(
         request: Request,
         key: str,
@@ -315,6 +328,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
         openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
     )
+    @needs(READ)
     async def listed(
         request: Request,
         key: str,

@@ -10,8 +10,10 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
+from teleloader_server.access import STATS, UNCHECKED, needs
 from teleloader_server.api_http import departure
 from teleloader_server.exposition import exposed
+from teleloader_server.gate import GuardedRoute, is_still_admitted
 from teleloader_server.problems import Problem
 from teleloader_server.service import DEFAULT_CONSUMERS, LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -50,7 +52,7 @@ class StatsStream(Response):
         try:
             async with departure(receive) as gone:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                while not gone.done() and not drained.done():
+                while not gone.done() and not drained.done() and is_still_admitted(scope):
                     records = _records.dump_json(await self._service.stats(*self._page))
                     event = b"event: stats\ndata: %b\n\n" % records
                     await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -63,7 +65,7 @@ class StatsStream(Response):
 
 def make_status_router(service: LoaderService) -> APIRouter:
     """The endpoints of `service` that tell how it does."""
-    router = APIRouter()
+    router = APIRouter(route_class=GuardedRoute)
     _add_stats(router, service)
     _add_probes(router, service)
     return router
@@ -73,6 +75,7 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     watchers: set[StatsStream] = set()
 
     @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
+    @needs(STATS)
     async def stats(limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
         return await service.stats(limit, offset)
 
@@ -82,6 +85,7 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
         response_class=Response,
         responses={200: {"content": {StatsStream.media_type: {}}}},
     )
+    @needs(STATS)
     async def stream(
         interval: Annotated[float, Query(ge=0.5, le=60, description="seconds between two events")] = 1.0,
         limit: Limit = DEFAULT_CONSUMERS,
@@ -99,6 +103,7 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
         response_class=Response,
         responses={200: {"content": {"text/plain": {}}}},
     )
+    @needs(STATS)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         records = await service.stats(MAX_CONSUMERS)
@@ -107,10 +112,12 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
 
 def _add_probes(router: APIRouter, service: LoaderService) -> None:
     @router.get(HEALTH_PATH, summary="The process answers")
+    @needs(UNCHECKED)
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
+    @needs(UNCHECKED)
     async def readyz() -> Any:
         if service.ready:
             return {"status": "ready"}

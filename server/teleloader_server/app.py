@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, cast
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 
+from teleloader_server.api_access import make_access_router
 from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
 from teleloader_server.api_status import make_status_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
+from teleloader_server.gate import Gate
 from teleloader_server.problems import handle_problems
 from teleloader_server.service import LoaderService
+from teleloader_server.tls import Renewal, TlsFiles
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
 
@@ -27,21 +29,35 @@ KEEP_ALIVE: Final = 75
 """Seconds that an idle connection stays open: a trainer may think for a while between two batches."""
 TICK: Final = 1.0
 """Seconds between the times at which the date in answers is set."""
+HANDSHAKE: Final = 10.0
+"""Seconds that a client has for the TLS handshake."""
+GOODBYE: Final = 2.0
+"""Seconds that a client has to take note of the end of a TLS connection."""
 DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """The kernel drops an idle connection whose other machine has not answered for 20 s. (With TCP_USER_TIMEOUT, Linux does
 not count tries; that an answer is not taken, whatever the cause, is seen by the connection itself.)"""
 
+HEADERS: Final = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""With every answer: what it is not, browsers do not take it for, and no page of another site gets hold of it."""
 logger = logging.getLogger(__name__)
 
 
-def create_app(service: LoaderService) -> FastAPI:
-    """The ASGI application of `service`, which its caller starts and closes."""
+def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
+    """The ASGI application of `service`, which its caller starts and closes; without a gate everybody may come in."""
     app = FastAPI(
         title="teleloader",
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
-        redoc_url=None,
+        openapi_url=None,
     )
+    app.state.gate = gate or Gate()
+    app.state.gate.dataset_of = service.dataset_of
+    app.include_router(make_access_router(app.state.gate))
     app.include_router(make_router(service))
     app.include_router(make_status_router(service))
     add_dashboard(app)
@@ -57,6 +73,8 @@ class Server(uvicorn.Server):
         host: The address that is bound.
         port: The port that is bound.
         grace: Seconds that answers have to be finished when the server stops.
+        gate: Who may come in; None is everybody.
+        tls: The certificate; None speaks plain HTTP.
         limits: What connections may take; None takes what the limit of open files allows.
 
     Raises:
@@ -69,6 +87,8 @@ class Server(uvicorn.Server):
         host: str,
         port: int,
         grace: float = DEFAULT_SHUTDOWN_GRACE,
+        gate: Gate | None = None,
+        tls: TlsFiles | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
         if limits is None:
@@ -77,12 +97,13 @@ class Server(uvicorn.Server):
         self._watch = Watch(limits, lambda: service.sends_too_much)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
+        self.gate = gate or Gate()
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                create_app(service, self.gate),
                 host=host,
                 port=port,
-                http=cast("type[asyncio.Protocol]", functools.partial(Connection, self._watch)),
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -92,8 +113,11 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE,
                 # what is left of the grace after `shutdown` has waited
                 timeout_graceful_shutdown=max(1, round(grace / 10)),
+                headers=list(HEADERS.items()),
+                **({} if tls is None else tls.for_uvicorn()),
             )
         )
+        self._tls = tls
         self._service = service
         self._grace = grace
         self.listening = asyncio.Event()
@@ -113,18 +137,40 @@ class Server(uvicorn.Server):
         if told:
             self._told_to_exit.set()
 
+    @property
+    def scheme(self) -> str:
+        """What its URL begins with."""
+        return "http" if self._tls is None else "https"
+
     async def main_loop(self) -> None:
         """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
         while not await self.on_tick(0):
+            if self._renewal is not None:
+                self._renewal.look()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK):
                     await self._told_to_exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
-        await super().startup(sockets)
+        await self.lifespan.startup()
+        config, loop = self.config, asyncio.get_running_loop()
+        self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
+        # uvicorn gives a handshake a minute, in which nobody counts the connection
+        is_tls = config.ssl is not None
+        self.servers = [
+            await loop.create_server(
+                self._connection, sock=bound, backlog=config.backlog, ssl=config.ssl,
+                ssl_handshake_timeout=HANDSHAKE if is_tls else None, ssl_shutdown_timeout=GOODBYE if is_tls else None,
+            )
+            for bound in sockets or ()
+        ]  # fmt: skip
+        self.started = True
         self._watching = asyncio.create_task(self._watch.keep())
         self.listening.set()
+
+    def _connection(self) -> Connection:
+        return Connection(self._watch, config=self.config, server_state=self.server_state, app_state={})
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, finish what was asked, close.
@@ -177,9 +223,9 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     """The URL that reaches a bound socket from this machine."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -10,6 +10,7 @@ import click
 from teleloader_server import logs
 from teleloader_server.app import Server
 from teleloader_server.config import default_num_workers
+from teleloader_server.gate import said_tokens
 from teleloader_server.service import LoaderService
 from teleloader_shared.units import size
 from teleloader_shared.version import VERSION
@@ -49,7 +50,8 @@ def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str
     facts.append(("workers", f"{workers}; this machine has {default_num_workers()} CPUs for them"))
     facts.append(("memory", f"at most {size(service.limits.memory_budget)} for batches that are made ahead"))
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
-        facts.append(("address", "all addresses of this machine, which whoever reaches may load from"))
+        facts.append(("address", "all addresses of this machine"))
+    facts.append(("access", f"by {said_tokens(web.gate.tokens)}" if web.gate.has_tokens else "whoever reaches it"))
     first = next(iter(service.datasets))
     facts.append(("connect", f'DataLoader(RemoteDataset("{url}", "{first}"), batch_size=32)'))
     facts.append(("watch", f"teleloader stats {url} --watch"))

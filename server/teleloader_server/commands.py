@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
+import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -17,6 +21,7 @@ import uvloop
 
 from teleloader_server import check as checking
 from teleloader_server import logs
+from teleloader_server.access import DEFAULT_SCOPES, is_loopback, parse_tokens, refuse_unprotected
 from teleloader_server.app import Server, bind, url_of
 from teleloader_server.banner import announce
 from teleloader_server.config import (
@@ -33,9 +38,11 @@ from teleloader_server.config import (
     read_toml,
 )
 from teleloader_server.connections import raise_file_limit
+from teleloader_server.gate import Gate, tokens_at
 from teleloader_server.hosts import ConfiguredHost
 from teleloader_server.reload import Reloader
 from teleloader_server.service import LoaderService
+from teleloader_server.tls import TlsFiles
 from teleloader_shared.version import VERSION
 
 DEMO: Final = (
@@ -57,6 +64,17 @@ class ConfigFile(NamedTuple):
 
     path: Path
     datasets: list[DatasetConfig]
+
+
+class Door(NamedTuple):
+    """Where clients come in, and which."""
+
+    host: str
+    port: int
+    insecure: bool
+    """Whether everybody may come in, wherever that is."""
+    gate: Gate
+    tls: TlsFiles | None
 
 
 class Size(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
@@ -107,6 +125,63 @@ def _naming_datasets(command: _Command) -> _Command:
     return command
 
 
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def _saying_who_may_come_in(command: _Command) -> _Command:
+    """Add the options that do."""
+    for option in reversed((
+        click.option(
+            "--tokens", type=_FILE, help="TOML file with a table for each token that lets clients in: see "
+            "teleloader-server token --help. It is read again when it changes.",
+        ),
+        click.option(
+            "--token-file", type=_FILE, help="File that holds one token and nothing else, such as a container's "
+            "secret. (TELELOADER_TOKEN may hold the token itself.)",
+        ),
+        click.option("--insecure", is_flag=True, help="Let everybody in who reaches --host, with no token."),
+        click.option(
+            "--allowed-host", multiple=True, metavar="NAME", help="A name that this server is called by, beside "
+            "addresses, localhost and that of the machine; *.example.com is all below it. Can be given several times.",
+        ),
+        click.option("--ssl-certfile", type=_FILE, help="Certificate (PEM): speak HTTPS. Read again when renewed."),
+        click.option("--ssl-keyfile", type=_FILE, help="Its private key, if that is in another file."),
+        click.option(
+            "--ssl-keyfile-password", help="What the key is encrypted with; others see command lines, so give it as "
+            "TELELOADER_SSL_KEYFILE_PASSWORD.",
+        ),
+        click.option(
+            "--ssl-ca-certs", type=_FILE, help="CAs (PEM): clients must have a certificate of one of them."
+        ),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _door(
+    host: str,
+    port: int,
+    *,
+    tokens: Path | None,
+    token_file: Path | None,
+    insecure: bool,
+    allowed_host: Sequence[str],
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    ssl_keyfile_password: str | None,
+    ssl_ca_certs: Path | None,
+) -> Door:
+    tls = None
+    if ssl_certfile is not None:
+        tls = TlsFiles(
+            certfile=ssl_certfile, keyfile=ssl_keyfile, keyfile_password=ssl_keyfile_password, ca_certs=ssl_ca_certs
+        )
+    elif ssl_keyfile is not None or ssl_ca_certs is not None:
+        raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, the server's certificate")
+    sources, fixed = tokens_at(tokens, token_file, os.environ.get("TELELOADER_TOKEN"))
+    return Door(host, port, insecure, Gate(sources, fixed, host, allowed_host), tls)
+
+
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
     """The datasets that the command line and the configuration file name, importable from now on."""
     # a dataset of the user's stands in the folder from which the server is started
@@ -130,6 +205,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 
 @click.command(context_settings=_CONTEXT)
 @_naming_datasets
+@_saying_who_may_come_in
 @click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
 @click.option(
     "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
@@ -195,6 +271,7 @@ def server(
     reload: bool,
     log_level: str,
     log_format: logs.Format,
+    **who: Any,
 ) -> None:
     """Host datasets, and worker processes that turn them into batches.
 
@@ -205,7 +282,12 @@ def server(
       teleloader-server --demo
       teleloader-server my_package.data:train my_package.data:validation
       teleloader-server imagenet=my_package.data:make_imagenet --num-workers 16
-      teleloader-server --config loader.toml --host 10.0.0.5
+      teleloader-server --config loader.toml --host 10.0.0.5 --tokens tokens.toml
+
+    Clients on other machines need a token, of which this makes one:
+
+    \b
+      teleloader-server token trainer >> tokens.toml
 
     Before you depend on a dataset, have it tried: what it gives, how fast, and what is wrong with it.
 
@@ -236,7 +318,11 @@ def server(
         raise click.UsageError(str(error)) from None
     if reload:
         sys.exit(_reload(configs, config, host, port))
-    sys.exit(_run(configs, limits, host, port, shutdown_grace))
+    try:
+        door = _door(host, port, **who)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    sys.exit(_run(configs, limits, door, shutdown_grace))
 
 
 @click.command(context_settings=_CONTEXT)
@@ -291,6 +377,53 @@ def check(
     sys.exit(EXIT_FAILED if any(one.failed for one in found) else 0)
 
 
+@click.command(context_settings=_CONTEXT)
+@click.argument("name", default="trainer")
+@click.option(
+    "--scope", "scopes", multiple=True, default=DEFAULT_SCOPES, show_default=True,
+    help="What it allows: read (all datasets), read:DATASET, stats, admin. Can be given several times.",
+)  # fmt: skip
+@click.option(
+    "--days", type=click.FloatRange(min=0, min_open=True), metavar="N", help="How long; the default is for good."
+)
+@click.option(
+    "--out", type=_FILE, help="Write the token to this new file, which only you can read, and do not show it."
+)
+def token(name: str, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
+    """Make a token that lets clients in.
+
+    Its entry for the server's file of tokens goes to stdout. The file need not hold the token itself: with its SHA-256,
+    who reads the file does not come in. The token goes to stderr, this once.
+
+    \b
+      teleloader-server token trainer >> tokens.toml
+      teleloader-server my_package.data:train --host 10.0.0.5 --tokens tokens.toml
+
+    A trainer has it in TELELOADER_TOKEN, or in a file that TELELOADER_TOKEN_FILE names. To replace a token, add an
+    entry of another name, change it where you train, and remove the old entry: the server notices.
+    """  # noqa: D301 - the escapes are click's
+    made = f"tl_{secrets.token_urlsafe(32)}"
+    expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+    lines = [
+        f"[{name}]",
+        f'sha256 = "{hashlib.sha256(made.encode()).hexdigest()}"',
+        f"scopes = {json.dumps(list(scopes))}",
+        *(() if expires is None else (f"expires = {expires.isoformat().replace('+00:00', 'Z')}",)),
+    ]
+    entry = "\n".join(lines)
+    try:
+        parse_tokens(entry, "what was asked for")
+        if out is not None:
+            out.touch(0o600, exist_ok=False)
+            out.write_text(f"{made}\n")
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
+        raise click.UsageError(f"cannot write a new file {out}: {error.strerror}") from None
+    click.echo(f"{entry}\n")
+    click.echo(f"The token {name!r} is {f'in {out}' if out else f'shown this once: {made}'}", err=True)
+
+
 def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
     """Run the server as a child that is started anew; a free port is chosen once, so that clients find it again."""
     arguments = [*sys.argv[1:], "--no-reload"]
@@ -300,21 +433,33 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
     return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
-def _run(configs: list[DatasetConfig], limits: Limits, host: str, port: int, grace: float) -> int:
+def _run(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(configs, limits, host, port, grace))
+        return runner.run(_serve(configs, limits, door, grace))
 
 
-async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: int, grace: float) -> int:
+async def _serve(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
+    host, port = door.host, door.port
     try:
         listening = bind(host, port)
     except OSError as error:
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         return EXIT_USAGE
+    try:
+        refuse_unprotected(listening.getsockname()[0], has_tokens=door.gate.has_tokens, insecure=door.insecure)
+    except ConfigError as error:
+        listening.close()
+        logger.error("%s", error)
+        return EXIT_USAGE
+    if door.tls is None and not is_loopback(listening.getsockname()[0]):
+        logger.warning(
+            "%s, unencrypted: whoever is between here and a client can read and change them (see --ssl-certfile)",
+            "tokens and batches travel" if door.gate.has_tokens else "everybody may come in, and batches travel",
+        )
     service = LoaderService(ConfiguredHost(configs, limits), limits)
     raise_file_limit()
     try:
-        web = Server(service, host, port, grace)
+        web = Server(service, host, port, grace, door.gate, door.tls)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
@@ -345,7 +490,7 @@ async def _serve(configs: list[DatasetConfig], limits: Limits, host: str, port: 
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         await service.close()
         return EXIT_USAGE
-    announced = asyncio.create_task(announce(web, service, url_of(listening)))
+    announced = asyncio.create_task(announce(web, service, url_of(listening, web.scheme)))
     try:
         await web.serve([listening])
     finally:

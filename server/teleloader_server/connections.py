@@ -385,7 +385,10 @@ class Connection(HttpToolsProtocol):
         ]
         lines = b"".join(b"%b: %b\r\n" % header for header in head)
         self.transport.write(STATUS_LINE[refusal.status] + lines + b"\r\n" + content)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()  # TLS: what still comes is read and thrown away until the peer has taken note
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:

@@ -16,9 +16,11 @@ from starlette.requests import ClientDisconnect
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
+    Forbidden,
     InvalidSpec,
     ServerUnavailable,
     TeleloaderError,
+    Unauthorized,
     UnknownDataset,
     UnknownLoader,
     VersionMismatch,
@@ -29,6 +31,8 @@ from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 logger = logging.getLogger(__name__)
 
 STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
+    Unauthorized: HTTPStatus.UNAUTHORIZED,
+    Forbidden: HTTPStatus.FORBIDDEN,
     InvalidSpec: HTTPStatus.UNPROCESSABLE_ENTITY,
     UnknownDataset: HTTPStatus.NOT_FOUND,
     UnknownLoader: HTTPStatus.NOT_FOUND,
@@ -87,6 +91,8 @@ def encoded(status: HTTPStatus | int, code: str, detail: str) -> bytes:
 
 def headers_for(status: HTTPStatus | int) -> dict[str, str]:
     """The headers of a problem with this status, besides the usual ones."""
+    if status == HTTPStatus.UNAUTHORIZED:
+        return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 

@@ -287,6 +287,11 @@ class LoaderService:
             self._plan(loader.spec, loader.length, epoch).check(k)
         return loader
 
+    def dataset_of(self, key: str) -> str | None:
+        """The dataset of a loader, None when no loader of that key is known."""
+        known = self._loaders.get(key)
+        return None if known is None else known.loader.spec.dataset
+
     def _known(self, key: str) -> _Known:
         known = self._loaders.get(key)
         if known is None:

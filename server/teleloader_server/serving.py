@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
+from teleloader_server.access import refuse_unprotected, single_token
 from teleloader_server.config import DEFAULT_BATCH_TIMEOUT, ConfigError, Limits, default_memory_budget
 from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
@@ -35,6 +36,8 @@ def serve(
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT,
     host_address: str = "127.0.0.1",
     port: int = 0,
+    token: str | None = None,
+    insecure: bool = False,
 ) -> Iterator[str]:
     """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
 
@@ -60,12 +63,15 @@ def serve(
             an error; 0 is no limit. (With ``num_workers=0`` there is nothing to kill, and no limit.)
         host_address: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        token: What lets clients in, at least 16 characters (``secrets.token_urlsafe()``); they say
+            ``RemoteDataset(url, token=...)``. None lets everybody in, which must be on this machine then.
+        insecure: Whether everybody may come in who reaches `host_address`.
 
     Yields:
         The server's URL.
 
     Raises:
-        ConfigError: When the object is no dataset.
+        ConfigError: When the object is no dataset, or others reach `host_address` and need no token.
         OSError: When the address is not to be had.
     """
     limits = Limits(
@@ -93,7 +99,7 @@ def serve(
         }
 
     hosted_now()  # what cannot be hosted is refused here
-    server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port)
+    server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port, token, insecure=insecure)
     url = server.start()
     local.begin_serving(url, server.thread, num_workers)
     # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
@@ -108,11 +114,15 @@ def serve(
 class _LocalServer:
     """A server in a thread of this process."""
 
-    def __init__(self, host: ObjectHost, limits: Limits, address: str, port: int) -> None:
+    def __init__(
+        self, host: ObjectHost, limits: Limits, address: str, port: int, token: str | None, *, insecure: bool
+    ) -> None:
         self._host = host
         self._limits = limits
         self._address = address
         self._port = port
+        self._tokens = None if token is None else single_token(token, "serve()")
+        self._insecure = insecure
         self._pid = os.getpid()
         self._started: Future[str] = Future()
         self._stop: Callable[[], object]
@@ -154,12 +164,16 @@ class _LocalServer:
     async def _serve(self) -> None:
         # here, so that a process that hosts nothing does not load fastapi
         from teleloader_server.app import Server, bind, url_of
+        from teleloader_server.gate import Gate
         from teleloader_server.service import LoaderService
 
         service = LoaderService(self._host, self._limits)
         try:
-            server = Server(service, self._address, self._port, grace=1)
+            gate = Gate(fixed=self._tokens, host=self._address)
+            server = Server(service, self._address, self._port, grace=1, gate=gate)
             listening = bind(self._address, self._port)
+            address = listening.getsockname()[0]
+            refuse_unprotected(address, has_tokens=gate.has_tokens, insecure=self._insecure)
             await service.start()
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._started.set_exception(error)

@@ -15,6 +15,10 @@
     │   ├── CorruptFrame                           the checksum does not match
     │   └── VersionMismatch                        the two sides speak different versions
     ├── ServerUnavailable       (ConnectionError)  no answer from the server in the stated time
+    ├── AccessDenied                               the server does not let this client do it
+    │   ├── Unauthorized                           no token, or none of the server's
+    │   └── Forbidden                              the token is not for this
+    ├── TlsError                                   the two sides do not come to trust each other
     ├── LoaderTimeout           (RuntimeError)     a batch did not come within ``timeout``, or hung on the server
     ├── WorkerDied              (RuntimeError)     a batch killed its worker, again and again
     └── RemoteError             (RuntimeError)     an exception of a type that is not a builtin one
@@ -76,6 +80,22 @@ class VersionMismatch(ProtocolError):
 
 class ServerUnavailable(TeleloaderError, ConnectionError):
     """The server gave no answer for as long as the client was told to try."""
+
+
+class AccessDenied(TeleloaderError):
+    """The server does not let this client do what it asked for; asking again does not help."""
+
+
+class Unauthorized(AccessDenied):
+    """The request had no token, or one that is not, or is no longer, one of the server's."""
+
+
+class Forbidden(AccessDenied):
+    """The token that came with the request is not for what was asked."""
+
+
+class TlsError(TeleloaderError):
+    """A connection that TLS cannot protect: a certificate is not trusted, or one side speaks plain HTTP."""
 
 
 class LoaderTimeout(TeleloaderError, RuntimeError):

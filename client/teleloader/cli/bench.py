@@ -16,7 +16,7 @@ from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.control import Server
 from teleloader.iterator import consumers_prefix
 from teleloader.loader import DataLoader
-from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import ConsumerStats, Verdict
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import number, seconds, share, size
@@ -159,7 +159,10 @@ def verdict_of_this_process(url: str) -> Verdict | None:
 
     Each epoch is a consumer of its own, and one that has just begun is not known yet.
     """
-    answer = Server(url, TIMEOUT).stats(MAX_CONSUMERS)
+    try:
+        answer = Server(url, TIMEOUT).stats(MAX_CONSUMERS)
+    except Forbidden:
+        return None  # the token is for batches only
     consumers = [record_of(ConsumerStats, found) for found in answer["consumers"]]
     mine = [found for found in consumers if found.consumer.startswith(consumers_prefix())]
     return min(mine, key=lambda found: (found.verdict.bound == "unknown", found.idle)).verdict if mine else None

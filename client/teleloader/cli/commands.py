@@ -102,6 +102,7 @@ def teleloader() -> None:
     help="Consumers to show: those who asked last.",
 )  # fmt: skip
 @options.as_json
+@options.access
 def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> None:
     """Say what holds training back, and show the numbers behind it.
 
@@ -129,7 +130,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
     help="As the DataLoader's: shards of an iterable-style dataset.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="As the DataLoader's.")
-@options.of_loader(options.shuffle, options.drop_last, options.as_json)
+@options.of_loader(options.shuffle, options.drop_last, options.as_json, options.access)
 def bench(
     url: str, dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
     compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
@@ -160,7 +161,7 @@ def bench(
 @click.option("--debug", is_flag=True, help="Load it in the server's own process, where breakpoint() stops.")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
-    options.tail, options.as_json,
+    options.tail, options.as_json, options.access,
 )  # fmt: skip
 @click.pass_context
 def peek(
@@ -192,7 +193,7 @@ def peek(
 @teleloader.command()
 @options.of_loader(
     options.url, options.dataset, options.epoch, options.batch_size(1), options.shuffle, options.drop_last,
-    options.seed, options.world_size, options.tail, options.as_json,
+    options.seed, options.world_size, options.tail, options.as_json, options.access,
 )  # fmt: skip
 @click.pass_context
 def audit(

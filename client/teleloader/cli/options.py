@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, get_args
 
 import click
 
+from teleloader.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from teleloader_shared.spec import Tail
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -32,6 +34,32 @@ tail: Final = click.option(
     "--tail", type=click.Choice(get_args(Tail)), default="pad", show_default=True,
     help="What happens where the samples do not divide evenly among trainers.",
 )  # fmt: skip
+
+
+def _told(variable: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    """Take an option as what the environment would say: that is what servers are shown."""
+
+    def tell(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            os.environ[variable] = value
+            if variable == TOKEN_FILE_VARIABLE:
+                os.environ.pop(TOKEN_VARIABLE, None)
+
+    return tell
+
+
+def access(command: _Command) -> _Command:
+    """What a server is shown, and by what it is known. The token itself is no option: others see command lines."""
+    for option, variable, text in reversed((
+        ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that lets you in."),
+        ("--ca", CA_VARIABLE, "File with the CA of an https:// server's certificate."),
+        ("--cert", CERT_VARIABLE, "File with a client certificate."),
+        ("--key", KEY_VARIABLE, "File with its key, if that is another one."),
+    )):  # fmt: skip
+        command = click.option(
+            option, metavar="FILE", expose_value=False, callback=_told(variable), help=f"{text} Default: {variable}."
+        )(command)
+    return command
 
 
 def batch_size(default: int) -> Callable[[_Command], _Command]:

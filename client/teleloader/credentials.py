@@ -1,0 +1,165 @@
+"""What a client shows to servers, and by what it knows them: a token, a certificate of its own, the CA of theirs.
+
+Nothing of it is shown to anybody else: it is in no ``repr``, no message, no pickle and no saved state.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from teleloader_shared.errors import TlsError
+
+TOKEN_VARIABLE: Final = "TELELOADER_TOKEN"  # noqa: S105 - where it is, not what
+TOKEN_FILE_VARIABLE: Final = "TELELOADER_TOKEN_FILE"  # noqa: S105 - as above
+CA_VARIABLE: Final = "TELELOADER_CA"
+CERT_VARIABLE: Final = "TELELOADER_CERT"
+KEY_VARIABLE: Final = "TELELOADER_KEY"
+
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
+
+
+class Credentials:
+    """Those of one `RemoteDataset`; what is None is what the environment says.
+
+    Args:
+        token: Lets the client in; else ``TELELOADER_TOKEN``, or what is in the file that ``TELELOADER_TOKEN_FILE``
+            names.
+        ca: File (PEM) of the CAs that servers' certificates may be of; else ``TELELOADER_CA``, or the system's.
+        cert: File (PEM) of a certificate that servers may want; else ``TELELOADER_CERT``.
+        key: File (PEM) of its key, if that is in another one; else ``TELELOADER_KEY``.
+
+    Raises:
+        ValueError: When the token cannot be one, or its file cannot be read.
+    """
+
+    def __init__(
+        self, token: str | None = None, ca: str | None = None, cert: str | None = None, key: str | None = None
+    ) -> None:
+        self._given = token
+        self._ca, self._cert, self._key = ca, cert, key
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._token = self._read()
+
+    @property
+    def token(self) -> str | None:
+        """What is shown; None is nothing."""
+        return self._token
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that show it."""
+        token = self._token
+        return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def renew(self, refused: str | None) -> bool:
+        """Read the token again, because a server refused one; whether it is another one now."""
+        with self._lock:
+            if self._token == refused:
+                try:
+                    self._token = self._read()
+                except ValueError:
+                    return False  # it is being written; what the server said is what the user should see
+            return self._token != refused
+
+    def context(self) -> ssl.SSLContext:
+        """How TLS is spoken: at least TLS 1.2, and only with servers whose certificate and name are right.
+
+        Raises:
+            TlsError: When a file cannot be used.
+        """
+        with self._lock:
+            if self._context is None:
+                self._context = self._make_context()
+            return self._context
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # whoever gets the pickle shall not get the token: there, the environment says it
+        return Credentials, (None, self._ca, self._cert, self._key)
+
+    def _read(self) -> str | None:
+        if self._given is not None:
+            return _checked(self._given, "the argument token")
+        if os.environ.get(TOKEN_VARIABLE):
+            return _checked(os.environ[TOKEN_VARIABLE], TOKEN_VARIABLE)
+        file = os.environ.get(TOKEN_FILE_VARIABLE)
+        if not file:
+            return None
+        try:
+            with Path(file).open("rb") as opened:
+                content = opened.read(4096)
+        except OSError as error:
+            raise ValueError(f"cannot read the token in {file} ({TOKEN_FILE_VARIABLE}): {error.strerror}") from None
+        return _checked(content.decode(errors="replace").strip(), f"{file} ({TOKEN_FILE_VARIABLE})")
+
+    def _make_context(self) -> ssl.SSLContext:
+        ca = self._ca or os.environ.get(CA_VARIABLE) or None
+        cert, key = self._cert or os.environ.get(CERT_VARIABLE), self._key or os.environ.get(KEY_VARIABLE) or None
+        try:
+            context = ssl.create_default_context(cafile=ca)
+        except OSError as error:
+            raise TlsError(f"{ca} must hold CA certificates in PEM format: {_why(error)}") from None
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if cert:
+            try:
+                # a password is given in every case: OpenSSL would ask for one in the terminal
+                context.load_cert_chain(cert, key, lambda: "")
+            except OSError as error:
+                raise TlsError(
+                    f"{cert} must hold a certificate and {key or 'the same file'} its key, in PEM format and not "
+                    f"encrypted: {_why(error)}"
+                ) from None
+        return context
+
+
+def _checked(token: object, where: str) -> str:
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ValueError(f"{where} holds no token: letters, digits and -._~+/= on one line, as the server was given it")
+    return token
+
+
+def _why(error: OSError) -> str:
+    said = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return said or type(error).__name__
+
+
+def tls_error(error: BaseException | None, url: str) -> TlsError | None:
+    """What a failure to talk to a server means, where it is one of TLS that asking again does not mend."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
+        return None  # the connection broke
+    sentence = _untrusted(error) if isinstance(error, ssl.SSLCertVerificationError) else _refused(error.reason or "")
+    return None if sentence is None else TlsError(f"no batches from {url}: {sentence}")
+
+
+def _untrusted(error: ssl.SSLCertVerificationError) -> str:
+    said = error.verify_message
+    if "expired" in said:
+        return "its certificate has expired: renew it on the server (or set this machine's clock)"
+    if "not yet valid" in said:
+        return "its certificate is not valid yet: look at this machine's clock and the server's"
+    if "mismatch" in said or "not valid for" in said:
+        return f"its certificate is for another name ({said}): use a name that is in it"
+    return f"its certificate is of no CA that is known here ({said}): set TELELOADER_CA to the file of its CA, or ca="
+
+
+def _refused(reason: str) -> str | None:
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE"):
+        return "there is no TLS: write http://, or start the server with --ssl-certfile"
+    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
+        return "it wants a certificate of the client: set TELELOADER_CERT and TELELOADER_KEY, or cert= and key="
+    if "ALERT" in reason and ("_CA" in reason or "CERTIFICATE" in reason):
+        said = reason.partition("ALERT_")[2].replace("_", " ").lower()
+        return f"it does not take the client's certificate ({said}): TELELOADER_CERT must be of a CA that it knows"
+    if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
+        return "it speaks no TLS of version 1.2 or later"
+    return None

@@ -1,0 +1,310 @@
+"""Who may come in, and what they may do: decisions only, without files, sockets or clocks.
+
+::
+
+    scope        allows
+    read         batches of all datasets
+    read:NAME    batches of one dataset
+    stats        /stats, /metrics and the dashboard
+    admin        all of it, and what holds up others: loading in the server's own process
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, NamedTuple, TypeVar
+
+from teleloader_server.config import ConfigError
+
+READ: Final = "read"
+STATS: Final = "stats"
+ADMIN: Final = "admin"
+ALL_SCOPES: Final = frozenset({READ, STATS, ADMIN})
+DEFAULT_SCOPES: Final = (READ, STATS)
+
+ANY: Final = "any"
+"""What an endpoint needs that is for whoever may come in, whatever for."""
+OPEN: Final = "open"
+"""What an endpoint needs that is for everybody, but not for pages of other sites."""
+UNCHECKED: Final = "unchecked"
+"""What an endpoint needs that tells nothing and does nothing: probes, and the files of the dashboard."""
+
+TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+"""What a token may look like: what RFC 6750 lets stand in a header, and no shorter than can be guessed."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+
+
+class Principal(NamedTuple):
+    """Who asks."""
+
+    name: str
+    """What the token is called."""
+    scopes: frozenset[str]
+    """What its owner may do."""
+    memory_share: float
+    """The part of the memory for batches that its owner's consumers may fill together, in (0, 1]."""
+
+
+ANYONE: Final = Principal("anyone", ALL_SCOPES, 1.0)
+"""Who asks a server that has no tokens."""
+
+
+class Token(NamedTuple):
+    """An entry of the table of tokens; the token itself is not kept."""
+
+    principal: Principal
+    digest: bytes
+    """SHA-256 of the token."""
+    expires: float
+    """When it ends to be one, in seconds since 1970; infinity is never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All tokens of a server."""
+
+    entries: tuple[Token, ...]
+    holds_secrets: bool = False
+    """Whether the tokens themselves stood where this was read."""
+
+    def find(self, token: bytes) -> Token | None:
+        """The entry of a token. It takes as long for each, whichever it is like and whether it is one."""
+        digest = hashlib.sha256(token).digest()
+        found = None
+        for entry in self.entries:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry
+        return found
+
+    def has(self, digest: bytes) -> Token | None:
+        """The entry with that digest, if it is still there."""
+        return next((entry for entry in self.entries if entry.digest == digest), None)
+
+
+def parse_tokens(text: str, where: str) -> Tokens:
+    """The tokens that a TOML file lists, a table for each.
+
+    Args:
+        text: The file's content.
+        where: What the file is called, for errors.
+
+    Raises:
+        ConfigError: When it is not understood. The message names entries, never tokens.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from None
+    if not tables:
+        raise ConfigError(f"{where} lists no tokens; teleloader-server token NAME makes an entry")
+    entries = tuple(_entry(name, table, where) for name, table in tables.items())
+    names: dict[bytes, str] = {}
+    for entry in entries:
+        other = names.setdefault(entry.digest, entry.principal.name)
+        if other != entry.principal.name:
+            raise ConfigError(f"[{other}] and [{entry.principal.name}] of {where} have the same token")
+    return Tokens(entries, any("token" in table for table in tables.values()))
+
+
+def single_token(token: str, where: str) -> Tokens:
+    """The one token of a server that was given no table, with the default scopes.
+
+    Raises:
+        ConfigError: When it cannot be one.
+    """
+    return Tokens((Token(Principal("token", frozenset(DEFAULT_SCOPES), 1.0), _digest(token, where), math.inf),), True)
+
+
+def _entry(name: str, table: object, where: str) -> Token:
+    at = f"[{name}] of {where}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"the name of {at} must be letters, digits, '.', '_' and '-'")
+    if not isinstance(table, dict):
+        raise ConfigError(f'{name!r} of {where} must be a table: [{name}], and below it sha256 = "..."')
+    for field in table:
+        if field not in _ENTRIES:
+            raise ConfigError(f"{at} has an unknown entry {field!r}; it may have {', '.join(_ENTRIES)}")
+    if ("token" in table) == ("sha256" in table):
+        raise ConfigError(f'{at} must have either token = "..." or sha256 = "...", which can stand anywhere')
+    digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
+    principal = Principal(
+        name, _scopes(table.get("scopes", DEFAULT_SCOPES), at), _share(table.get("memory_share", 1), at)
+    )
+    return Token(principal, digest, _expiry(table.get("expires"), at))
+
+
+def _digest(token: object, at: str) -> bytes:
+    if not isinstance(token, str) or not TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"the token of {at} must be 16 to 512 letters, digits and -._~+/=; teleloader-server token makes one"
+        )
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _stated_digest(stated: object, at: str) -> bytes:
+    if not isinstance(stated, str) or not _SHA256.fullmatch(stated.lower()):
+        raise ConfigError(f"sha256 of {at} must be the 64 hexadecimal digits of a token's SHA-256")
+    return bytes.fromhex(stated)
+
+
+def _scopes(stated: object, at: str) -> frozenset[str]:
+    if not isinstance(stated, list | tuple) or not stated:
+        raise ConfigError(f'scopes of {at} must be a list such as ["read", "stats"], was {str(stated)[:80]}')
+    for scope in stated:
+        if not isinstance(scope, str) or not _SCOPE.fullmatch(scope):
+            raise ConfigError(f"a scope of {at} must be read, read:DATASET, stats or admin, was {str(scope)[:80]!r}")
+    return frozenset(stated)
+
+
+def _share(stated: object, at: str) -> float:
+    if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 < stated <= 1:
+        raise ConfigError(f"memory_share of {at} must be a number in (0, 1], was {str(stated)[:80]}")
+    return float(stated)
+
+
+def _expiry(stated: object, at: str) -> float:
+    if stated is None:
+        return math.inf
+    if not isinstance(stated, datetime) or stated.tzinfo is None:
+        raise ConfigError(f"expires of {at} must be a time with its zone, such as 2027-01-01T00:00:00Z, was {stated}")
+    return stated.timestamp()
+
+
+# -- what an endpoint needs
+
+
+def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
+    """Declare what an endpoint needs: a scope, `ANY`, `OPEN` or `UNCHECKED`; without that it is not served."""
+
+    def declare(endpoint: _Endpoint) -> _Endpoint:
+        endpoint.needs = scope  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
+
+
+def need_of(endpoint: object) -> str:
+    """What an endpoint has declared.
+
+    Raises:
+        LookupError: When it has declared nothing.
+    """
+    need = getattr(endpoint, "needs", None)
+    if not isinstance(need, str):
+        raise LookupError(f"{endpoint!r} does not declare who may ask for it: @needs(...)")
+    return need
+
+
+def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> bool:
+    """Whether these scopes are enough.
+
+    Args:
+        scopes: What somebody has.
+        need: What an endpoint has declared.
+        dataset: Which dataset it is about; None is any.
+    """
+    if ADMIN in scopes or need in scopes or need in (ANY, OPEN, UNCHECKED):
+        return True
+    if need != READ:
+        return False
+    return any(s.startswith("read:") for s in scopes) if dataset is None else f"{READ}:{dataset}" in scopes
+
+
+# -- where a server may stand, and what it may be called
+
+
+def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> None:
+    """Refuse to listen where others are without asking them for a token.
+
+    Args:
+        address: The IP address that was bound.
+        has_tokens: Whether there are tokens.
+        insecure: Whether the user has said that it shall be so.
+
+    Raises:
+        ConfigError: When whoever reaches the address could come in.
+    """
+    if has_tokens or insecure or is_loopback(address):
+        return
+    raise ConfigError(
+        f"whoever reaches {address} could load from this server, and it has no tokens. Make one, "
+        "teleloader-server token trainer >> tokens.toml, and start with --tokens tokens.toml; or set TELELOADER_TOKEN "
+        "here and where you train; or listen on 127.0.0.1; or say --insecure (serve(..., insecure=True)) where "
+        "everybody who reaches this address may come in"
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches a server that listens on an IP address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def known_hosts(names: Iterable[str]) -> frozenset[str]:
+    """What `is_known_host` goes by: names, in lower case and without their final dot."""
+    return frozenset(name.lower().rstrip(".") for name in names if name)
+
+
+def is_known_host(header: str, known: frozenset[str]) -> bool:
+    """Whether a request that says ``Host: header`` may be meant for this server.
+
+    A page of evil.example whose name is made to lead to this server's address has its browser say evil.example here. An
+    address is not a name, so nobody can have made it lead elsewhere.
+
+    Args:
+        header: The header, with or without a port.
+        known: Names, of which ``*.example.com`` is all below it and ``*`` is any.
+    """
+    name = _without_port(header).lower().rstrip(".")
+    if name in known or name == "localhost" or name.endswith(".localhost") or "*" in known:
+        return True
+    parts = name.split(".")
+    if any(f"*.{'.'.join(parts[i:])}" in known for i in range(1, len(parts))):
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _without_port(header: str) -> str:
+    name, colon, port = header.rpartition(":")
+    return name if colon and port.isdecimal() else header
+
+
+def is_of_another_site(method: str, host: str, origin: str | None, site: str | None, mode: str | None) -> bool:
+    """Whether a page of another site has caused a request, as its browser says. Other clients say nothing of it.
+
+    A link to this server may stand anywhere, so going to it is allowed.
+
+    Args:
+        method: The request's method.
+        host: Its header Host, which a proxy must leave as it is.
+        origin: Its header Origin, None where it has none.
+        site: Its header Sec-Fetch-Site, which browsers send to HTTPS and to their own machine only.
+        mode: Its header Sec-Fetch-Mode.
+    """
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        return True
+    if site is None or site in ("same-origin", "none"):
+        return False
+    return not (mode == "navigate" and method in ("GET", "HEAD"))
+
+
+def said_scopes(scopes: Sequence[str] | frozenset[str]) -> str:
+    """Scopes as a sentence names them."""
+    return ", ".join(sorted(scopes))

@@ -1,0 +1,101 @@
+"""The endpoints with which a browser signs in, and those that describe all the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import JSONResponse
+
+from teleloader_server.access import ANY, OPEN, needs
+from teleloader_server.gate import Gate, GuardedRoute
+from teleloader_server.problems import Refusal
+from teleloader_shared.errors import Unauthorized
+
+SESSION_PATH: Final = "/session"
+MAX_SIGN_IN_BYTES: Final = 4096
+FAILED_SECONDS: Final = 0.5
+"""Time for which the answer to a wrong token is kept back. Who has the right one does not wait."""
+MAX_KEPT_BACK: Final = 64
+"""Answers that are kept back at a time; others are given at once."""
+
+
+def make_access_router(gate: Gate) -> APIRouter:
+    """The endpoints around `gate`."""
+    router = APIRouter(route_class=GuardedRoute)
+    _add_sessions(router, gate)
+    _add_descriptions(router, gate)
+    return router
+
+
+def _add_sessions(router: APIRouter, gate: Gate) -> None:
+    kept_back = 0
+
+    @router.get(SESSION_PATH, include_in_schema=False)
+    @needs(OPEN)
+    async def session(request: Request) -> dict[str, Any]:
+        if not gate.has_tokens:
+            return {"required": False, "name": None}
+        try:
+            return {"required": True, "name": gate.principal(request.scope).name}
+        except Unauthorized:
+            return {"required": True, "name": None}
+
+    @router.post(SESSION_PATH, include_in_schema=False)
+    @needs(OPEN)
+    async def sign_in(request: Request) -> Response:
+        nonlocal kept_back
+        token = await _token_in(request)
+        try:
+            principal, cookie = gate.sign_in(token, request.scope)
+        except Unauthorized:
+            if kept_back < MAX_KEPT_BACK:
+                kept_back += 1
+                try:
+                    await asyncio.sleep(FAILED_SECONDS)
+                finally:
+                    kept_back -= 1
+            raise
+        return JSONResponse({"required": True, "name": principal.name}, headers={"set-cookie": cookie})
+
+    @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
+    @needs(OPEN)
+    async def sign_out(request: Request) -> Response:
+        return Response(status_code=204, headers={"set-cookie": gate.sign_out(request.scope)})
+
+
+def _add_descriptions(router: APIRouter, gate: Gate) -> None:
+    @router.get("/openapi.json", include_in_schema=False)
+    @needs(ANY)
+    async def openapi(request: Request) -> dict[str, Any]:
+        described: dict[str, Any] = request.app.openapi()
+        return described
+
+    @router.get("/docs", include_in_schema=False)
+    @needs(ANY)
+    async def docs(request: Request) -> Response:
+        if gate.has_tokens:
+            # whatever its scripts are one day, they would act as whoever is signed in
+            raise Refusal(404, "NotFound", "/docs runs scripts from elsewhere, so it is off where tokens are needed; "
+                          "/openapi.json has the same")  # fmt: skip
+        return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
+
+
+async def _token_in(request: Request) -> str:
+    """The token in the body of a request to sign in."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_SIGN_IN_BYTES:
+            raise Refusal(413, "BodyTooLarge", f"the body is larger than {MAX_SIGN_IN_BYTES:,} bytes")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        content = None
+    token = content.get("token") if isinstance(content, dict) else None
+    if not isinstance(token, str):
+        raise Refusal(422, "InvalidRequest", 'the body must be JSON: {"token": "..."}')
+    return token

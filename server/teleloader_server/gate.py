@@ -1,0 +1,421 @@
+"""The gate that requests pass: it finds out who asks, and refuses who may not.
+
+What a token is good for is decided once and remembered by the header that it came in, until the token ends or the file
+of tokens changes: requests for batches are many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import stat
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import Scope
+
+from teleloader_server.access import (
+    ANYONE,
+    OPEN,
+    READ,
+    UNCHECKED,
+    Principal,
+    Token,
+    Tokens,
+    allows,
+    is_known_host,
+    is_of_another_site,
+    known_hosts,
+    need_of,
+    parse_tokens,
+    said_scopes,
+    single_token,
+)
+from teleloader_server.config import ConfigError
+from teleloader_server.problems import Refusal
+from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
+
+LOOK_EVERY: Final = 1.0
+"""Seconds after which it is looked whether the file of tokens has changed."""
+MAX_REMEMBERED: Final = 1024
+"""Headers whose owners are remembered; their spelling may differ."""
+MAX_TOKENS_BYTES: Final = 2**20
+SESSION_SECONDS: Final = 12 * 3600
+MAX_SESSIONS: Final = 1024
+"""Browsers that are signed in; with one more, the one that signed in first is signed out."""
+LOG_EVERY: Final = 10.0
+"""Seconds between two lines on requests that were refused: whoever makes them can make millions."""
+
+_LOOKED_AT: Final = frozenset({b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+
+logger = logging.getLogger(__name__)
+
+
+class TokenFile:
+    """Tokens in a file, which may change.
+
+    Args:
+        path: Where it is.
+        read: What its content means.
+
+    Raises:
+        ConfigError: When it cannot be read or understood.
+    """
+
+    def __init__(self, path: Path, read: Callable[[str, str], Tokens]) -> None:
+        self._path = path
+        self._read = read
+        self._seen = self._state()
+        self.tokens = self._load()
+
+    @classmethod
+    def table(cls, path: Path) -> TokenFile:
+        """One with a table of tokens."""
+        return cls(path, parse_tokens)
+
+    @classmethod
+    def single(cls, path: Path) -> TokenFile:
+        """One that holds nothing but a token."""
+        return cls(path, lambda text, where: single_token(text.strip(), where))
+
+    def look(self) -> bool:
+        """Read it again if it has changed; whether it had. Tokens stay as they are where it cannot be understood."""
+        now = self._state()
+        if now == self._seen:
+            return False
+        self._seen = now
+        try:
+            self.tokens = self._load()
+        except ConfigError as error:
+            logger.error("the tokens stay as they were: %s", error)
+            return False
+        logger.info("%s was read again: %s", self._path, said_tokens(self.tokens))
+        return True
+
+    def _state(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _load(self) -> Tokens:
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(MAX_TOKENS_BYTES + 1)
+                readable = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o004
+            text = content.decode()
+        except OSError as error:
+            raise ConfigError(f"cannot read the tokens in {self._path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self._path} holds no tokens: it is no text") from None
+        if len(content) > MAX_TOKENS_BYTES:
+            raise ConfigError(f"{self._path} holds no tokens: it has more than {MAX_TOKENS_BYTES:,} bytes")
+        tokens = self._read(text, str(self._path))
+        if readable and tokens.holds_secrets:
+            logger.warning("everybody on this machine can read the tokens in %s: chmod o= it", self._path)
+        return tokens
+
+
+def tokens_at(table: Path | None, file: Path | None, token: str | None) -> tuple[list[TokenFile], Tokens | None]:
+    """The tokens that a server was given: a table of them, a file with one, one from the environment.
+
+    Raises:
+        ConfigError: When one cannot be read or understood.
+    """
+    sources = [] if table is None else [TokenFile.table(table)]
+    if file is not None:
+        sources.append(TokenFile.single(file))
+    return sources, None if not token else single_token(token, "TELELOADER_TOKEN")
+
+
+def said_tokens(tokens: Tokens) -> str:
+    """The names of tokens, as a line of the log has them."""
+    names = [entry.principal.name for entry in tokens.entries]
+    more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
+    return f"{len(names)} token{'s' if len(names) != 1 else ''} ({', '.join(names[:5])}{more})"
+
+
+class _Known(NamedTuple):
+    principal: Principal
+    expires: float
+
+
+class _Session(NamedTuple):
+    digest: bytes
+    """Of the token that it was opened with."""
+    expires: float
+
+
+class Gate:
+    """Lets requests in, or refuses them.
+
+    Args:
+        sources: Where tokens stand; without any, everybody may come in.
+        fixed: Tokens that do not change.
+        host: What the server was told to listen on, which may be a name.
+        allowed_hosts: Further names that it is called by.
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[TokenFile] = (),
+        fixed: Tokens | None = None,
+        host: str = "",
+        allowed_hosts: Iterable[str] = (),
+    ) -> None:
+        self._sources = tuple(sources)
+        self._fixed = () if fixed is None else fixed.entries
+        self._hosts = known_hosts((host, socket.gethostname(), *allowed_hosts))
+        self._known: dict[bytes, _Known] = {}
+        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
+        self._looked = time.monotonic()
+        self._refused: Counter[str] = Counter()
+        self._told = -LOG_EVERY
+        self.dataset_of: Callable[[str], str | None] = lambda key: None
+        """Says of which dataset a loader is, None when it is not known."""
+        self._tokens = self._all()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether one is needed."""
+        return bool(self._tokens.entries)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Those that there are now."""
+        return self._tokens
+
+    def admit(self, scope: Scope, need: str, params: Mapping[str, Any]) -> Principal:
+        """Who makes a request, who may.
+
+        Args:
+            scope: The request's.
+            need: What its endpoint has declared.
+            params: The parameters of its path: `name` is a dataset, `key` a loader.
+
+        Raises:
+            Refusal: When it is meant for another server, or a page of another site has caused it.
+            Unauthorized: When there is no token with it, or none of this server's.
+            Forbidden: When the token is not for this.
+        """
+        headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+        try:
+            self._check_site(scope["method"], headers)
+            if need == OPEN or not self.has_tokens:
+                return ANYONE
+            principal = self.principal(scope, headers)
+            dataset = None
+            if need == READ and READ not in principal.scopes:
+                dataset = self.dataset_of(params["key"]) if "key" in params else params.get("name")
+            check(principal, need, dataset)
+        except (Refusal, AccessDenied) as error:
+            self._note(error, scope)
+            raise
+        return principal
+
+    def principal(self, scope: Scope, headers: Mapping[bytes, bytes] | None = None) -> Principal:
+        """Whose token or cookie came with a request.
+
+        Raises:
+            Unauthorized: When there is none, or it is not good, or not any more.
+        """
+        if headers is None:
+            headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+        self._look()
+        authorization = headers.get(b"authorization")
+        if authorization is None:
+            return self._of_session(scope, headers.get(b"cookie", b""))
+        # looked up by a keyed hash, so the time that it takes tells nothing of what is in there
+        known = self._known.get(authorization)
+        if known is None:
+            scheme, _, token = authorization.partition(b" ")
+            if scheme.lower() != b"bearer":
+                raise Unauthorized("the header Authorization must be 'Bearer' and a token, was of another kind")
+            found = self._valid(token.strip())
+            known = _Known(found.principal, found.expires)
+            if len(self._known) < MAX_REMEMBERED:
+                self._known[authorization] = known
+        if known.expires <= time.time():
+            raise _expired(known.principal)
+        return known.principal
+
+    # -- browsers, which must not be given the token to keep
+
+    def sign_in(self, token: str, scope: Scope) -> tuple[Principal, str]:
+        """Open a session for a browser: whose it is, and the header that sets its cookie.
+
+        Raises:
+            Unauthorized: When the token is not good.
+        """
+        self._look()
+        found = self._valid(token.encode(errors="replace"))
+        name = secrets.token_urlsafe(32)
+        expires = min(found.expires, time.time() + SESSION_SECONDS)
+        self._sessions[_digest_of(name)] = _Session(found.digest, expires)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
+
+    def sign_out(self, scope: Scope) -> str:
+        """End the session of a request, if it has one; the header that removes its cookie."""
+        cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
+        self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
+        return self._cookie(scope, "", 0)
+
+    def _of_session(self, scope: Scope, cookies: bytes) -> Principal:
+        name = _value(cookies, self._cookie_name(scope)) if cookies else ""
+        if not name:
+            raise Unauthorized(
+                "this server wants a token, and none came: set TELELOADER_TOKEN, or RemoteDataset(..., token=...); in "
+                "a browser, sign in at /"
+            )
+        session = self._sessions.get(_digest_of(name))
+        token = None if session is None else self._tokens.has(session.digest)
+        if session is None or token is None or session.expires <= time.time():
+            self._sessions.pop(_digest_of(name), None)
+            raise Unauthorized("this browser is not signed in any more: sign in again at /")
+        return token.principal
+
+    def _cookie_name(self, scope: Scope) -> str:
+        # cookies are shared by all ports of a host, so each server has a name of its own
+        server = scope.get("server") or ("", 0)
+        name = f"teleloader-{server[1]}"
+        return f"__Host-{name}" if scope["scheme"] == "https" else name
+
+    def _cookie(self, scope: Scope, value: str, seconds: int) -> str:
+        secure = "; Secure" if scope["scheme"] == "https" else ""
+        return f"{self._cookie_name(scope)}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}"
+
+    # -- parts
+
+    def _check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if host and not is_known_host(host, self._hosts):
+            raise Refusal(
+                421,
+                "UnknownHost",
+                f"this server does not know that it is called {host[:200]!r}: if it is, start it with "
+                "--allowed-host and that name, or ask for it by its address",
+            )
+        origin, site, mode = (
+            headers[name].decode("latin-1") if name in headers else None
+            for name in (b"origin", b"sec-fetch-site", b"sec-fetch-mode")
+        )
+        if is_of_another_site(method, host, origin, site, mode):
+            raise Refusal(
+                403, "CrossSite", "a page of another site asks, and those may not; a proxy must not change Host"
+            )
+
+    def _valid(self, token: bytes) -> Token:
+        found = self._tokens.find(token)
+        if found is None:
+            raise Unauthorized(
+                "the token that came is not one of this server's; it may have been replaced: ask who runs the server"
+            )
+        if found.expires <= time.time():
+            raise _expired(found.principal)
+        return found
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY:
+            return
+        self._looked = now
+        changed = [source for source in self._sources if source.look()]
+        if changed:
+            self._known.clear()
+            self._tokens = self._all()
+
+    def _all(self) -> Tokens:
+        entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]
+        return Tokens(tuple(entries))
+
+    def _note(self, error: Exception, scope: Scope) -> None:
+        self._refused[error.code if isinstance(error, Refusal) else type(error).__name__] += 1
+        now = time.monotonic()
+        if now - self._told >= LOG_EVERY:
+            self._told = now
+            what = ", ".join(f"{count} x {code}" for code, count in self._refused.items())
+            peer, _ = scope.get("client") or ("unknown", 0)
+            logger.warning("requests were refused: %s; the last one, of %s: %s", what, peer, error)
+            self._refused.clear()
+
+
+def check(principal: Principal, need: str, dataset: str | None = None) -> None:
+    """Refuse what a principal may not do.
+
+    Raises:
+        Forbidden: When its scopes are not enough.
+    """
+    if allows(principal.scopes, need, dataset):
+        return
+    wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
+    raise Forbidden(
+        f"the token {principal.name!r} has the scopes {said_scopes(principal.scopes)}, and this needs "
+        f"{wanted[:200]!r}: ask who runs the server"
+    )
+
+
+def principal_of(request: Request) -> Principal:
+    """Who makes a request that the gate has let in."""
+    return cast("Principal", request.scope["state"]["principal"])
+
+
+def is_still_admitted(scope: Scope) -> bool:
+    """Whether who makes a request still has a token: for answers that do not end by themselves."""
+    gate: Gate = scope["app"].state.gate
+    if not gate.has_tokens:
+        return True
+    try:
+        gate.principal(scope)
+    except Unauthorized:
+        return False
+    return True
+
+
+class GuardedRoute(APIRoute):
+    """A route whose endpoint declares what it needs, and is reached through the application's gate only.
+
+    Raises:
+        LookupError: At construction, when it declares nothing.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, behind the gate."""
+        handle = super().get_route_handler()
+        need = need_of(self.endpoint)
+        if need == UNCHECKED:
+            return handle
+
+        async def guarded(request: Request) -> Response:
+            gate: Gate = request.app.state.gate
+            principal = gate.admit(request.scope, need, request.path_params)
+            request.scope.setdefault("state", {})["principal"] = principal
+            return await handle(request)
+
+        return guarded
+
+
+def _expired(principal: Principal) -> Unauthorized:
+    return Unauthorized(f"the token {principal.name!r} has expired: ask who runs the server for another")
+
+
+def _digest_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="replace")).digest()
+
+
+def _value(cookies: bytes, name: str) -> str:
+    for cookie in cookies.decode("latin-1").split(";"):
+        key, _, value = cookie.strip().partition("=")
+        if key == name:
+            return value
+    return ""

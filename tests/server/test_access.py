@@ -1,0 +1,430 @@
+"""Who may come in: decisions about tokens, scopes, addresses and pages of other sites."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+
+from teleloader_server import access
+from teleloader_server.access import ANYONE, allows, is_known_host, is_of_another_site, known_hosts, parse_tokens
+from teleloader_server.app import create_app
+from teleloader_server.config import ConfigError, Limits
+from teleloader_server.datasets import host
+from teleloader_server.gate import Gate, GuardedRoute, TokenFile
+from teleloader_server.hosts import ObjectHost
+from teleloader_server.service import LoaderService
+from teleloader_shared.errors import Forbidden, Unauthorized
+
+SECRET = "a-token-of-a-test"
+DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
+
+
+def one_entry(**fields: str) -> str:
+    """A file with one token."""
+    return "[trainer]\n" + "".join(f"{name} = {value}\n" for name, value in fields.items())
+
+
+# -- the table of tokens
+
+
+def test_an_entry_has_sane_defaults() -> None:
+    """Batches and figures, for good, and all of the memory."""
+    (entry,) = parse_tokens(one_entry(token=f'"{SECRET}"'), "tokens.toml").entries
+    assert entry.principal == ("trainer", {"read", "stats"}, 1.0)
+    assert entry.expires == math.inf
+
+
+def test_an_entry_may_say_all() -> None:
+    """And need not hold the token itself."""
+    text = one_entry(
+        sha256=f'"{DIGEST}"', scopes='["read:train", "admin"]', expires="2027-01-01T00:00:00Z", memory_share="0.5"
+    )
+    tokens = parse_tokens(text, "tokens.toml")
+    assert tokens.find(SECRET.encode()) == tokens.entries[0]
+    assert tokens.entries[0].principal == ("trainer", {"read:train", "admin"}, 0.5)
+    assert tokens.entries[0].expires == 1798761600
+    assert not tokens.holds_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "lists no tokens"),
+        ("[", "not valid TOML"),
+        ("trainer = 5", "must be a table"),
+        ("['']\n", "must be letters"),
+        (one_entry(), "either token"),
+        (one_entry(token=f'"{SECRET}"', sha256=f'"{DIGEST}"'), "either token"),
+        (one_entry(token='"short"'), "16 to 512"),
+        (one_entry(token='"with a space in it, and more"'), "16 to 512"),
+        (one_entry(token="5"), "16 to 512"),
+        (one_entry(sha256='"abc"'), "64 hexadecimal"),
+        (one_entry(token=f'"{SECRET}"', scope='["read"]'), "unknown entry 'scope'"),
+        (one_entry(token=f'"{SECRET}"', scopes='"read"'), "must be a list"),
+        (one_entry(token=f'"{SECRET}"', scopes="[]"), "must be a list"),
+        (one_entry(token=f'"{SECRET}"', scopes='["write"]'), "must be read, read:DATASET"),
+        (one_entry(token=f'"{SECRET}"', scopes='["read:../x"]'), "must be read, read:DATASET"),
+        (one_entry(token=f'"{SECRET}"', expires="2027-01-01T00:00:00"), "a time with its zone"),
+        (one_entry(token=f'"{SECRET}"', expires="2027-01-01"), "a time with its zone"),
+        (one_entry(token=f'"{SECRET}"', memory_share="0"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"', memory_share="1.01"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"', memory_share="nan"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"', memory_share="true"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"') + f'[other]\nsha256 = "{DIGEST}"\n', "have the same token"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_is_refused(text: str, complaint: str) -> None:
+    """With where, what, and never the token."""
+    with pytest.raises(ConfigError) as refused:
+        parse_tokens(text, "tokens.toml")
+    assert complaint in str(refused.value)
+    assert "tokens.toml" in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_all_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In constant time, also after one that fits."""
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        return one == other
+
+    monkeypatch.setattr(access.hmac, "compare_digest", compare)
+    tokens = parse_tokens("".join(f'[t{n}]\ntoken = "{n:020}"\n' for n in range(9)), "tokens.toml")
+    found = tokens.find(b"%020d" % 4)
+    assert found is not None
+    assert found.principal.name == "t4"
+    assert tokens.find(b"%020d" % 10) is None
+    assert len(compared) == 18
+
+
+# -- scopes
+
+
+@pytest.mark.parametrize(
+    ("scopes", "need", "dataset", "enough"),
+    [
+        ({"read"}, "read", "train", True),
+        ({"read"}, "read", None, True),
+        ({"read:train"}, "read", "train", True),
+        ({"read:train"}, "read", None, True),
+        ({"read:train"}, "read", "train2", False),
+        ({"read:train"}, "read", "", False),
+        ({"stats"}, "read", None, False),
+        ({"read"}, "stats", None, False),
+        ({"stats"}, "stats", None, True),
+        ({"stats"}, "any", None, True),
+        ({"read", "stats"}, "admin", None, False),
+        ({"admin"}, "admin", None, True),
+        ({"admin"}, "read", "train", True),
+        ({"admin"}, "stats", None, True),
+        (ANYONE.scopes, "admin", None, True),
+    ],
+)
+def test_a_scope_allows_what_it_says(scopes: set[str], need: str, dataset: str | None, enough: bool) -> None:
+    """And nothing else; admin allows all."""
+    assert allows(frozenset(scopes), need, dataset) is enough
+
+
+# -- hosts and sites
+
+
+@pytest.mark.parametrize(
+    ("header", "known"),
+    [
+        ("127.0.0.1:8000", True), ("127.0.0.1", True), ("10.1.2.3:80", True), ("[::1]:8000", True), ("[fe80::1]", True),
+        ("localhost", True), ("LOCALHOST:8000", True), ("a.localhost", True), ("cpu-box:8000", True),
+        ("CPU-Box.:8000", True), ("a.loader.example", True), ("a.b.loader.example:1", True),
+        ("loader.example", False), ("evil.example:8000", False), ("evilloader.example", False),
+        ("127.0.0.1.evil.example", False), ("localhost.evil.example", False), ("cpu-box.evil.example", False),
+        ("127.1", False), ("0x7f000001", False), ("", False), ("cpu-box:8000:8000", False), ("x@127.0.0.1", False),
+    ],
+)  # fmt: skip
+def test_a_name_that_others_could_have_led_here_is_not_known(header: str, known: bool) -> None:
+    """Addresses, localhost and what was configured are; nothing is that only looks like them."""
+    assert is_known_host(header, known_hosts(["cpu-box", "*.loader.example", ""])) is known
+
+
+def test_a_star_is_any_name() -> None:
+    """For those who have thought of it."""
+    assert is_known_host("evil.example", known_hosts(["*"]))
+
+
+@pytest.mark.parametrize(
+    ("method", "origin", "site", "mode", "refused"),
+    [
+        ("GET", None, None, None, False),
+        ("POST", None, None, None, False),
+        ("POST", "http://box:8000", "same-origin", "cors", False),
+        ("GET", None, "none", "navigate", False),
+        ("GET", None, "cross-site", "navigate", False),
+        ("POST", None, "cross-site", "navigate", True),
+        ("GET", None, "cross-site", "no-cors", True),
+        ("GET", None, "same-site", "cors", True),
+        ("POST", "http://evil.example", None, None, True),
+        ("GET", "http://evil.example", None, None, True),
+        ("POST", "http://box:3000", None, None, True),
+        ("POST", "null", None, None, True),
+        ("POST", "", None, None, True),
+    ],
+)
+def test_what_a_page_of_another_site_causes_is_refused(
+    method: str, origin: str | None, site: str | None, mode: str | None, refused: bool
+) -> None:
+    """But for links to this server. Another port of the same machine is another site as well."""
+    assert is_of_another_site(method, "box:8000", origin, site, mode) is refused
+
+
+# -- every endpoint
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    """A server's application."""
+    limits = Limits()
+    return create_app(LoaderService(ObjectHost(lambda: {"x": host([1], name="x")}, limits), limits))
+
+
+def endpoints(routes: list[Any]) -> Iterator[Route]:
+    """All that is served."""
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        if isinstance(inner, APIRouter):  # how later releases of FastAPI include a router
+            yield from endpoints(inner.routes)
+        else:
+            yield route
+
+
+def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
+    """Only probes and the files of the page are for everybody; signing in is for whoever is no foreign page."""
+    needs: dict[str, set[str]] = {}
+    for route in endpoints(app.router.routes):
+        need = access.need_of(route.endpoint)
+        needs.setdefault(need, set()).add(route.path)
+        assert need == access.UNCHECKED or isinstance(route, GuardedRoute), route.path
+    assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
+    assert needs.pop("open") == {"/session"}
+    assert needs.pop("any") == {"/openapi.json", "/docs"}
+    assert needs.pop("stats") == {"/stats", "/stats/stream", "/metrics"}
+    assert set(needs) == {"read"}
+    assert all(path.startswith("/v1/") for path in needs["read"])
+    assert len(needs["read"]) == 6
+
+
+def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
+    """The server does not even start with it."""
+    router = APIRouter(route_class=GuardedRoute)
+    with pytest.raises(LookupError, match="does not declare who may ask"):
+
+        @router.get("/forgotten")
+        async def forgotten() -> None: ...
+
+
+def test_a_route_that_is_described_is_guarded(app: FastAPI) -> None:
+    """What the API's description lists is what passes the gate, or a probe."""
+    guarded = {route.path for route in endpoints(app.router.routes) if isinstance(route, APIRoute)}
+    assert set(app.openapi()["paths"]) <= guarded
+
+
+# -- the gate
+
+
+def scope(authorization: str | None = None, **headers: str) -> dict[str, Any]:
+    """A request."""
+    found = {**headers} if authorization is None else {"authorization": authorization, **headers}
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in found.items()]
+    return {"method": "GET", "headers": raw, "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("10.0.0.9", 5)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which only the test changes."""
+    now = [1_000_000.0]
+    monkeypatch.setattr("teleloader_server.gate.time.time", lambda: now[0])
+    monkeypatch.setattr("teleloader_server.gate.time.monotonic", lambda: now[0])
+    return now
+
+
+def gate_of(tmp_path: Path, text: str) -> Gate:
+    """One with a file of tokens."""
+    file = tmp_path / "tokens.toml"
+    file.write_text(text)
+    file.chmod(0o600)
+    return Gate([TokenFile.table(file)])
+
+
+def test_a_changed_file_counts_from_then_on(tmp_path: Path, clock: list[float]) -> None:
+    """A token that is removed is refused, though it was just let in; a new one is taken."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
+    clock[0] += 2
+    with pytest.raises(Unauthorized, match="not one of this server's"):
+        gate.admit(scope(f"Bearer {SECRET}"), "read", {})
+    assert gate.admit(scope("bearer another-token-of-it"), "read", {}).name == "later"
+
+
+@pytest.mark.parametrize("content", ["[broken", "", '[x]\ntoken = "short"\n', None])
+def test_a_broken_file_leaves_the_tokens_as_they_were(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    """With an error in the log, once."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    if content is None:
+        (tmp_path / "tokens.toml").unlink()
+    else:
+        (tmp_path / "tokens.toml").write_text(content)
+    for _ in range(3):
+        clock[0] += 2
+        assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    assert [record.message[:30] for record in caplog.records] == ["the tokens stay as they were: "]
+
+
+def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> None:
+    """Also one that was let in before."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
+    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    clock[0] += 11
+    with pytest.raises(Unauthorized, match="'trainer' has expired"):
+        gate.admit(scope(f"Bearer {SECRET}"), "read", {})
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Basic abc", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}", "Bearer \xff"]
+)
+def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
+    """However near it comes."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    with pytest.raises(Unauthorized):
+        gate.admit(scope(header), "read", {})
+
+
+def test_a_token_reads_its_dataset_by_name_and_by_loader(tmp_path: Path) -> None:
+    """And no other, whichever way it is asked for."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
+    gate.dataset_of = {"of-train": "train", "of-other": "other"}.get
+    asking = scope(f"Bearer {SECRET}")
+    for params in ({}, {"name": "train"}, {"key": "of-train"}, {"key": "unknown"}):
+        assert gate.admit(asking, "read", params).name == "trainer"
+    for params in ({"name": "other"}, {"key": "of-other"}):
+        with pytest.raises(Forbidden, match="this needs 'read:other'"):
+            gate.admit(asking, "read", params)
+    with pytest.raises(Forbidden, match="this needs 'stats'"):
+        gate.admit(asking, "stats", {})
+
+
+def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, clock: list[float]) -> None:
+    """A line for many, with the peer and without what it sent."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    for _ in range(2):
+        for _ in range(1000):
+            with pytest.raises(Unauthorized):
+                gate.admit(scope("Bearer not-the-right-one"), "read", {})
+        clock[0] += 20
+    assert len(caplog.messages) == 2
+    assert "1000 x Unauthorized; the last one, of 10.0.0.9" in caplog.messages[1]
+    assert "not-the-right-one" not in caplog.text
+
+
+def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it holds the token itself; a digest is nothing to hide."""
+    file = tmp_path / "tokens.toml"
+    for text, warned in ((one_entry(sha256=f'"{DIGEST}"'), False), (one_entry(token=f'"{SECRET}"'), True)):
+        file.write_text(text)
+        os.chmod(file, 0o644)
+        TokenFile.table(file)
+        assert ("everybody on this machine can read" in caplog.text) is warned
+    assert SECRET not in caplog.text
+
+
+# -- sessions of browsers
+
+
+def cookie_of(header: str) -> str:
+    """What a browser sends back."""
+    return header.partition(";")[0]
+
+
+def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> None:
+    """In a cookie that scripts cannot read and other sites cannot use, and that does not hold the token."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    principal, header = gate.sign_in(SECRET, scope())
+    assert principal.name == "trainer"
+    assert header.startswith("teleloader-8000=")
+    assert header.endswith("; Path=/; Max-Age=43200; HttpOnly; SameSite=Strict")
+    assert SECRET not in header
+    asking = scope(cookie=f"a=b; {cookie_of(header)}; c=d")
+    assert gate.admit(asking, "stats", {}).name == "trainer"
+    assert "Max-Age=0" in gate.sign_out(asking)
+    with pytest.raises(Unauthorized, match="not signed in any more"):
+        gate.admit(asking, "stats", {})
+
+
+def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
+    """And is never sent in the clear."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    _, header = gate.sign_in(SECRET, {**scope(), "scheme": "https"})
+    assert header.startswith("__Host-teleloader-8000=")
+    assert header.endswith("; Secure")
+
+
+def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: list[float]) -> None:
+    """12 hours at most; and at once when the token is removed."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    first, second = (scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1])) for _ in range(2))
+    clock[0] += 12 * 3600 - 1
+    assert gate.admit(first, "stats", {}).name == "trainer"
+    clock[0] += 2
+    with pytest.raises(Unauthorized):
+        gate.admit(first, "stats", {})
+    third = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
+    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
+    clock[0] += 2
+    for session in (second, third):
+        with pytest.raises(Unauthorized):
+            gate.admit(session, "stats", {})
+
+
+def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
+    """Nor does what is none."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    for wrong in ("", "x", "\ud800", SECRET + "\n"):
+        with pytest.raises(Unauthorized):
+            gate.sign_in(wrong, scope())
+
+
+def test_sessions_are_bounded(tmp_path: Path) -> None:
+    """The oldest gives way."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    sessions = [scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1])) for _ in range(1025)]
+    with pytest.raises(Unauthorized):
+        gate.admit(sessions[0], "stats", {})
+    assert gate.admit(sessions[1], "stats", {}).name == "trainer"
+
+
+# -- where a server may stand
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1"])
+def test_this_machine_needs_no_tokens(address: str) -> None:
+    """Whoever reaches the server is on it."""
+    access.refuse_unprotected(address, has_tokens=False, insecure=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "10.0.0.5", "::", "192.168.1.1", "fe80::1%eth0"])
+def test_others_need_tokens(address: str) -> None:
+    """Unless it was said in so many words that they do not."""
+    access.refuse_unprotected(address, has_tokens=True, insecure=False)
+    access.refuse_unprotected(address, has_tokens=False, insecure=True)
+    with pytest.raises(ConfigError, match="teleloader-server token trainer >> tokens.toml"):
+        access.refuse_unprotected(address, has_tokens=False, insecure=False)
