@@ -300,7 +300,8 @@ def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> Non
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer ", "Basic abc", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}", "Bearer \xff"]
+    "header",
+    ["", "Bearer", "Bearer ", "Basic abc", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}", "Bearer \xff"],
 )
 def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
     """However near it comes."""
