@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
-from teleloader.credentials import Credentials, tls_error
+from teleloader.credentials import Credentials, refused_client, tls_error
 from teleloader.failures import known_error
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -44,6 +44,8 @@ from teleloader_shared.spec import LoaderSpec
 MAX_JSON_BYTES: Final = 16 * 2**20
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
+PROBE: Final = 1.0
+"""Seconds after which a server that says nothing counts as one that waits for a request."""
 
 _Record = TypeVar("_Record", DatasetInfo, Registration)
 
@@ -151,25 +153,39 @@ class Server:
     def broke(self, error: Exception) -> TlsError | None:
         """What it means that a connection broke, where it is nothing that asking again mends."""
         found = tls_error(error, self.url)
-        if found is None and isinstance(error, httpx.RemoteProtocolError) and self._speaks_tls():
-            return TlsError(f"no batches from {self.url}: the server speaks TLS, so write https://")
-        return found
+        if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+            return found
+        if self._is_secure:
+            return refused_client(self.url, self.credentials) if self._hangs_up(self.credentials.context()) else None
+        blind = ssl.create_default_context()
+        blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+        if self._hangs_up(blind) is None:
+            return None
+        return TlsError(f"no batches from {self.url}: the server speaks TLS, so write https://")
 
-    def _speaks_tls(self) -> bool:
-        """Whether there is TLS where plain HTTP was tried; nothing is sent that way."""
+    @property
+    def _is_secure(self) -> bool:
+        return self.url.startswith("https")
+
+    def _hangs_up(self, context: ssl.SSLContext) -> bool | None:
+        """Whether the server ends a TLS connection that nobody has asked for anything; None when there is no TLS.
+
+        That is how it looks from here when a server does not take the client's certificate.
+        """
         url = httpx.URL(self.url)
-        if url.scheme == "https":
-            return False
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         try:
             with (
-                socket.create_connection((url.host, url.port or 80), self.timeout / 2) as connected,
-                context.wrap_socket(connected),
+                socket.create_connection((url.host, url.port or (443 if self._is_secure else 80)), PROBE) as plain,
+                context.wrap_socket(plain, server_hostname=url.host) as connected,
             ):
-                return True
+                try:
+                    return not connected.recv(1)
+                except TimeoutError:
+                    return False
+                except OSError:
+                    return True
         except OSError:
-            return False
+            return None
 
     def _request(self, method: str, path: str, **options: Any) -> Any:
         shown = self.credentials.token
@@ -183,7 +199,7 @@ class Server:
     def _ask(self, method: str, path: str, **options: Any) -> Any:
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers}
         options = {"timeout": self.timeout, "headers": headers, **options}
-        verify = self.credentials.context() if self.url.startswith("https") else False
+        verify = self.credentials.context() if self._is_secure else False
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
             # of proxies is ignored, because the batches themselves do not go through one either

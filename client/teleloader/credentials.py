@@ -52,6 +52,11 @@ class Credentials:
         return self._token
 
     @property
+    def has_certificate(self) -> bool:
+        """Whether a certificate is shown."""
+        return bool(self._cert or os.environ.get(CERT_VARIABLE))
+
+    @property
     def headers(self) -> dict[str, str]:
         """The headers that show it."""
         token = self._token
@@ -139,6 +144,12 @@ def tls_error(error: BaseException | None, url: str) -> TlsError | None:
         return None  # the connection broke
     sentence = _untrusted(error) if isinstance(error, ssl.SSLCertVerificationError) else _refused(error.reason or "")
     return None if sentence is None else TlsError(f"no batches from {url}: {sentence}")
+
+
+def refused_client(url: str, credentials: Credentials) -> TlsError:
+    """What it means that a server hangs up after the handshake."""
+    reason = "UNKNOWN" if credentials.has_certificate else "REQUIRED"
+    return TlsError(f"no batches from {url}: {_refused(f'ALERT_CERTIFICATE_{reason}')}")
 
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> str:

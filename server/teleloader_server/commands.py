@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -438,24 +439,35 @@ def _run(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float)
         return runner.run(_serve(configs, limits, door, grace))
 
 
-async def _serve(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
-    host, port = door.host, door.port
+def _bound(door: Door) -> socket.socket:
+    """A socket that is bound where others may come in, or only this machine."""
     try:
-        listening = bind(host, port)
+        bound = bind(door.host, door.port)
     except OSError as error:
-        logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
-        return EXIT_USAGE
+        raise ConfigError(
+            f"cannot listen on {door.host}:{door.port}: {error.strerror}. Choose another --host or --port"
+        ) from None
+    address = bound.getsockname()[0]
     try:
-        refuse_unprotected(listening.getsockname()[0], has_tokens=door.gate.has_tokens, insecure=door.insecure)
-    except ConfigError as error:
-        listening.close()
-        logger.error("%s", error)
-        return EXIT_USAGE
-    if door.tls is None and not is_loopback(listening.getsockname()[0]):
+        refuse_unprotected(address, has_tokens=door.gate.has_tokens, insecure=door.insecure)
+    except ConfigError:
+        bound.close()
+        raise
+    if door.tls is None and not is_loopback(address):
         logger.warning(
             "%s, unencrypted: whoever is between here and a client can read and change them (see --ssl-certfile)",
             "tokens and batches travel" if door.gate.has_tokens else "everybody may come in, and batches travel",
         )
+    return bound
+
+
+async def _serve(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
+    host, port = door.host, door.port
+    try:
+        listening = _bound(door)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
     service = LoaderService(ConfiguredHost(configs, limits), limits)
     raise_file_limit()
     try:

@@ -172,10 +172,15 @@ class _LocalServer:
             gate = Gate(fixed=self._tokens, host=self._address)
             server = Server(service, self._address, self._port, grace=1, gate=gate)
             listening = bind(self._address, self._port)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            self._started.set_exception(error)
+            return
+        try:
             address = listening.getsockname()[0]
             refuse_unprotected(address, has_tokens=gate.has_tokens, insecure=self._insecure)
             await service.start()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - as above
+            listening.close()
             self._started.set_exception(error)
             return
         serving = asyncio.create_task(server.serve([listening]))

@@ -80,7 +80,7 @@ class TlsFiles:
             return (
                 f"the key in {key} is not that of the certificate in {self.certfile}: give the two that belong together"
             )
-        if error.reason in ("BAD_DECRYPT", "BAD_PASSWORD_READ") or "decrypt" in str(error.reason).lower():
+        if b"ENCRYPTED" in key.read_bytes():
             given = "is another" if self.keyfile_password else "must be given"
             return f"the key in {key} is encrypted, and its password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:

@@ -1,0 +1,428 @@
+"""Who may come in: real servers with tokens, clients with and without, and secrets that show nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import secrets
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from teleloader_server.config import ConfigError
+from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized, UnknownDataset
+from teleloader_shared.spec import LoaderSpec
+from tests.conftest import ServerProcess, StartServer
+from tests.end_to_end.terminal import SERVER, TOOLS, piped
+
+NUMBERS = "tests.end_to_end.hosted:numbers"
+MANY = "tests.end_to_end.hosted:many"
+
+
+class TokenTable:
+    """A file of tokens, and the tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: dict[str, str] = {}
+        self.secrets: dict[str, str] = {}
+
+    def add(self, name: str, *scopes: str, **fields: str) -> str:
+        """Make one; nothing is written yet."""
+        token = secrets.token_urlsafe(24)
+        said = {"token": f'"{token}"', **({"scopes": json.dumps(scopes)} if scopes else {}), **fields}
+        self._entries[name] = f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in said.items())
+        self.secrets[name] = token
+        return token
+
+    def remove(self, name: str) -> None:
+        """Take it out; nothing is written yet."""
+        del self._entries[name]
+
+    def write(self) -> str:
+        """Write the file as it is meant to be now, in one step; its path."""
+        new = self.path.with_suffix(".new")
+        new.touch(0o600)
+        new.write_text("\n".join(self._entries.values()))
+        new.replace(self.path)
+        return str(self.path)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> TokenTable:
+    """An empty one."""
+    return TokenTable(tmp_path / "tokens.toml")
+
+
+@pytest.fixture(autouse=True)
+def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests' own environment holds does not count."""
+    for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
+        monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> TokenTable:
+    """Tokens of all kinds."""
+    made = TokenTable(tmp_path_factory.mktemp("tokens") / "tokens.toml")
+    made.add("all")
+    made.add("numbers", "read:numbers")
+    made.add("figures", "stats")
+    made.add("boss", "admin")
+    made.add("old", expires="2020-01-01T00:00:00Z")
+    made.write()
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(tables: TokenTable) -> Iterator[ServerProcess]:
+    """A server with those, at whose log it is looked in the end."""
+    running = ServerProcess("--port", "0", NUMBERS, MANY, "--num-workers", "1", "--debug", "--tokens", str(tables.path))
+    yield running
+    assert running.end() == 0
+    log = "".join(running.log)
+    assert "Traceback" not in log
+    for token in tables.secrets.values():
+        assert token not in log
+
+
+def spec(dataset: str, **fields: Any) -> dict[str, Any]:
+    """The body of a registration."""
+    return {"dataset": dataset, "batch_size": 4, **fields}
+
+
+def asker(url: str, token: str | None) -> httpx.Client:
+    """A client with that token."""
+    return httpx.Client(base_url=url, timeout=30, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+
+
+PATHS = (
+    "/v1/datasets", "/v1/datasets/numbers", "/v1/loaders/x", "/v1/loaders/x/epochs/0/batches/0",
+    "/v1/loaders/x/epochs/0/batches?start=0&stop=1", "/stats", "/stats/stream", "/metrics", "/openapi.json", "/docs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [None, "not-one-of-the-servers-tokens", "old", "\N{SNOWMAN}"])
+def test_without_a_good_token_nothing_is_told(server: ServerProcess, tables: TokenTable, token: str | None) -> None:
+    """401 with a sentence, at every endpoint but the probes; for what is not there as for what is."""
+    shown = tables.secrets.get(str(token), token)
+    with httpx.Client(base_url=server.url) as client:
+        headers = httpx.Headers() if shown is None else httpx.Headers({b"Authorization": f"Bearer {shown}".encode()})
+        for path in PATHS:
+            answer = client.get(path, headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (401, "Unauthorized"), path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert shown is None or shown not in answer.text
+        for method, path in (("POST", "/v1/loaders"), ("DELETE", "/v1/loaders/x"), ("POST", PATHS[4])):
+            assert client.request(method, path, headers=headers).status_code == 401
+        assert client.get("/healthz", headers=headers).status_code == 200
+        assert client.get("/readyz", headers=headers).status_code == 200
+
+
+def test_a_token_is_good_for_what_its_scopes_say(server: ServerProcess, tables: TokenTable) -> None:
+    """What is not said is refused with what would be needed."""
+    tokens = tables.secrets
+    with asker(server.url, tokens["boss"]) as boss:
+        keys = {name: boss.post("/v1/loaders", json=spec(name)).json()["key"] for name in ("numbers", "many")}
+        assert boss.get("/stats").status_code == 200
+    with asker(server.url, tokens["figures"]) as client:
+        assert client.get("/stats").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        for path in PATHS[:5]:
+            assert client.get(path).json()["code"] == "Forbidden"
+    with asker(server.url, tokens["numbers"]) as client:
+        assert client.get("/stats").status_code == 403
+        assert [info["name"] for info in client.get("/v1/datasets").json()] == ["numbers"]
+        assert client.get("/v1/datasets/numbers").status_code == 200
+        for name in ("many", "unheard-of"):
+            assert client.get(f"/v1/datasets/{name}").json()["code"] == "Forbidden"
+            assert client.post("/v1/loaders", json=spec(name)).json()["code"] == "Forbidden"
+        of_numbers, of_many = (f"/v1/loaders/{keys[name]}/epochs/0/batches" for name in ("numbers", "many"))
+        assert client.get(f"{of_numbers}/3").status_code == 200
+        assert client.get(f"{of_numbers}?start=0&stop=3&ready=true").status_code == 200
+        for refused in (
+            client.get(f"/v1/loaders/{keys['many']}"), client.delete(f"/v1/loaders/{keys['many']}"),
+            client.get(f"{of_many}/3"), client.get(f"{of_many}?start=0&stop=3"), client.post(f"{of_many}?start=0"),
+        ):  # fmt: skip
+            assert (refused.status_code, refused.json()["code"]) == (403, "Forbidden")
+            assert "this needs 'read:many'" in refused.json()["detail"]
+
+
+def test_what_holds_up_others_needs_admin(server: ServerProcess, tables: TokenTable) -> None:
+    """Loading in the server's own process, even where --debug allows it."""
+    own = spec("numbers", session="own", in_process=True)
+    for name, status in (("all", 403), ("boss", 200)):
+        with asker(server.url, tables.secrets[name]) as client:
+            assert client.post("/v1/loaders", json=own).status_code == status
+
+
+# -- the client
+
+
+def test_a_client_with_a_token_is_let_in(
+    server: ServerProcess, tables: TokenTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By argument, by environment, by a file that the environment names."""
+    token = tables.secrets["all"]
+    batches = list(DataLoader(RemoteDataset(server.url, "numbers", token=token), 10, output="numpy"))
+    assert len(batches) == 10
+    monkeypatch.setenv("TELELOADER_TOKEN", token)
+    assert len(RemoteDataset(server.url, "numbers")) == 100
+    monkeypatch.delenv("TELELOADER_TOKEN")
+    (tmp_path / "token").write_text(f"{token}\n")
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "token"))
+    assert RemoteDataset(server.url, "numbers")[7][1] == 49.0
+
+
+@pytest.mark.parametrize(
+    ("token", "kind", "advice"),
+    [
+        (None, Unauthorized, "set TELELOADER_TOKEN"),
+        ("not-one-of-the-servers-tokens", Unauthorized, "may have been replaced"),
+        ("old", Unauthorized, "'old' has expired"),
+        ("figures", Forbidden, "needs 'read'"),
+        ("numbers", Forbidden, "needs 'read:many'"),
+    ],
+)
+def test_a_client_without_is_told_at_once_what_to_do(
+    server: ServerProcess, tables: TokenTable, token: str | None, kind: type[AccessDenied], advice: str
+) -> None:
+    """Nothing is tried again: it would not help."""
+    with pytest.raises(kind, match=advice):
+        RemoteDataset(server.url, "many", token=tables.secrets.get(str(token), token), reconnect_timeout=1e9)
+
+
+def test_a_dataset_that_is_not_there_is_still_told_of(server: ServerProcess, tables: TokenTable) -> None:
+    """To those who may read all."""
+    with pytest.raises(UnknownDataset, match="hosts 'numbers', 'many'"):
+        RemoteDataset(server.url, "nothing", token=tables.secrets["all"])
+
+
+@pytest.mark.parametrize("url", ["http://user:{}@127.0.0.1:1", "http://{}@127.0.0.1:1", "http://127.0.0.1:1/?t={}"])
+def test_a_url_with_a_secret_in_it_is_refused(url: str) -> None:
+    """And not quoted: URLs stand in logs and errors."""
+    with pytest.raises(ValueError, match="must hold no password") as refused:
+        RemoteDataset(url.format("the-secret-of-it"))
+    assert "the-secret-of-it" not in str(refused.value)
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\r\nX-Forged: 1", "\N{SNOWMAN}" * 20, "x" * 513])
+def test_what_cannot_be_a_token_is_refused(token: str) -> None:
+    """Before anything is sent, and not quoted."""
+    with pytest.raises(ValueError, match="the argument token holds no token") as refused:
+        RemoteDataset("http://127.0.0.1:1", token=token)
+    assert not token or token not in str(refused.value)
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variable that names it."""
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"cannot read the token in .*nowhere \(TELELOADER_TOKEN_FILE\): No such file"):
+        RemoteDataset("http://127.0.0.1:1")
+
+
+# -- rotation
+
+
+def test_tokens_are_replaced_while_training_goes_on(
+    table: TokenTable, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side is restarted: the new one is put into both files, then the old one is taken out."""
+    file = tmp_path / "token"
+    file.write_text(table.add("first"))
+    server = start_server(MANY, "--num-workers", "1", "--tokens", table.write())
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(file))
+    loader = DataLoader(RemoteDataset(server.url, "many"), 10, output="numpy")
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(10)]
+    second = table.add("second")
+    table.remove("first")
+    table.write()
+    with asker(server.url, second) as client:
+        while client.get("/v1/datasets").status_code != 200:
+            pass
+    file.write_text(second)
+    seen += [batch.tolist() for batch in batches]
+    assert [index for batch in seen for index in batch] == list(range(100_000))
+    server.await_line(r"tokens\.toml was read again: 1 token \(second\)")
+
+
+def test_a_token_that_is_taken_away_stops_its_owner(table: TokenTable, start_server: StartServer) -> None:
+    """In the middle of an epoch, with an error that says why; answers without an end are broken off."""
+    token = table.add("first")
+    table.add("other")
+    server = start_server(MANY, "--num-workers", "1", "--tokens", table.write())
+    batches = iter(DataLoader(RemoteDataset(server.url, "many", token=token), 10, output="numpy"))
+    next(batches)
+    with asker(server.url, token) as client, client.stream("GET", "/stats/stream?interval=0.5") as events:
+        lines = events.iter_lines()
+        next(lines)
+        table.remove("first")
+        table.write()
+        assert all(isinstance(line, str) for line in lines), "the stream ends by itself"
+    with pytest.raises(Unauthorized, match="may have been replaced"):
+        list(batches)
+
+
+# -- starting
+
+
+@pytest.mark.parametrize("given", [(), ("--tokens",)])
+def test_a_server_that_others_reach_needs_tokens(given: tuple[str, ...], table: TokenTable) -> None:
+    """It does not start, and says how to make one."""
+    table.path.write_text("")
+    done = piped(SERVER, NUMBERS, "--host", "0.0.0.0", "--port", "0", *given, *([str(table.path)] if given else []))
+    assert done.code == 2
+    assert "teleloader-server token" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_insecure_has_to_be_said(start_server: StartServer) -> None:
+    """Then it starts, and warns."""
+    server = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0", "--insecure")
+    server.await_line("WARNING everybody may come in, and batches travel, unencrypted")
+    assert httpx.get(f"{server.url}/v1/datasets").status_code == 200
+
+
+def test_one_token_by_the_environment_or_a_file(
+    tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers have it, on both sides alike."""
+    token = secrets.token_urlsafe(24)
+    monkeypatch.setenv("TELELOADER_TOKEN", token)
+    by_environment = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0")
+    assert len(RemoteDataset(by_environment.url)) == 100
+    monkeypatch.delenv("TELELOADER_TOKEN")
+    (tmp_path / "token").write_text(token)
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "token"))
+    by_file = start_server(NUMBERS, "--num-workers", "1")
+    assert len(RemoteDataset(by_file.url)) == 100
+    for server in (by_environment, by_file):
+        assert httpx.get(f"{server.url}/v1/datasets").status_code == 401
+        assert not any(token in line for line in server.log)
+
+
+def test_serve_keeps_to_the_same_rule() -> None:
+    """An object of this process is served to others only with a token, or when that was waived in so many words."""
+    with pytest.raises(ConfigError, match="has no tokens"), serve([1, 2], host_address="0.0.0.0"):
+        pass
+    with serve([1, 2], num_workers=0, host_address="0.0.0.0", insecure=True) as url:
+        assert len(RemoteDataset(url)) == 2
+    token = secrets.token_urlsafe(24)
+    with serve([1, 2], num_workers=0, host_address="0.0.0.0", token=token) as url:
+        assert [RemoteDataset(url, token=token)[i] for i in (0, 1)] == [1, 2]
+        with pytest.raises(Unauthorized):
+            RemoteDataset(url)
+
+
+def test_the_command_makes_tokens(tmp_path: Path, start_server: StartServer) -> None:
+    """An entry without the secret for the server, and the secret apart, once."""
+    entry = piped(
+        SERVER, "token", "trainer", "--scope", "read:numbers", "--days", "2", "--out", str(tmp_path / "token")
+    )
+    assert entry.code == 0
+    token = (tmp_path / "token").read_text().strip()
+    assert token not in entry.out + entry.err
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "tokens.toml").write_text(entry.out)
+    server = start_server(NUMBERS, "--num-workers", "1", "--tokens", str(tmp_path / "tokens.toml"))
+    assert len(RemoteDataset(server.url, token=token)) == 100
+    shown = piped(SERVER, "token", "other")
+    assert "tl_" not in shown.out
+    assert "shown this once: tl_" in shown.err
+    assert piped(SERVER, "token", "--scope", "everything").code == 2
+    assert piped(SERVER, "token", "trainer", "--out", str(tmp_path / "token")).code == 2
+    assert (tmp_path / "token").read_text().strip() == token
+
+
+def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, tmp_path: Path) -> None:
+    """Never the token itself, which others would see among the processes."""
+    file = tmp_path / "token"
+    file.write_text(tables.secrets["all"])
+    commands: list[tuple[str, ...]] = [
+        ("stats", server.url),
+        *((name, server.url, "numbers") for name in ("peek", "audit")),
+        ("bench", server.url, "numbers", "--seconds", "0.2"),
+    ]
+    for arguments in commands:
+        refused = piped(TOOLS, *arguments)
+        assert (refused.code, "set TELELOADER_TOKEN" in refused.err) == (2, True), refused
+        done = piped(TOOLS, *arguments, "--token-file", str(file))
+        assert done.code == 0, done
+        assert tables.secrets["all"] not in done.out + done.err
+
+
+# -- secrets show nowhere
+
+
+def test_the_token_shows_nowhere(
+    table: TokenTable, start_server: StartServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Not in a log of either side, an error, a repr, a pickle or a saved state, whatever goes wrong."""
+    token = table.add("first")
+    server = start_server(
+        "failing=tests.end_to_end.hosted:failing", MANY, "--num-workers", "1", "--tokens", table.write(),
+        "--log-level", "debug",
+    )  # fmt: skip
+    caplog.set_level(logging.DEBUG)
+    said: list[str] = []
+
+    def note(action: Callable[[], object]) -> None:
+        try:
+            said.append(repr(action()))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked at
+            said.append("".join(traceback.TracebackException.from_exception(error, capture_locals=False).format()))
+            said.append(repr(error) + repr(error.args))
+
+    remote = RemoteDataset(server.url, "failing", token=token, reconnect_timeout=0.2)
+    loader = DataLoader(remote, 4, output="numpy")
+    note(lambda: list(loader))
+    note(lambda: remote)
+    note(lambda: vars(remote.servers[0]))
+    note(lambda: (loader, loader.state_dict()))
+    note(lambda: pickle.dumps(remote))
+    note(lambda: pickle.dumps(remote.servers[0].credentials))
+    note(lambda: RemoteDataset(server.url, "nothing", token=token))
+    note(lambda: remote.batch(LoaderSpec(dataset="failing", batch_size=4), 0, 10**6))
+    many = iter(DataLoader(RemoteDataset(server.url, "many", token=token, reconnect_timeout=0.2), 4, output="numpy"))
+    next(many)
+    said.append(httpx.get(f"{server.url}/stats", headers={"Authorization": f"Bearer {token}"}).text)
+    table.add("second")
+    table.remove("first")
+    table.write()
+    note(lambda: list(many))
+    note(lambda: RemoteDataset(server.url, "many", token=token))
+    server.kill()
+    note(lambda: RemoteDataset(server.url, "many", token=token, reconnect_timeout=0.2))
+    everything = "\n".join([*said, *caplog.messages, caplog.text, *server.log])
+    assert "ValueError: sample 17 is damaged" in everything
+    assert "may have been replaced" in everything
+    assert "no loader server answers" in everything
+    assert token not in everything
+    assert token[:12] not in everything
+
+
+def test_a_pickled_dataset_takes_its_token_from_where_it_is_opened(
+    server: ServerProcess, tables: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds the pickle has nothing."""
+    pickled = pickle.dumps(RemoteDataset(server.url, "numbers", token=tables.secrets["all"]))
+    with pytest.raises(Unauthorized):
+        pickle.loads(pickled)[0]
+    monkeypatch.setenv("TELELOADER_TOKEN", tables.secrets["all"])
+    assert pickle.loads(pickled)[3] == [3, 9.0]
+
+
+def test_no_command_line_shows_a_token() -> None:
+    """None of the tools has an option for it."""
+    for command in ([SERVER], [TOOLS, "stats"], [TOOLS, "bench"], [TOOLS, "peek"], [TOOLS, "audit"]):
+        options = piped(command[0], *command[1:], "--help").out.split()
+        assert "--token-file" in options
+        assert "--token" not in options

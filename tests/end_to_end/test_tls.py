@@ -1,0 +1,406 @@
+"""HTTPS with real certificates: who is trusted and who is not, and that all else holds there as it does without."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader.credentials import Credentials
+from teleloader_shared.errors import ServerUnavailable, TlsError
+from tests.conftest import ServerProcess, StartServer
+from tests.end_to_end.terminal import SERVER, TOOLS, piped
+
+NUMBERS = "tests.end_to_end.hosted:numbers"
+MANY = "tests.end_to_end.hosted:many"
+HEAVY = "tests.end_to_end.hosted:heavy"
+
+
+class Files:
+    """Certificates of a CA of the test's own, in files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.authority = trustme.CA()
+        self.ca = str(folder / "ca.pem")
+        self.authority.cert_pem.write_to_path(self.ca)
+
+    def make(self, name: str, *hosts: str, until: datetime.datetime | None = None) -> tuple[str, str]:
+        """The paths of a certificate and its key."""
+        since = None if until is None else until - datetime.timedelta(days=9)
+        made = self.authority.issue_cert(*hosts, not_before=since, not_after=until)
+        cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        for path, content in ((cert, b"".join(blob.bytes() for blob in made.cert_chain_pems)),
+                              (key, made.private_key_pem.bytes())):  # fmt: skip
+            new = path.with_suffix(".new")
+            new.write_bytes(content)
+            new.replace(path)
+        return str(cert), str(key)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Those of all tests here."""
+    return Files(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests' own environment holds does not count."""
+    for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
+        monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
+
+
+def tls(cert: str, key: str, *more: str) -> tuple[str, ...]:
+    """The arguments of a server with that certificate."""
+    return ("--num-workers", "1", "--ssl-certfile", cert, "--ssl-keyfile", key, *more)
+
+
+@pytest.fixture(scope="module")
+def server(files: Files) -> Iterator[ServerProcess]:
+    """A server that speaks TLS, at whose log it is looked in the end."""
+    running = ServerProcess(
+        "--port", "0", NUMBERS, MANY, HEAVY, *tls(*files.make("server", "127.0.0.1", "localhost")),
+        "--memory-budget", "64MiB",
+    )  # fmt: skip
+    yield running
+    assert running.end() == 0
+    log = "".join(running.log)
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
+def numbers_at(url: str, **credentials: Any) -> list[int]:
+    """An epoch's samples."""
+    loader = DataLoader(RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials), 10, output="numpy")
+    return [int(index) for indices, _ in loader for index in indices]
+
+
+def test_a_loader_works_as_it_does_without(
+    server: ServerProcess, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an https:// URL, with the CA as argument or from the environment; large batches arrive whole."""
+    assert server.url.startswith("https://127.0.0.1:")
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+    monkeypatch.setenv("TELELOADER_CA", files.ca)
+    assert numbers_at(server.url) == list(range(100))
+    for k, batch in enumerate(DataLoader(RemoteDataset(server.url, "heavy"), 1, output="numpy")):
+        assert batch.shape == (1, 8 * 2**20)
+        assert np.all(batch == k)
+    assert len(RemoteDataset(server.url.replace("127.0.0.1", "localhost"), "numbers")) == 100
+
+
+def test_an_order_of_the_clients_own_is_sent_over_tls(server: ServerProcess, files: Files) -> None:
+    """Bodies go up as batches come down."""
+    remote = RemoteDataset(server.url, "numbers", ca=files.ca)
+    order = list(reversed(range(100)))
+    assert [int(i) for indices, _ in DataLoader(remote, 7, sampler=order, output="numpy") for i in indices] == order
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_tls_1_2_and_later_are_spoken(
+    server: ServerProcess, files: Files, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
+) -> None:
+    """Each of them, batches included."""
+    make = Credentials._make_context
+
+    def context(self: Credentials) -> ssl.SSLContext:
+        made = make(self)
+        assert made.minimum_version == ssl.TLSVersion.TLSv1_2
+        made.minimum_version = made.maximum_version = version
+        return made
+
+    monkeypatch.setattr(Credentials, "_make_context", context)
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+
+
+def test_older_versions_are_not(server: ServerProcess) -> None:
+    """The server has none of them."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0)) as plain, pytest.raises((ssl.SSLError, ConnectionError)):
+        context.wrap_socket(plain)
+
+
+def test_the_tools_speak_it(server: ServerProcess, files: Files) -> None:
+    """With the CA's file as an option."""
+    done = piped(TOOLS, "peek", server.url, "numbers", "--ca", files.ca)
+    assert done.code == 0, done
+    refused = piped(TOOLS, "stats", server.url)
+    assert (refused.code, "set TELELOADER_CA" in refused.err) == (2, True), refused
+
+
+# -- who is not trusted
+
+
+def refusal(url: str, **credentials: Any) -> str:
+    """Why a client does not go on; it says so at once."""
+    with pytest.raises(TlsError) as refused:
+        RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials)
+    return str(refused.value)
+
+
+def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Files, tmp_path: Path) -> None:
+    """With the variable to set."""
+    for credentials in ({}, {"ca": Files(tmp_path).ca}):
+        said = refusal(server.url, **credentials)
+        assert server.url in said
+        assert "of no CA that is known here" in said
+        assert "set TELELOADER_CA to the file of its CA" in said
+
+
+def test_an_expired_certificate_is_refused(files: Files, start_server: StartServer) -> None:
+    """Whose clock may be the one that is wrong."""
+    day = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    pair = files.make("expired", "127.0.0.1", until=day)
+    server = start_server(NUMBERS, *tls(*pair))
+    assert "its certificate has expired: renew it" in refusal(server.url, ca=files.ca)
+
+
+def test_a_certificate_for_another_name_is_refused(files: Files, start_server: StartServer) -> None:
+    """However good it is."""
+    server = start_server(NUMBERS, *tls(*files.make("other", "loader.example", "127.0.0.9")))
+    assert "its certificate is for another name" in refusal(server.url, ca=files.ca)
+
+
+def test_https_at_a_plain_port_and_http_at_one_with_tls(
+    server: ServerProcess, files: Files, start_server: StartServer
+) -> None:
+    """The next step is to write the other one."""
+    assert "the server speaks TLS, so write https://" in refusal(server.url.replace("https", "http"))
+    plain = start_server(NUMBERS, "--num-workers", "1")
+    assert "there is no TLS: write http://" in refusal(plain.url.replace("http", "https"), ca=files.ca)
+
+
+@pytest.mark.parametrize("content", [None, "", "no certificate"])
+def test_files_that_cannot_be_used_are_named(server: ServerProcess, tmp_path: Path, content: str | None) -> None:
+    """Each of them."""
+    file = tmp_path / "file.pem"
+    if content is not None:
+        file.write_text(content)
+    assert f"{file} must hold CA certificates" in refusal(server.url, ca=str(file))
+    assert f"{file} must hold a certificate" in refusal(server.url, cert=str(file))
+
+
+def test_a_server_that_is_not_there_is_still_waited_for(files: Files, free_port: int) -> None:
+    """TLS does not make an error of it that ends at once."""
+    with pytest.raises(ServerUnavailable, match=r"tried for 0\.2 s"):
+        RemoteDataset(f"https://127.0.0.1:{free_port}", ca=files.ca, reconnect_timeout=0.2)
+
+
+def test_credentials_travel_with_a_pickle_as_paths(server: ServerProcess, files: Files) -> None:
+    """What they name is read where it is opened."""
+    assert pickle.loads(pickle.dumps(RemoteDataset(server.url, "numbers", ca=files.ca)))[3] == [3, 9.0]
+
+
+# -- both sides
+
+
+def test_clients_may_have_to_have_a_certificate(files: Files, start_server: StartServer, tmp_path: Path) -> None:
+    """Of the CA that the server was told of; the error says which of the two is missing."""
+    server = start_server(NUMBERS, *tls(*files.make("mutual", "127.0.0.1"), "--ssl-ca-certs", files.ca))
+    cert, key = files.make("client", "trainer-0")
+    assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
+    assert "it wants a certificate of the client: set TELELOADER_CERT" in refusal(server.url, ca=files.ca)
+    other, other_key = Files(tmp_path).make("client", "trainer-0")
+    said = refusal(server.url, ca=files.ca, cert=other, key=other_key)
+    assert "it does not take the client's certificate" in said
+    assert "Traceback" not in "".join(server.log)
+
+
+# -- the server's side
+
+
+def encrypt(key: str, folder: Path) -> str:
+    """The path of a copy that needs the password "pass"."""
+    loaded = serialization.load_pem_private_key(Path(key).read_bytes(), None)
+    secret = serialization.BestAvailableEncryption(b"pass")
+    copy = folder / "encrypted.key"
+    copy.write_bytes(loaded.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret))
+    return str(copy)
+
+
+def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: Path) -> None:
+    """In a sentence, with exit code 2, before anything is built."""
+    cert, key = files.make("one", "127.0.0.1")
+    _, other = files.make("two", "127.0.0.1")
+    encrypted = encrypt(key, tmp_path)
+    (tmp_path / "empty").touch()
+    for arguments, sentence in (
+        (("--ssl-certfile", cert, "--ssl-keyfile", other), "is not that of the certificate"),
+        (("--ssl-certfile", cert, "--ssl-keyfile", str(tmp_path / "nowhere")), "cannot read"),
+        (("--ssl-certfile", cert), "must hold a certificate and its key"),
+        (("--ssl-certfile", key, "--ssl-keyfile", cert), "must hold a certificate"),
+        (("--ssl-certfile", cert, "--ssl-keyfile", encrypted), "set TELELOADER_SSL_KEYFILE_PASSWORD"),
+        (("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", str(tmp_path / "empty")), "no certificates"),
+        (("--ssl-keyfile", key), "need --ssl-certfile"),
+    ):
+        done = piped(SERVER, NUMBERS, "--port", "0", *arguments)
+        assert (done.code, sentence in done.err) == (2, True), done
+        assert "Traceback" not in done.err
+    wrong = piped(SERVER, NUMBERS, *("--ssl-certfile", cert, "--ssl-keyfile", encrypted),
+                  TELELOADER_SSL_KEYFILE_PASSWORD="wrong-password")  # fmt: skip
+    assert (wrong.code, "its password is another" in wrong.err) == (2, True)
+    assert "wrong-password" not in wrong.err
+
+
+def test_a_key_may_be_encrypted(
+    files: Files, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its password comes by the environment, which others do not see."""
+    cert, key = files.make("encrypted", "127.0.0.1")
+    encrypted = encrypt(key, tmp_path)
+    monkeypatch.setenv("TELELOADER_SSL_KEYFILE_PASSWORD", "pass")
+    server = start_server(NUMBERS, *tls(cert, encrypted))
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+
+
+def serial(url: str) -> int:
+    """The number of the certificate that a server shows."""
+    where = httpx.URL(url)
+    return x509.load_pem_x509_certificate(
+        ssl.get_server_certificate((where.host, where.port or 0)).encode()
+    ).serial_number
+
+
+def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, start_server: StartServer) -> None:
+    """Connections that are open go on; a pair that does not fit together is waited out."""
+    cert, key = files.make("renewed", "127.0.0.1")
+    server = start_server(MANY, *tls(cert, key))
+    first = serial(server.url)
+    batches = iter(DataLoader(RemoteDataset(server.url, ca=files.ca), 10, output="numpy"))
+    seen = [next(batches).tolist()]
+    Path(key).write_bytes(Path(files.make("unrelated", "127.0.0.1")[1]).read_bytes())
+    server.await_line("ERROR +the certificate stays as it was: the key in .* is not that of")
+    assert serial(server.url) == first
+    files.make("renewed", "127.0.0.1")
+    while serial(server.url) == first:
+        time.sleep(0.05)
+    seen += [batch.tolist() for batch in batches]
+    assert [index for batch in seen for index in batch] == list(range(100_000))
+    assert len(RemoteDataset(server.url, ca=files.ca)) == 100_000
+
+
+def connected(url: str) -> socket.socket:
+    """A connection that has not begun to speak TLS."""
+    where = httpx.URL(url)
+    found = socket.create_connection((where.host, where.port or 0))
+    found.settimeout(60)
+    return found
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.02)
+
+
+def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
+    """Silent from the start, or in the middle of it; others load meanwhile."""
+    hello = b"\x16\x03\x01\x02\x00\x01"
+    silent = [connected(server.url) for _ in range(100)]
+    for one in silent[::2]:
+        one.sendall(hello)
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+    for one in silent:
+        with one:
+            while one.recv(100):
+                pass  # an alert may come first
+
+
+def test_garbage_in_the_place_of_a_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
+    """Without a line in the log for each."""
+    for _ in range(50):
+        with connected(server.url) as one:
+            one.sendall(os.urandom(500))
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+
+
+def secured(url: str, files: Files) -> ssl.SSLSocket:
+    """A connection on which the handshake is done."""
+    return ssl.create_default_context(cafile=files.ca).wrap_socket(connected(url), server_hostname="127.0.0.1")
+
+
+def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess, files: Files) -> None:
+    """The answer arrives whole, and the connection ends."""
+    for request, status in (
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000, b"431 "),
+        (b"POST /v1/loaders HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n", b"413 "),
+        (b"no HTTP at all\r\n\r\n", b"400 "),
+    ):
+        with secured(server.url, files) as one:
+            one.sendall(request)
+            answer = b""
+            while piece := one.recv(65536):
+                answer += piece
+            assert status in answer[:20]
+            assert answer.endswith(b"}")
+
+
+def test_who_stops_in_a_head_is_let_go_over_tls(server: ServerProcess, files: Files) -> None:
+    """As without TLS: 408 after ten seconds."""
+    with secured(server.url, files) as one:
+        one.sendall(b"GET / HTTP/1.1\r\n")
+        assert b"408 Request Timeout" in one.recv(1000)
+
+
+def test_who_does_not_read_costs_a_bounded_memory(server: ServerProcess, files: Files) -> None:
+    """Answers that are not taken are let go while they take more than the budget."""
+    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=files.ca)) as client:
+        key = client.post("/v1/loaders", json={"dataset": "heavy", "checksum": False}).json()["key"]
+        greedy = [secured(server.url, files) for _ in range(16)]
+        for k, one in enumerate(greedy):
+            one.sendall(f"GET /v1/loaders/{key}/epochs/0/batches/{k} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        eventually(lambda: client.get("/stats").json()["server"]["memory_sending"] < 64 * 2**20)
+        for one in greedy:
+            one.close()
+    assert numbers_at(server.url, ca=files.ca) == list(range(100))
+
+
+def test_a_server_with_tls_drains(files: Files, start_server: StartServer) -> None:
+    """What was asked for is finished, and the process ends soon."""
+    server = start_server(HEAVY, *tls(*files.make("draining", "127.0.0.1")))
+    batches = iter(DataLoader(RemoteDataset(server.url, ca=files.ca, reconnect_timeout=0.1), 1, output="numpy"))
+    assert int(next(batches)[0, 0]) == 0
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    received = 1
+    with pytest.raises(ServerUnavailable):  # noqa: PT012 - how many come before is not known
+        for batch in batches:
+            assert np.all(batch == received)
+            received += 1
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - began < 30
+
+
+def test_a_server_with_tls_restarts_under_a_trainer(files: Files, start_server: StartServer, free_port: int) -> None:
+    """Nothing is lost or doubled."""
+    pair = files.make("restarting", "127.0.0.1")
+    first = start_server(MANY, *tls(*pair), port=free_port)
+    batches = iter(DataLoader(RemoteDataset(first.url, ca=files.ca), 10, output="numpy"))
+    seen = [next(batches).tolist()]
+    first.kill()
+    threading.Thread(target=start_server, args=(MANY, *tls(*pair)), kwargs={"port": free_port}).start()
+    seen += [batch.tolist() for batch in batches]
+    assert [index for batch in seen for index in batch] == list(range(100_000))
