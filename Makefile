@@ -9,9 +9,10 @@ TESTS ?=
 JOBS ?= 3
 
 BIN := $(VENV)/bin
+PIN := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --custom-compile-command 'make lock'
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint chaos fuzz bench wheel clean
+.PHONY: help demo test lint chaos fuzz bench wheel lock secrets clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
@@ -40,6 +41,14 @@ bench: $(VENV)/.dev  ## Measure against plain sockets and torch's local DataLoad
 wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
 	$(BIN)/python .ci/check_wheel.py
 
+lock: $(VENV)/.lock  ## Choose and pin anew, with hashes, the packages that the container images have.
+	echo 'hatchling' | $(PIN) --output-file docker/requirements/build.txt -
+	$(PIN) --extra server --output-file docker/requirements/server.txt pyproject.toml
+	$(PIN) --extra demo --output-file docker/requirements/trainer.txt pyproject.toml
+
+secrets:  ## Make the tokens and the password that docker-compose.yml wants, in docker/secrets.
+	docker/make-secrets.sh
+
 clean:  ## Remove what the other targets made.
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -56,4 +65,8 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	touch $@
+
+$(VENV)/.lock: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	touch $@

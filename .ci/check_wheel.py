@@ -1,14 +1,23 @@
-"""Build the wheel and try it as users get it: the client alone, then with the server."""
+"""Build wheel and sdist twice, and try them as users do: first the client alone, then with a server elsewhere."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "*_cache", ".hypothesis", "node_modules", "__pycache__", "dist", "build"
+)
 
 CLIENT_ALONE = """
 import importlib.util, sys
@@ -22,6 +31,21 @@ except teleloader.ServerUnavailable as error:
     print("no server:", error)
 else:
     raise SystemExit("nothing listens on port 9, and yet a dataset was found")
+"""
+
+MY_DATA = """
+train = [(float(i), i % 10) for i in range(1000)]
+"""
+
+FIRST_BATCH = """
+import sys
+from teleloader import DataLoader, RemoteDataset
+
+dataset = RemoteDataset(sys.argv[1], "train")
+loader = DataLoader(dataset, batch_size=256, shuffle=True, drop_last=True)
+for values, labels in loader:
+    assert values.shape == labels.shape == (256,), values.shape
+print("the first batch:", values[:4], labels[:4])
 """
 
 WITH_SERVER = """
@@ -39,29 +63,78 @@ print("100 samples came through")
 """
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path, **environment: str) -> str:
     """Run a command outside the checkout, so that what is imported is what was installed."""
-    return subprocess.run(command, check=True, cwd=tempfile.gettempdir(), text=True, stdout=subprocess.PIPE).stdout
+    return subprocess.run(
+        command, check=True, cwd=tempfile.gettempdir(), text=True, stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    ).stdout  # fmt: skip
+
+
+def built(source: Path, out: Path, umask: int, zone: str) -> dict[str, Path]:
+    """The wheel and the sdist that a machine of its own kind makes of the source, by name."""
+    before = os.umask(umask)
+    try:
+        run(sys.executable, "-m", "build", "--outdir", out, source, SOURCE_DATE_EPOCH="1700000000", TZ=zone)
+    finally:
+        os.umask(before)
+    return {file.name: file for file in out.iterdir()}
+
+
+def check_reproducible(folder: Path) -> Path:
+    """Build in two places; the wheel. Whoever builds it again must get the same, to the last bit."""
+    here = built(ROOT, folder / "dist", 0o022, "UTC")
+    copy = shutil.copytree(ROOT, folder / "another place" / "checkout", ignore=LEFT_OUT)
+    there = built(copy, folder / "dist-again", 0o077, "Asia/Tokyo")
+    assert here.keys() == there.keys(), (here, there)
+    for name, file in here.items():
+        digests = [hashlib.sha256(found.read_bytes()).hexdigest() for found in (file, there[name])]
+        assert digests[0] == digests[1], f"{name} is another one when it is built elsewhere: {digests}"
+        print(f"{name}: {digests[0]} in both places, {file.stat().st_size:,} bytes")
+    return next(file for name, file in here.items() if name.endswith(".whl"))
+
+
+def installer(environment: Path) -> tuple[Path | str, ...]:
+    """The command that installs into a new environment."""
+    venv.create(environment, with_pip=True)
+    return (environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+
+def check_first_contact(server: Path, client: Path, folder: Path) -> None:
+    """The way of a new user: a module with a dataset, a token, a server; elsewhere, the first batch."""
+    token = secrets.token_urlsafe()
+    (folder / "my_data.py").write_text(MY_DATA)
+    (folder / "token").write_text(token)
+    (folder / "token").chmod(0o600)
+    command = (server / "bin" / "teleloader-server", "my_data:train", "--port", "0", "--token-file", folder / "token")
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stderr is not None
+            ready = next(found for line in serving.stderr if (found := re.search(r"is ready at (\S+)", line)))
+            python = client / "bin" / "python"
+            print(run(python, "-W", "error", "-c", FIRST_BATCH, ready[1], TELELOADER_TOKEN=token), end="")
+        finally:
+            serving.terminate()
+    print(f"from the command that serves to the end of the first epoch: {time.monotonic() - started:.1f} s")
 
 
 def main() -> None:
     """Fail with the first thing that is not right."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist, environment = Path(folder) / "dist", Path(folder) / "environment"
-        run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
-        (wheel,) = dist.glob("*.whl")
-        venv.create(environment, with_pip=True)
-        python = environment / "bin" / "python"
-        install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*install, wheel)
-        print(run(python, "-W", "error", "-c", CLIENT_ALONE), end="")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        client, server = folder / "client", folder / "server"
+        wheel = check_reproducible(folder)
+        run(*installer(client), wheel)
+        print(run(client / "bin" / "python", "-W", "error", "-c", CLIENT_ALONE), end="")
         for command, extra in (("teleloader-server", "server"), ("teleloader", "cli")):
-            without = subprocess.run([environment / "bin" / command], text=True, stderr=subprocess.PIPE)
+            without = subprocess.run([client / "bin" / command], text=True, stderr=subprocess.PIPE)
             if f"pip install 'teleloader[{extra}]'" not in without.stderr:
                 raise SystemExit(f"without its extra, {command} must say what to install, said: {without.stderr}")
-        run(*install, f"{wheel}[server]")
-        print(run(environment / "bin" / "teleloader-server", "--version"), end="")
-        print(run(python, "-W", "error", "-c", WITH_SERVER), end="")
+        run(*installer(server), f"{wheel}[server]")
+        print(run(server / "bin" / "teleloader-server", "--version"), end="")
+        print(run(server / "bin" / "python", "-W", "error", "-c", WITH_SERVER), end="")
+        check_first_contact(server, client, folder)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
 # A trainer of the demo, with NumPy and without torch, so that it stays small. Build it at the root of the repository:
 #
 #   docker build -f docker/trainer.Dockerfile -t teleloader-trainer .
-#   docker run --rm --network host teleloader-trainer --url http://127.0.0.1:8000
+#   docker run --rm --network host -v "$PWD/docker/secrets/trainer-token:/run/secrets/token:ro" \
+#       -e TELELOADER_TOKEN_FILE=/run/secrets/token teleloader-trainer --url http://127.0.0.1:8000
 
-FROM python:3.12-slim AS build
+# As in server.Dockerfile.
+ARG PYTHON=python:3.12.12-slim-bookworm
+
+FROM ${PYTHON} AS build
 WORKDIR /source
+COPY docker/requirements/build.txt docker/requirements/trainer.txt ./
+RUN pip install --no-cache-dir --require-hashes --requirement build.txt \
+    && pip install --no-cache-dir --require-hashes --requirement trainer.txt --prefix /installed \
+    && find /installed -type d -name tests -prune -exec rm -r {} +
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY server server
 COPY shared shared
-# Installed aside, so that neither the source nor what builds it comes into the image. (The linter would have a version
-# pinned, which a source tree does not have.)
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --prefix /installed ".[demo]"
+RUN pip install --no-cache-dir --no-deps --no-build-isolation --prefix /installed .
 
-FROM python:3.12-slim
+FROM ${PYTHON}
 COPY --from=build /installed /usr/local
 COPY examples/train_digits.py /app/
 

@@ -261,7 +261,9 @@ def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
     """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now."""
     problem = _problem_of(body)
     detail = problem.get("detail", body[:200].decode(errors="replace"))
-    error = known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
+    error = known_error(problem.get("code", ""), detail) or ProtocolError(
+        f"{url} answered {status}{f': {detail}' if detail else ''}. Is that the address and port of a loader server?"
+    )
     if status >= httpx.codes.INTERNAL_SERVER_ERROR and not isinstance(error, WorkerDied):
         return ServerUnavailable(str(error))
     return error
@@ -280,7 +282,10 @@ def _record(kind: type[_Record], fields: Any) -> _Record:
     """A record from JSON; fields that a newer server adds are ignored."""
     hints = get_type_hints(kind)
     if not isinstance(fields, dict) or not set(hints) <= set(fields):
-        raise ProtocolError(f"the server's answer lacks some of {', '.join(hints)}: is it a loader server?")
+        raise ProtocolError(
+            f"the server's answer lacks some of {', '.join(hints)}: is it a loader server, and of the same release of "
+            "teleloader as this client?"
+        )
     for name, hint in hints.items():
         if not _fits(fields[name], hint):
             raise ProtocolError(f"the server says that {name} is {short(fields[name])}: is it a loader server?")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, SupportsIndex, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -206,8 +207,8 @@ class RemoteDataset:
                     with suppress(UnknownDataset):
                         server.dataset(name)  # it may be there, and not for this client: then the server says so
                 known = ", ".join(repr(known) for known in found)
-                asked = "and the name of one must be given" if name is None else f"and {name!r} was asked for"
-                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, {asked}")
+                asked = "no name was given" if name is None else f"{name!r} was asked for"
+                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, and {asked}: RemoteDataset(url, name)")
             hosted.append((server, found[wanted]))
         if not hosted:
             raise missing[0]
@@ -234,8 +235,13 @@ class RemoteDataset:
                 if not backoff.pause():
                     raise ServerUnavailable(
                         f"{error} (tried for {self.reconnect_timeout:g} s). Is teleloader-server running there, and is "
-                        "the address right?"
+                        f"the address right?{self._hint_of_host()}"
                     ) from None
+
+    def _hint_of_host(self) -> str:
+        """What keeps other machines from a server that is running, unless it is this machine that is asked."""
+        here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
+        return "" if here else " Other machines than its own reach it only if it was started with --host."
 
 
 def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable:

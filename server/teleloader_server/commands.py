@@ -78,7 +78,7 @@ class Door(NamedTuple):
     tls: TlsFiles | None
 
 
-class Size(click.ParamType[int]):
+class Size(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
     """A number of bytes, written ``512MiB`` or ``2GiB``."""
 
     name = "size"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import json
@@ -9,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from teleloader_server.collate import default_convert, lazy_collate, path_to_uncollatable
@@ -78,11 +80,33 @@ def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever user code raises
-            # without the frames of this function and the next, which say nothing to the user
-            frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-            text = "".join(traceback.format_exception(error.with_traceback(frames)))
-            raise ConfigError(f"building dataset {config.name!r} failed:\n{text[-_MAX_TEXT:]}") from None
+            text = f"{_shown(error)[-_MAX_TEXT:]}{_advice(error, config)}"
+            raise ConfigError(f"building dataset {config.name!r} failed:\n{text}") from None
     return opened
+
+
+def _shown(error: Exception) -> str:
+    """An error of user code with its traceback, without the frames that led there, which say nothing to the user."""
+    shown = traceback.TracebackException.from_exception(error)
+    ours = (__file__, importlib.__file__)
+    frames = [one for one in shown.stack if one.filename not in ours and "<frozen importlib" not in one.filename]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format())
+
+
+def _advice(error: Exception, config: DatasetConfig) -> str:
+    """What to do about an error that most people who host their first dataset meet, "" for others."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
+    if isinstance(error, FileNotFoundError):
+        return f"Datasets are built where the server runs: {error.filename} must be there, seen from {Path.cwd()}"
+    if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
+        return (
+            f"{config.factory} is called with no arguments, unless --config names a file that has them: "
+            f"[datasets.{config.name}], and below it factory = {json.dumps(config.factory)} and kwargs = {{ ... }}"
+        )
+    return ""
 
 
 def open_dataset(config: DatasetConfig) -> HostedDataset:
@@ -191,13 +215,18 @@ def resolve(target: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # the module is there, and misses something itself
+        if module_name.endswith(".py"):
+            module = module_name.removesuffix(".py").replace("/", ".")
+            raise ConfigError(f"{what}: name the module, not its file: {module}:{path}") from None
         raise ConfigError(
-            f"{what}: there is no module {module_name!r}. It is looked for in the current folder and among the "
-            "installed packages"
+            f"{what}: there is no module {module_name!r}. It is looked for in the current folder, {Path.cwd()}, and "
+            f"among the packages that are installed in {sys.prefix}"
         ) from None
     for name in path.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise ConfigError(f"{what}: module {module_name!r} has no {path!r}") from None
+            near = difflib.get_close_matches(name, dir(found), 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{what}: module {module_name!r} has no {path!r}{meant}") from None
     return found

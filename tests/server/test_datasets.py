@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def test_code_is_found_by_module_and_name(module: Module) -> None:
 def test_a_module_that_is_not_there_is_refused() -> None:
     """The sentence says for what it is needed, and where it was looked for."""
     assert refusal(resolve, "no_such_module:x", "factory of dataset 'train'") == (
-        "factory of dataset 'train': there is no module 'no_such_module'. It is looked for in the current folder and "
-        "among the installed packages"
+        "factory of dataset 'train': there is no module 'no_such_module'. It is looked for in the current folder, "
+        f"{Path.cwd()}, and among the packages that are installed in {sys.prefix}"
     )
 
 

@@ -57,7 +57,7 @@ class _Tools(click.Group):
             return ctx.exit(EXIT_INTERRUPTED)
 
 
-class Indices(click.ParamType[list[int]]):
+class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
     """Whole numbers with commas between them."""
 
     name = "I,I,..."

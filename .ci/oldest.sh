@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Install the oldest packages that pyproject.toml allows at run time, with today's test tools, and run the tests that
+# meet them: what packs, what listens, what shows. Usage: oldest.sh ENVIRONMENT UV
+set -euo pipefail
+environment=$1 uv=$2
+python3 -m venv "$environment"
+"$uv" pip compile --quiet --resolution lowest-direct --python "$environment/bin/python" \
+    --extra cli --extra compression --extra demo --extra otel --extra server \
+    --output-file "$environment/oldest.txt" pyproject.toml
+"$uv" pip install --quiet --python "$environment/bin/python" --constraint "$environment/oldest.txt" --editable '.[dev]'
+CI='' "$environment/bin/python" -m pytest -n 2 tests/client tests/server/test_logs.py tests/server/test_connections.py \
+    tests/shared/test_{codec,spec,tree,vectors}.py \
+    tests/end_to_end/test_{batches,commands,first_contact,http,server_command,stats,tools,tracing}.py

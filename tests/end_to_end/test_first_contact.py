@@ -1,0 +1,246 @@
+"""The first five minutes: each wrong turn that a new user takes ends in a sentence that says the next step."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable
+from teleloader_shared.errors import ProtocolError, TeleloaderError, Unauthorized, UnknownDataset, VersionMismatch
+from teleloader_shared.messages import DATASETS_PATH, PROTOCOL_VERSION
+from tests.conftest import ROOT, StartServer
+from tests.end_to_end.terminal import SERVER, TOOLS
+
+DATA = """
+import sys
+
+train = [(i, i * i) for i in range(100)]
+
+class FromFolder:
+    def __init__(self, folder):
+        raise AssertionError("is not called")
+
+class Missing:
+    def __init__(self):
+        open("/nowhere/train.csv")
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("the licence has run out")
+
+def with_library():
+    import no_such_library
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a new user stands: a module with datasets, and one that needs what is not installed."""
+    (tmp_path / "my_data.py").write_text(DATA)
+    (tmp_path / "my_torch_data.py").write_text("from torch.utils.data import Dataset\n")
+    return tmp_path
+
+
+def said(folder: Path, program: str, *arguments: str, **environment: str) -> str:
+    """What a command that cannot do what it was told says, on one line; nothing else than that may come of it."""
+    path = os.pathsep.join(str(ROOT / side) for side in ("client", "server", "shared"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": path, **environment}, check=False,
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    return " ".join(done.stderr.split())
+
+
+# -- on the server
+
+
+@pytest.mark.parametrize(
+    ("dataset", "next_step"),
+    [
+        ("my_data", "'my_data' names no dataset: write module:name (the module must be importable from here)"),
+        ("my_data.py:train", "name the module, not its file: my_data:train"),
+        ("my_dta:train", "there is no module 'my_dta'. It is looked for in the current folder, {folder}, and among"),
+        ("my_data:trian", "module 'my_data' has no 'trian'; did you mean 'train'?"),
+        ("my_data:sys", "is no dataset: it needs __getitem__ and __len__, or __iter__"),
+        ("my_data:FromFolder", '[datasets.FromFolder], and below it factory = "my_data:FromFolder" and kwargs = {{'),
+        ("my_data:Missing", "built where the server runs: /nowhere/train.csv must be there, seen from {folder}"),
+        ("my_data:Broken", "RuntimeError: the licence has run out"),
+        ("my_data:with_library", "built where the server runs: install no_such_library there, into {environment}"),
+    ],
+)
+def test_a_dataset_that_cannot_be_hosted(folder: Path, dataset: str, next_step: str) -> None:
+    """What is wrong with it, and where to look or what to write."""
+    text = said(folder, SERVER, dataset, "--port", "0", "--num-workers", "1")
+    assert next_step.format(folder=folder, environment=sys.prefix) in text
+
+
+def test_a_dataset_that_fails_shows_the_lines_of_its_own_code(folder: Path) -> None:
+    """And none of the server's or of the import system's."""
+    text = said(folder, SERVER, "my_data:Broken", "--port", "0")
+    assert f'File "{folder / "my_data.py"}", line 16, in __init__' in text
+    assert text.count('File "') == 1
+
+
+def test_a_server_without_torch(folder: Path) -> None:
+    """A dataset that imports torch says that torch must be where the server runs."""
+    without_torch = "import sys; sys.modules['torch'] = None\n"
+    (folder / "sitecustomize.py").write_text(without_torch)
+    path = os.pathsep.join(map(str, (folder, ROOT / "client", ROOT / "server", ROOT / "shared")))
+    text = said(folder, SERVER, "my_torch_data:Dataset", "--port", "0", PYTHONPATH=path)
+    assert f"install torch there, into {sys.prefix}" in text
+
+
+def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:
+    """How to make one, and what else could be meant."""
+    text = said(folder, SERVER, "my_data:train", "--host", "0.0.0.0", "--port", "0")
+    assert "teleloader-server token trainer >> tokens.toml" in text
+    assert "--insecure" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "extra"), [(SERVER, "click", "server"), (SERVER, "uvloop", "server"), (TOOLS, "click", "cli")]
+)
+def test_an_extra_that_is_not_installed(folder: Path, program: str, module: str, extra: str) -> None:
+    """What to install, in a line that can be copied."""
+    text = said(folder, f"import sys; sys.modules[{module!r}] = None; {program}", "--version")
+    assert text.endswith(f"pip install 'teleloader[{extra}]'")
+    assert "Traceback" not in text
+
+
+# -- on the client
+
+
+def refusal(kind: type[Exception], *arguments: str) -> str:
+    """Why there is no dataset; servers are not waited for."""
+    with pytest.raises(kind) as caught:
+        RemoteDataset(*arguments, reconnect_timeout=0)
+    return str(caught.value)
+
+
+def test_no_server(free_port: int) -> None:
+    """Where it was looked for, and what to look at."""
+    text = refusal(ServerUnavailable, f"http://127.0.0.1:{free_port}")
+    assert f"no loader server answers at http://127.0.0.1:{free_port}: " in text
+    assert text.endswith("Is teleloader-server running there, and is the address right?")
+
+
+def test_no_server_on_another_machine() -> None:
+    """Then it may be there, and listen to its own machine only."""
+    text = refusal(ServerUnavailable, "http://no-such-machine.invalid:8000")
+    assert text.endswith("Other machines than its own reach it only if it was started with --host.")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "cpu-box", "tcp://cpu-box:8000"])
+def test_an_address_that_is_no_url(url: str) -> None:
+    """What it must look like."""
+    assert refusal(ValueError, url) == f"the server's URL must look like http://host:8000, was {url!r}"
+
+
+@contextmanager
+def elsewhere(**answers: object) -> Iterator[str]:
+    """Some other server, or one of another release, with these answers, by the last part of their path."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path.removeprefix("/v1/"))
+            body = json.dumps(found or "no such page").encode()
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_port_of_some_other_web_server() -> None:
+    """Its answer, and that it is no loader server's."""
+    with elsewhere() as url:
+        text = refusal(ProtocolError, url)
+    assert text.startswith(f"{url}{DATASETS_PATH} answered 404")
+    assert text.endswith("Is that the address and port of a loader server?")
+
+
+def test_the_port_of_something_that_speaks_no_http() -> None:
+    """As if nobody was there."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                while connection.recv(1024):
+                    pass
+
+        threading.Thread(target=answer, daemon=True).start()
+        text = refusal(ServerUnavailable, f"http://127.0.0.1:{listening.getsockname()[1]}")
+    assert "Is teleloader-server running there, and is the address right?" in text
+
+
+def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
+    """The names that are, and where to write one."""
+    server = start_server("--demo", "--num-workers", "1")
+    hosted = f"{server.url} hosts 'digits-train', 'digits-test', and"
+    assert refusal(UnknownDataset, server.url, "train") == f"{hosted} 'train' was asked for: RemoteDataset(url, name)"
+    assert refusal(UnknownDataset, server.url) == f"{hosted} no name was given: RemoteDataset(url, name)"
+
+
+def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where to say it; with it the first batch comes."""
+    token = "a-token-that-is-long-enough"
+    (tmp_path / "token").write_text(token)
+    server = start_server("--demo", "--num-workers", "1", "--token-file", str(tmp_path / "token"))
+    assert "set TELELOADER_TOKEN, or RemoteDataset(..., token=...)" in refusal(Unauthorized, server.url, "digits-test")
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "token"))
+    images, labels = next(iter(DataLoader(RemoteDataset(server.url, "digits-test"), batch_size=4, output="numpy")))
+    assert images.shape == (4, 8, 8)
+    assert len(labels) == 4
+
+
+def test_a_server_of_another_release() -> None:
+    """The two versions, and that both sides must be the same; also where what it hosts is told otherwise there."""
+    info = {
+        "name": "train", "kind": "map", "type": "list", "length": 3, "version": "", "fingerprint": "f", "cpus": 2,
+        "collate": "default", "worker_init": None, "functions": [], "seeding": "batch",
+    }  # fmt: skip
+    registered = {
+        "key": "0" * 32, "protocol": PROTOCOL_VERSION + 1, "batches": 3, "length": 3, "fingerprint": "f",
+        "num_workers": 1, "max_batch_bytes": 2**20,
+    }  # fmt: skip
+    with elsewhere(datasets=[info], loaders=registered) as url, pytest.raises(VersionMismatch) as caught:
+        next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy")))
+    assert f"protocol version {PROTOCOL_VERSION + 1} and this client {PROTOCOL_VERSION}" in str(caught.value)
+    assert "install the same release of teleloader on both sides" in str(caught.value)
+    with elsewhere(datasets=[{"name": "train"}]) as url:
+        assert "of the same release of teleloader as this client?" in refusal(ProtocolError, url)
+
+
+def test_an_output_that_is_not_installed(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install."""
+    server = start_server("--demo", "--num-workers", "1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TeleloaderError, match=r"pip install 'teleloader\[torch\]'"):
+        DataLoader(RemoteDataset(server.url, "digits-test"), output="torch")
