@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIN := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --custom-compile-command 'make lock'
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint chaos fuzz bench wheel lock secrets clean
+.PHONY: help demo test lint docs chaos fuzz bench wheel lock secrets clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
@@ -28,6 +28,10 @@ lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs  ## Make the documentation's site in build/docs; links that lead nowhere are errors (LINKS=1 tries those to other sites too).
+	$(BIN)/python -m sphinx --builder html --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
+	$(if $(LINKS),$(BIN)/python -m sphinx --builder linkcheck --quiet docs build/links)
 
 chaos: $(VENV)/.dev  ## Break servers, networks and clients for a minute while they load (CHAOS="--seed 7 --minutes 10").
 	$(BIN)/python -m tests.chaos $(CHAOS)
@@ -62,6 +66,10 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'

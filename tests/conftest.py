@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ def label(value: object) -> str:
 class ServerProcess:
     """A ``teleloader-server`` of its own, on a free port."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._logged = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

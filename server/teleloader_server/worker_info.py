@@ -13,9 +13,13 @@ class WorkerInfo:
     """What user code may know of the worker that it runs in; the fields are those of torch's."""
 
     id: int
+    """Number of the worker, from 0; for an iterable-style dataset that of the shard, counted over all ranks."""
     num_workers: int
+    """How many there are."""
     seed: int
+    """What the worker's random numbers begin with."""
     dataset: Any
+    """The worker's replica of the dataset."""
     rng: Any = None
     worker_method: str = "multiprocessing"
 

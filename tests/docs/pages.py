@@ -1,0 +1,169 @@
+"""Runs the code of a page of the documentation, from top to bottom, as its reader would.
+
+- A block that begins with a comment that names a file (``# my_package/data.py``) is that file.
+- TOML is read by the server's own reader.
+- Shell commands run in the page's folder. A server is left running until the page ends, ``--watch`` is ended as Ctrl-C
+  does it. What installs or builds is not run: the extras and targets that it names must be there.
+- A ``text`` block is what the last command printed, but for the numbers; ``...`` stands for what differs otherwise.
+- Python runs in one namespace; ``>>>`` shows what comes out. ``<!-- skip: next -->`` before a block leaves it out.
+
+The addresses 10.0.0.x of a page become addresses of this machine's loopback network that are the page's own, and port
+8000 becomes a free one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+from teleloader_server.config import read_toml
+from tests.conftest import ROOT, ServerProcess
+
+PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE: Final = (ROOT / "Makefile").read_text()
+NOT_RUN: Final = ("docker", "podman", "sudo", "systemctl", "kubectl", "git", "ulimit")
+
+_FILE = re.compile(r"# ([\w./-]+\.(?:py|toml|json))\n")
+_VARIES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_NUMBER = re.compile(r"\b\d[\d.,:-]*(?: ?(?:[numkKMGT]?s|[KMGT]?i?B))?\b")
+"""With its unit: another machine may need another one."""
+_networks = count(1)
+
+
+def same_but(expected: str, got: str) -> bool:
+    """Whether `got` is `expected`, whatever the numbers are, and with anything where that has ``...``."""
+    wanted, found = (_NUMBER.sub("#", text.strip()) + "\n" for text in (expected, got))
+    return doctest.OutputChecker().check_output(wanted, found, _VARIES)
+
+
+class Page:
+    """A page, its folder, and what runs there.
+
+    Args:
+        path: The Markdown file.
+        folder: An empty folder; ``my_package`` is already in it.
+        port: A free one.
+        stack: Ends the servers.
+    """
+
+    def __init__(self, path: Path, folder: Path, port: int, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{10 * next(_networks)}"
+        self._port = port
+        self._printed = ""
+        self._environment = {
+            **os.environ,
+            "PATH": f"{_commands(folder)}:{os.environ['PATH']}",
+            "TELELOADER_PORT": str(port),
+        }
+        # the code keeps its line numbers
+        self._text = folder / path.name
+        self._text.write_text(self.here(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+    def here(self, text: str) -> str:
+        """The text with the addresses and the port that the page has."""
+        head, _, last = self._network.rpartition(".")
+        text = re.sub(r"\b10\.0\.0\.(\d)\b", lambda found: f"{head}.{int(last) + int(found[1])}", text)
+        return re.sub(r"(?<=[: ])8000\b", str(self._port), text)
+
+    def run(self) -> None:
+        """Run all of its code."""
+        parsers = (
+            SkipParser(),
+            PythonCodeBlockParser(doctest_optionflags=_VARIES),
+            CodeBlockParser("sh", self._shell),
+            CodeBlockParser("toml", self._toml),
+            CodeBlockParser("text", self._output),
+        )
+        for example in Sybil(parsers).parse(self._text):
+            if isinstance(example.parsed, str) and (named := _FILE.match(example.parsed)) and named[1].endswith(".py"):
+                self._write(named[1], example.parsed)
+            else:
+                example.evaluate()
+
+    def _write(self, name: str, content: str) -> Path:
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        return path
+
+    def _toml(self, example: Example) -> str | None:
+        named = _FILE.match(example.parsed)
+        read_toml(self._write(named[1] if named else "nameless.toml", example.parsed))
+        return None
+
+    def _output(self, example: Example) -> str | None:
+        return None if same_but(example.parsed, self._printed) else f"it prints something else:\n{self._printed}"
+
+    def _shell(self, example: Example) -> str | None:
+        for command in example.parsed.replace("\\\n", " ").splitlines():
+            words = shlex.split(command, comments=True)
+            if words and (complaint := self._command(command, words)):
+                return complaint
+        return None
+
+    def _command(self, command: str, words: list[str]) -> str | None:
+        if words[0] in NOT_RUN or (words[0] == "curl" and not shutil.which("curl")):
+            return None
+        if words[0] == "make":
+            missing = [name for name in words[1:] if "=" not in name and not re.search(rf"^{name}:", MAKEFILE, re.M)]
+            return f"no target {missing}" if missing else None
+        if words[:2] == ["pip", "install"]:
+            extras = re.findall(r"[\w-]+", " ".join(re.findall(r"\[([^]]*)\]", command)))
+            missing = [extra for extra in extras if extra not in PROJECT["optional-dependencies"]]
+            return f"no extra {missing}" if missing else None
+        if words[0] == "teleloader-server" and not {"check", "--help", "--version"} & set(words):
+            self._serve(words[1:])
+            return None
+        return self._run(command, is_endless="--watch" in words)
+
+    def _serve(self, arguments: list[str]) -> None:
+        server = ServerProcess(*arguments, folder=self._folder, environment=self._environment)
+        self._stack.callback(server.end)
+        server.await_line("dashboard: ")  # the banner's last line
+        self._printed = "".join(server.log)
+
+    def _run(self, command: str, *, is_endless: bool) -> str | None:
+        running = subprocess.Popen(
+            ["bash", "-c", command], cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert running.stdout is not None
+        with running:
+            first = running.stdout.readline()
+            if is_endless:
+                os.killpg(running.pid, signal.SIGINT)
+            self._printed = first + running.stdout.read()
+        good = (0, 130) if is_endless else (0,)
+        return None if running.wait() in good else f"{command!r} ends with {running.returncode}:\n{self._printed}"
+
+
+def _commands(folder: Path) -> Path:
+    """A folder with the commands of this checkout, whatever is installed."""
+    commands = folder / ".bin"
+    commands.mkdir()
+    programs = {
+        "python": '"$@"',
+        "teleloader": '-c "from teleloader.cli import main; main()" "$@"',
+        "teleloader-server": '-c "from teleloader_server.cli import main; main()" "$@"',
+    }
+    for name, arguments in programs.items():
+        path = commands / name
+        path.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments}\n")
+        path.chmod(0o755)
+    return commands

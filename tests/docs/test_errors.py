@@ -1,0 +1,381 @@
+"""docs/errors.md: each text in it is what is really said, and each error here is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Final
+
+import pytest
+
+from teleloader import DataLoader, RemoteDataset, control
+from teleloader_server import serve
+from tests.conftest import ROOT, ServerProcess, StartServer, need
+from tests.end_to_end.terminal import SERVER, TOOLS, piped
+
+BROKEN: Final = "tests.docs.my_package.broken:"
+DATA: Final = "tests.docs.my_package.data:"
+PAGE: Final = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+TEXTS: Final = dict(re.findall(r"^### (.+)\n+```none\n((?s:.*?))```$", PAGE, re.MULTILINE))
+
+Provoke = Callable[..., str]
+provocations: Final[dict[str, Provoke]] = {}
+
+
+def meets(heading: str) -> Callable[[Provoke], Provoke]:
+    """Below this heading stands what the function returns."""
+
+    def note(provoke: Provoke) -> Provoke:
+        provocations[heading] = provoke
+        return provoke
+
+    return note
+
+
+def raised_by(cause: Callable[[], object]) -> str:
+    """The last lines of the traceback, its type without the module."""
+    with pytest.raises(Exception) as error:
+        cause()
+    return f"{error.type.__name__}: {error.value}"
+
+
+def logged_by(*arguments: str, **environment: str) -> str:
+    """What a server that does not start says last."""
+    done = piped(SERVER, "--port", "0", *arguments, **environment)
+    assert done.code != 0
+    return re.split(r" ERROR +", done.err)[-1]
+
+
+def without(module: str, program: str) -> str:
+    """What a program says where a module is not installed."""
+    blocked = f"import sys; sys.modules[{module!r}] = None; {program}"
+    done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    return re.sub(r"^\w+\.(?:\w+\.)*", "", done.stderr.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """A server of datasets in which something is wrong."""
+    names = ("raising", "raising_its_own", "uneven", "unsendable", "deadly", "stuck", "large")
+    running = ServerProcess(
+        "--port", "0", "--num-workers", "2", "--batch-timeout", "1", "--max-batch-bytes", "1MiB", f"{DATA}train",
+        f"{DATA}stream", *(f"{name.replace('_', '-')}={BROKEN}{name}" for name in names),
+    )  # fmt: skip
+    yield running
+    running.end()
+
+
+def epoch_of(server: ServerProcess, dataset: str, **options: Any) -> str:
+    """What a loop over a dataset raises."""
+    loader = DataLoader(RemoteDataset(server.url, dataset), batch_size=8, output="numpy", **options)
+    return raised_by(lambda: list(loader))
+
+
+# -- connecting
+
+
+@meets("No server answers")
+def _(free_port: int) -> str:
+    return raised_by(lambda: RemoteDataset(f"http://127.0.0.1:{free_port}", "train", reconnect_timeout=0.1))
+
+
+@meets("Another server answers")
+def _() -> str:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>It works!</html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as other:
+        thread = Thread(target=other.serve_forever)
+        thread.start()
+        said = raised_by(lambda: RemoteDataset(f"http://127.0.0.1:{other.server_port}", "train", reconnect_timeout=0))
+        other.shutdown()
+        thread.join()
+    return said
+
+
+@meets("The address is no URL")
+def _() -> str:
+    return raised_by(lambda: RemoteDataset("10.0.0.5:8000", "train"))
+
+
+@meets("There is no dataset of that name")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(server.url, "trian"))
+
+
+@meets("Which dataset?")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(server.url))
+
+
+@meets("The two sides are of different releases")
+def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+    dataset = RemoteDataset(server.url, "train")
+    monkeypatch.setattr(control, "PROTOCOL_VERSION", 2)
+    return raised_by(lambda: next(iter(DataLoader(dataset, output="numpy"))))
+
+
+# -- something is not installed
+
+
+@meets("The server's packages are missing")
+def _() -> str:
+    return without("uvicorn", SERVER)
+
+
+@meets("The command's packages are missing")
+def _() -> str:
+    return without("click", TOOLS)
+
+
+@meets("An object, and no server to host it")
+def _() -> str:
+    return without("uvloop", "from teleloader import DataLoader; DataLoader([1, 2])")
+
+
+@meets("torch is missing")
+def _(server: ServerProcess) -> str:
+    made = f"DataLoader(RemoteDataset({server.url!r}, 'train'), output='torch')"
+    unseen = "import importlib.util as i; find = i.find_spec; i.find_spec = lambda n: n != 'torch' and find(n) or None"
+    return without("torch", f"{unseen}; from teleloader import *; {made}")
+
+
+@meets("Pinned memory without torch")
+def _(server: ServerProcess) -> str:
+    dataset = RemoteDataset(server.url, "train")
+    return raised_by(lambda: DataLoader(dataset, pin_memory=True, output="numpy"))
+
+
+@meets("A compression library is missing")
+def _(server: ServerProcess) -> str:
+    made = f"DataLoader(RemoteDataset({server.url!r}, 'train'), compression='zstd', output='numpy')"
+    return without("zstandard", f"from teleloader import *; next(iter({made}))")
+
+
+# -- starting a server
+
+
+@meets("There is no such module")
+def _() -> str:
+    return logged_by("my_pakage.data:train")
+
+
+@meets("The module has no such name")
+def _() -> str:
+    return logged_by(f"{DATA}trian")
+
+
+@meets("It is no dataset")
+def _() -> str:
+    return logged_by(f"train={BROKEN}no_dataset")
+
+
+@meets("It cannot be built")
+def _() -> str:
+    return logged_by(f"train={BROKEN}cannot_be_built")
+
+
+@meets("The address is taken")
+def _() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return logged_by("--demo", "--port", str(taken.getsockname()[1]))
+
+
+@meets("Too few open files are allowed")
+def _() -> str:
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); {SERVER}"
+    done = piped(program, "--demo", "--port", "0")
+    return re.split(r" ERROR +", done.err)[-1]
+
+
+@meets("The configuration says something unknown")
+def _(tmp_path: Path) -> str:
+    config = tmp_path / "loader.toml"
+    config.write_text("[server]\nworkers = 16\n[datasets.train]\nfactory = 'my_package.data:train'\n")
+    return piped(SERVER, "--config", str(config)).err.partition("\n\n")[2]
+
+
+# -- making a loader
+
+
+@meets("A function that has no name on the server")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), collate_fn=lambda samples: samples))
+
+
+@meets("A function that the server does not allow")
+def _(server: ServerProcess) -> str:
+    from tests.docs.my_package.data import pad_batch
+
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), collate_fn=pad_batch))
+
+
+@meets("A worker-init function for shared workers")
+def _(server: ServerProcess) -> str:
+    from tests.docs.my_package.data import open_files
+
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), num_workers=1, worker_init_fn=open_files))
+
+
+@meets("The dataset has no length")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: len(RemoteDataset(server.url, "stream")))
+
+
+@meets("Two that decide the order")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sampler=[1, 2], seed=7))
+
+
+# -- in the loop
+
+
+@meets("An exception in the dataset")
+def _(server: ServerProcess) -> str:
+    return epoch_of(server, "raising")
+
+
+@meets("An exception of another type")
+def _(server: ServerProcess) -> str:
+    return epoch_of(server, "raising-its-own")
+
+
+@meets("Samples that do not fit together")
+def _(server: ServerProcess) -> str:
+    return epoch_of(server, "uneven")
+
+
+@meets("Something that cannot travel")
+def _(server: ServerProcess) -> str:
+    loader = DataLoader(RemoteDataset(server.url, "unsendable"), batch_size=None, sampler=[17], output="numpy")
+    return raised_by(lambda: list(loader))
+
+
+@meets("A batch that is too large")
+def _(server: ServerProcess) -> str:
+    loader = DataLoader(RemoteDataset(server.url, "large"), sampler=[17], output="numpy")
+    return raised_by(lambda: list(loader))
+
+
+@meets("A batch that kills its worker")
+def _(server: ServerProcess) -> str:
+    return epoch_of(server, "deadly")
+
+
+@meets("A batch that hangs")
+def _(server: ServerProcess) -> str:
+    return epoch_of(server, "stuck")
+
+
+class Held:
+    """Its samples come when they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go = Event()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.let_go.wait()
+        return index
+
+
+@meets("A batch that is late")
+def _() -> str:
+    held = Held()
+    with serve(held, num_workers=0) as url:
+        loader = DataLoader(RemoteDataset(url), num_workers=1, timeout=0.2, seed=0, output="numpy")
+        try:
+            return raised_by(lambda: next(iter(loader)))
+        finally:
+            held.let_go.set()
+
+
+@meets("The data have changed")
+def _(start_server: StartServer, free_port: int) -> str:
+    server = start_server(f"train={DATA}train", port=free_port)
+    loader = DataLoader(RemoteDataset(server.url, "train"), output="numpy")
+    batches = iter(loader)
+    next(batches)
+    server.end()
+    start_server(f"train={DATA}validation", port=free_port)
+    return raised_by(lambda: list(batches))
+
+
+@meets("The servers have different data")
+def _(start_server: StartServer) -> str:
+    urls = [start_server(f"train={DATA}{name}").url for name in ("train", "validation")]
+    return raised_by(lambda: RemoteDataset(urls, "train"))
+
+
+@meets("In a process that was forked")
+def _(server: ServerProcess) -> str:
+    batches = iter(DataLoader(RemoteDataset(server.url, "train"), output="numpy"))
+    next(batches)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(theirs, raised_by(lambda: next(batches)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        return said.read()
+
+
+# -- resuming
+
+
+@meets("A state of another run")
+def _(server: ServerProcess) -> str:
+    dataset = RemoteDataset(server.url, "train")
+    state = DataLoader(dataset, batch_size=64, shuffle=True, seed=7, output="numpy").state_dict()
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, seed=8, output="numpy")
+    return raised_by(lambda: loader.load_state_dict(json.loads(json.dumps(state))))
+
+
+@meets("A state that another number of ranks cannot take")
+def _(server: ServerProcess) -> str:
+    dataset = RemoteDataset(server.url, "train")
+    loader = DataLoader(dataset, batch_size=64, seed=7, output="numpy")
+    next(iter(loader))
+    other = DataLoader(dataset, batch_size=48, seed=7, rank=0, world_size=2, output="numpy")
+    return raised_by(lambda: other.load_state_dict(loader.state_dict()))
+
+
+# -- the rules
+
+
+@pytest.mark.parametrize("heading", provocations)
+def test_the_page_has_the_text(heading: str, request: pytest.FixtureRequest) -> None:
+    """Provoked for real; numbers may be others, and ``...`` stands for what else may differ."""
+    need("sybil")
+    from tests.docs.pages import same_but
+
+    provoke = provocations[heading]
+    names = [name for name in provoke.__annotations__ if name != "return"]
+    said = provoke(**{name: request.getfixturevalue(name) for name in names})
+    said = said.replace("tests.docs.my_package", "my_package")
+    assert heading in TEXTS, f"docs/errors.md lacks, below '### {heading}':\n{said}"
+    assert same_but(TEXTS[heading], said), f"docs/errors.md says\n{TEXTS[heading]}\nand it is\n{said}"
+
+
+def test_each_text_of_the_page_is_provoked() -> None:
+    """None stands there that nobody has seen."""
+    assert set(TEXTS) <= set(provocations)
