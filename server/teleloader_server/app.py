@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import socket
@@ -13,11 +14,12 @@ from typing import Final, cast
 import uvicorn
 from fastapi import FastAPI
 
-from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
+from teleloader_server.api_http import make_router
 from teleloader_server.api_status import make_status_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
-from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
+from teleloader_server.connections import Connection, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
+from teleloader_server.gate import Gate
 from teleloader_server.problems import handle_problems
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -46,6 +48,7 @@ def create_app(service: LoaderService) -> FastAPI:
     app.include_router(make_status_router(service))
     add_dashboard(app)
     handle_problems(app)
+    app.add_middleware(Gate, accounts=service.accounts, rate=service.client_limits.max_requests_per_second)
     return app
 
 
@@ -57,7 +60,6 @@ class Server(uvicorn.Server):
         host: The address that is bound.
         port: The port that is bound.
         grace: Seconds that answers have to be finished when the server stops.
-        limits: What connections may take; None takes what the limit of open files allows.
 
     Raises:
         ConfigError: When the limit of open files is too low for a server.
@@ -69,11 +71,10 @@ class Server(uvicorn.Server):
         host: str,
         port: int,
         grace: float = DEFAULT_SHUTDOWN_GRACE,
-        limits: ConnectionLimits | None = None,
     ) -> None:
-        if limits is None:
-            most = connections_for(service.limits.num_workers)
-            limits = ConnectionLimits(max_connections=most, body_bytes=MAX_INDEX_BYTES)
+        limits = service.client_limits
+        most = min(limits.max_connections, connections_for(service.limits.num_workers))
+        limits = dataclasses.replace(limits, max_connections=most)
         self._watch = Watch(limits, lambda: service.sends_too_much)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()

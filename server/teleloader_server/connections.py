@@ -5,8 +5,10 @@ peer that never reads. Here
 
 - a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
 - a head may have `head_bytes`, a body `body_bytes` and no less than `body_rate` bytes a second;
-- a peer must take something of its answer every `unread_seconds`, or every `pressed_seconds` while memory is short;
-- `max_connections` may be open, so that descriptors are left for workers; one more is answered with 503.
+- a peer must take something of its answer every `unread_seconds`, or `pressed_rate` bytes a second over
+  `pressed_seconds` while memory is short;
+- `max_connections` may be open, so that descriptors are left for workers, and `max_connections_per_address` of them
+  from one address; one more is answered with 503.
 
 A request that breaks a rule is answered with a problem where its answer has not begun, and its connection is closed.
 What stays idle between two requests is closed by uvicorn. A dead peer of an idle connection is found by the kernel.
@@ -25,18 +27,15 @@ import termios
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from teleloader_server.config import ConfigError
+from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 
-MAX_PIPELINED: Final = 100
-"""Requests of one connection that are answered or wait for it: each costs more memory than its bytes."""
 OWN_FILES: Final = 64
 """Descriptors for the event loop, the datasets' files and whatever comes up."""
 FILES_PER_WORKER: Final = 4
@@ -50,35 +49,6 @@ _AT_ONCE: Final = struct.pack("ii", 1, 0)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionLimits:
-    """What connections may take."""
-
-    max_connections: int
-    """Connections that are open at a time."""
-    head_seconds: float = 10.0
-    """Time for a request line and its headers."""
-    head_bytes: int = 64 * 2**10
-    """Bytes of a request line and its headers."""
-    body_bytes: int = 64 * 2**20
-    """Bytes of a body."""
-    body_seconds: float = 10.0
-    """Time over which the rate of a body is taken."""
-    body_rate: float = 10 * 2**10
-    """Bytes a second that a body must have."""
-    unread_seconds: float = 60.0
-    """Time in which a peer must take something of its answer."""
-    pressed_seconds: float = 2.0
-    """The same while answers take more memory than they should."""
-    linger_seconds: float = 2.0
-    """Time for a refused peer to read why: a connection that is closed on what it still sends loses the answer."""
-
-    @property
-    def interval(self) -> float:
-        """How often connections are looked at."""
-        return min(1.0, self.head_seconds / 4, self.body_seconds / 4, self.unread_seconds / 4, self.linger_seconds / 4)
-
-
 class Watch:
     """Looks after the connections of one server, which it knows from their birth.
 
@@ -87,22 +57,49 @@ class Watch:
         pressed: Says whether answers that are being sent take more memory than they should.
     """
 
-    def __init__(self, limits: ConnectionLimits, pressed: Callable[[], bool]) -> None:
+    def __init__(self, limits: ClientLimits, pressed: Callable[[], bool]) -> None:
         self.limits = limits
         self._pressed = pressed
         self.draining = False
         """Whether connections close after their answer."""
         self.connections: set[Connection] = set()
         self._broken: Counter[str] = Counter()
+        self._by_address: Counter[str] = Counter()
+        interval = min(limits.head_seconds, limits.body_seconds, limits.unread_seconds, limits.linger_seconds) / 4
+        self._interval = min(1.0, interval)
+        """How often connections are looked at."""
+
+    def admit(self, connection: Connection) -> str | None:
+        """Look after a connection from now on; why there is no room for it, if there is none."""
+        self.connections.add(connection)
+        address = connection.address
+        self._by_address[address] += 1
+        limits = self.limits
+        if len(self.connections) > limits.max_connections:
+            return f"the server has {limits.max_connections:,} connections, its limit (max_connections): try later"
+        if self._by_address[address] > limits.max_connections_per_address:
+            return (
+                f"{address} has {limits.max_connections_per_address:,} connections, its limit on this server "
+                "(max_connections_per_address): close some"
+            )
+        return None
+
+    def leave(self, connection: Connection) -> None:
+        """The connection is closed."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
 
     async def keep(self) -> None:
         """Hold connections to the limits, until cancelled."""
         while True:
-            await asyncio.sleep(self.limits.interval)
+            await asyncio.sleep(self._interval)
             now = asyncio.get_running_loop().time()
-            patience = self.limits.pressed_seconds if self._pressed() else self.limits.unread_seconds
+            pressed = self._pressed()
             for connection in list(self.connections):
-                connection.check(now, patience)
+                connection.check(now, pressed=pressed)
             if self._broken:
                 what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
                 logger.warning("connections were closed: %s", what)
@@ -147,6 +144,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, watch: Watch, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.url = b""
+        self.address = ""
+        """The network address of its peer."""
         self._watch = watch
         self._limits = watch.limits
         self._earlier: list[RequestResponseCycle] = []
@@ -156,6 +155,8 @@ class Connection(HttpToolsProtocol):
         self._enter(_Phase.HEAD)
         self._unread = 0
         self._unread_since = 0.0
+        self._taking_from = (0.0, 0)
+        """When there were how many bytes that the peer had not taken: its rate is measured from there."""
 
     @property
     def answering(self) -> bool:
@@ -172,16 +173,16 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it."""
         super().connection_made(transport)
-        self._watch.connections.add(self)
-        limit = self._limits.max_connections
-        if len(self._watch.connections) > limit:
-            self._refuse(Refusal(503, "ServerUnavailable", f"the server has {limit} connections, its limit: try later"))
+        self.address = "" if self.client is None else self.client[0]
+        no_room = self._watch.admit(self)
+        if no_room is not None:
+            self._refuse(Refusal(503, "ServerUnavailable", no_room))
             # no time to read it: descriptors are what there is too little of
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the requests, all of them: uvicorn tells the last one."""
-        self._watch.connections.discard(self)
+        self._watch.leave(self)
         super().connection_lost(exc)
         for cycle in self._unanswered():
             self._forsake(cycle)
@@ -223,8 +224,12 @@ class Connection(HttpToolsProtocol):
     def _head_too_large(self) -> Refusal:
         limit = self._limits.head_bytes
         if not self.headers and len(self.url) > limit // 2:
-            return Refusal(414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed")
-        return Refusal(431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed")
+            return Refusal(
+                414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed (head_bytes)"
+            )
+        return Refusal(
+            431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed (head_bytes)"
+        )
 
     # -- what the parser calls; an exception ends the parsing
 
@@ -238,8 +243,13 @@ class Connection(HttpToolsProtocol):
         """Refuse what is not to be read; begin to answer the rest."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._earlier = self._unanswered()
-            if len(self._earlier) >= MAX_PIPELINED:
-                raise Refusal(400, "BadRequest", f"{MAX_PIPELINED} requests of this connection wait for their answers")
+            most = self._limits.max_pipelined
+            if len(self._earlier) >= most:
+                raise Refusal(
+                    400,
+                    "BadRequest",
+                    f"{most} requests of this connection wait for their answers: read some (max_pipelined)",
+                )
         for name, value in self.headers:
             if name in _CHECKED:
                 self._check_header(name, value)
@@ -262,7 +272,9 @@ class Connection(HttpToolsProtocol):
     def _check_body(self, size: int) -> None:
         limit = self._limits.body_bytes
         if size > limit:
-            raise Refusal(413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed")
+            raise Refusal(
+                413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed (body_bytes)"
+            )
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
@@ -284,9 +296,12 @@ class Connection(HttpToolsProtocol):
 
     # -- what the watch calls
 
-    def check(self, now: float, patience: float) -> None:
-        """Hold the connection to its limits; its peer may leave an answer alone for `patience`."""
-        if self._unread_for(now) > patience:
+    def check(self, now: float, *, pressed: bool) -> None:
+        """Hold the connection to its limits; while memory is short, its peer must take its answers faster."""
+        patience = self._limits.pressed_seconds if pressed else self._limits.unread_seconds
+        unread = self._unread_for(now)
+        is_slow = self._takes_slowly(now)
+        if unread > patience or (pressed and is_slow):
             self._watch.count("answer not read")
             self.break_off()
         elif self.transport.is_closing():
@@ -312,7 +327,11 @@ class Connection(HttpToolsProtocol):
     def _check_head(self, now: float) -> None:
         limit = self._limits.head_seconds
         if now - self._since > limit:
-            self._refuse(Refusal(408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s"))
+            self._refuse(
+                Refusal(
+                    408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s (head_seconds)"
+                )
+            )
 
     def _check_rate(self, now: float) -> None:
         seconds = now - self._since
@@ -320,7 +339,9 @@ class Connection(HttpToolsProtocol):
             return
         rate = self._limits.body_rate
         if self._received - self._marked < seconds * rate:
-            self._refuse(Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second"))
+            self._refuse(
+                Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second (body_rate)")
+            )
         self._mark(now)
 
     def _unread_for(self, now: float) -> float:
@@ -330,6 +351,15 @@ class Connection(HttpToolsProtocol):
         if waiting != self._unread:
             self._unread, self._unread_since = waiting, now
         return now - self._unread_since if waiting else 0.0
+
+    def _takes_slowly(self, now: float) -> bool:
+        """Whether the peer took less than the least rate lately."""
+        since, unread = self._taking_from
+        seconds = now - since
+        if self._unread and self._unread <= unread and seconds < self._limits.pressed_seconds:
+            return False
+        self._taking_from = (now, self._unread)
+        return 0 < self._unread <= unread and unread - self._unread < self._limits.pressed_rate * seconds
 
     # -- state
 

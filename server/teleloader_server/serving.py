@@ -11,7 +11,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from teleloader_server.config import DEFAULT_BATCH_TIMEOUT, ConfigError, Limits, default_memory_budget
+from teleloader_server.config import (
+    DEFAULT_BATCH_TIMEOUT,
+    DEFAULT_LIMITS,
+    ClientLimits,
+    ConfigError,
+    Limits,
+    default_memory_budget,
+)
 from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
 from teleloader_shared import local
@@ -35,6 +42,7 @@ def serve(
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT,
     host_address: str = "127.0.0.1",
     port: int = 0,
+    limits: ClientLimits = DEFAULT_LIMITS,
 ) -> Iterator[str]:
     """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
 
@@ -60,6 +68,7 @@ def serve(
             an error; 0 is no limit. (With ``num_workers=0`` there is nothing to kill, and no limit.)
         host_address: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        limits: What clients may make the server do.
 
     Yields:
         The server's URL.
@@ -68,7 +77,7 @@ def serve(
         ConfigError: When the object is no dataset.
         OSError: When the address is not to be had.
     """
-    limits = Limits(
+    of_workers = Limits(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
@@ -93,7 +102,7 @@ def serve(
         }
 
     hosted_now()  # what cannot be hosted is refused here
-    server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port)
+    server = _LocalServer(ObjectHost(hosted_now, of_workers), of_workers, limits, host_address, port)
     url = server.start()
     local.begin_serving(url, server.thread, num_workers)
     # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
@@ -108,9 +117,10 @@ def serve(
 class _LocalServer:
     """A server in a thread of this process."""
 
-    def __init__(self, host: ObjectHost, limits: Limits, address: str, port: int) -> None:
+    def __init__(self, host: ObjectHost, limits: Limits, client_limits: ClientLimits, address: str, port: int) -> None:
         self._host = host
         self._limits = limits
+        self._client_limits = client_limits
         self._address = address
         self._port = port
         self._pid = os.getpid()
@@ -156,7 +166,7 @@ class _LocalServer:
         from teleloader_server.app import Server, bind, url_of
         from teleloader_server.service import LoaderService
 
-        service = LoaderService(self._host, self._limits)
+        service = LoaderService(self._host, self._limits, self._client_limits)
         try:
             server = Server(service, self._address, self._port, grace=1)
             listening = bind(self._address, self._port)

@@ -67,7 +67,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         [datasets."val.2"]
         factory = "my_package.data:validation"
     """)
-    server, datasets = read_toml(path)
+    server, limits, datasets = read_toml(path)
     assert server == {"port": 9000, "memory_budget": "4GiB"}
     assert datasets == [
         DatasetConfig(
@@ -86,12 +86,12 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
 
 def test_a_file_may_say_nothing(write: Write) -> None:
     """Both tables may be left out: then the command line says it all."""
-    assert read_toml(write("")) == ({}, [])
+    assert read_toml(write("")) == ({}, {}, [])
 
 
 def test_what_is_left_out_has_its_default(write: Write) -> None:
     """Only the factory must be named."""
-    _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
+    _, _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
     assert dataset == DatasetConfig(name="train", factory="a:b")
     assert (dataset.kwargs, dataset.collate, dataset.worker_init) == ({}, None, None)
     assert (dataset.functions, dataset.version, dataset.seeding) == ((), "", "batch")
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[dataset.train]\nfactory = "a:b"', "{path} has an unknown entry 'dataset'; it may have server, datasets"),
+        ('[dataset.train]\nfactory = "a:b"', "{path} has an unknown entry 'dataset'; it may have server, limits, datasets"),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "

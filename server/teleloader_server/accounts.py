@@ -1,0 +1,145 @@
+"""What each principal takes of a server, and what it may take: plain decisions over plain numbers.
+
+A principal is whoever a token names; without tokens all clients are one. What one takes is counted here, so that it is
+refused what would be the others' share, and nobody else is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, Protocol
+
+from teleloader_server.config import ClientLimits
+from teleloader_shared.errors import ServerUnavailable
+
+PATIENCE: Final = 1.0
+"""Seconds for which a request beyond the rate is held; one that would wait longer is refused after them."""
+MIN_SENDING: Final = 64 * 2**20
+"""Bytes of answers that a principal may always have under way, however small its share of the memory."""
+
+
+class Principal(Protocol):
+    """Who asks, as far as limits go."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+
+    @property
+    def memory_share(self) -> float:
+        """How much of the memory budget its batches may take, in (0, 1]."""
+
+
+class _Anyone(NamedTuple):
+    name: str = "anyone"
+    memory_share: float = 1.0
+
+
+ANYONE: Final[Principal] = _Anyone()
+"""All clients of a server that asks for no tokens."""
+
+
+def principal_of(scope: Mapping[str, Any]) -> Principal:
+    """Whoever makes a request, as was found out before it came here."""
+    found: Principal = scope.get("state", {}).get("principal", ANYONE)
+    return found
+
+
+class Memory:
+    """The memory budget of a server, of which its engines take their parts.
+
+    Args:
+        budget: Bytes that frames may take together.
+    """
+
+    __slots__ = ("budget", "used")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        """Bytes of the frames of all engines."""
+
+
+class Account:
+    """What one principal has taken.
+
+    Args:
+        name: The principal's.
+        memory: Bytes that its frames may take.
+        max_consumers: How many consumers it may be.
+    """
+
+    __slots__ = ("counts", "due", "frames", "max_consumers", "memory", "name", "sending")
+
+    def __init__(self, name: str, memory: int, max_consumers: int) -> None:
+        self.name = name
+        self.memory = memory
+        self.max_consumers = max_consumers
+        self.frames = 0
+        """Bytes of the frames that were made for it and are kept, and estimates of those being made."""
+        self.sending = 0
+        """Bytes of the answers that it is being sent."""
+        self.due = 0.0
+        """When its requests so far would be answered, if they came evenly at the rate that it may have."""
+        self.counts: Counter[str] = Counter()
+        """How many it has of what is limited by number."""
+
+    @property
+    def sends_too_much(self) -> bool:
+        """Whether it takes so little of what it is sent that nothing more is made for it."""
+        return self.sending > max(self.memory, MIN_SENDING)
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether there is nothing to remember."""
+        return not (self.frames or self.sending or self.counts.total())
+
+    def delay(self, now: float, rate: float) -> float:
+        """A request has come at `now`: seconds for which it is held, so that there are no more than `rate` a second.
+
+        A burst of a second's worth passes at once. What is held longer than `PATIENCE` is not counted, and is to be
+        refused then.
+        """
+        due = max(self.due, now - 1.0)
+        wait = max(0.0, due - now)
+        if wait <= PATIENCE:
+            self.due = due + 1.0 / rate
+        return wait
+
+
+class Accounts:
+    """The accounts of all principals.
+
+    Args:
+        limits: What each may take.
+        budget: Bytes of the memory of which principals have shares.
+    """
+
+    def __init__(self, limits: ClientLimits, budget: int) -> None:
+        self._limits = limits
+        self._budget = budget
+        self._accounts: dict[str, Account] = {}
+
+    def of(self, principal: Principal) -> Account:
+        """The account of a principal, which may be new."""
+        known = self._accounts.get(principal.name)
+        if known is None:
+            known = Account(principal.name, 0, self._limits.max_consumers)
+            self._accounts[principal.name] = known
+        known.memory = max(1, int(principal.memory_share * self._budget))
+        return known
+
+    def forget_idle(self, now: float) -> None:
+        """Forget those who have nothing."""
+        for name, account in list(self._accounts.items()):
+            if account.has_nothing and account.due < now - 1.0:
+                del self._accounts[name]
+
+
+def too_many(account: Account, limit: int, what: str, option: str) -> ServerUnavailable:
+    """The refusal of one more."""
+    return ServerUnavailable(
+        f"{account.name!r} has {limit:,} {what}, its limit on this server: end some, or raise {option} in the server's "
+        "[limits]"
+    )
