@@ -19,6 +19,10 @@ MIN_SENDING: Final = 64 * 2**20
 """Bytes of answers that a principal may always have under way, however small its share of the memory."""
 
 
+UNREAD_FACTOR: Final = 2.0
+"""How many times what it may leave unread a principal must have left until none of its consumers is given more."""
+
+
 class Principal(Protocol):
     """Who asks, as far as limits go."""
 
@@ -86,9 +90,15 @@ class Account:
         """How many it has of what is limited by number."""
 
     @property
-    def sends_too_much(self) -> bool:
-        """Whether it takes so little of what it is sent that nothing more is made for it."""
-        return self.sending > max(self.memory, MIN_SENDING)
+    def unread(self) -> float:
+        """What it has not taken of its answers, as a part of what it may leave; from 1 on something must be done."""
+        return self.sending / max(self.memory, MIN_SENDING)
+
+    def patience(self, limits: ClientLimits) -> float:
+        """Seconds in which its clients must take something of their answers."""
+        if self.unread <= 1:
+            return limits.unread_seconds
+        return limits.pressed_seconds if self.unread <= UNREAD_FACTOR else limits.pressed_seconds / 4
 
     @property
     def has_nothing(self) -> bool:

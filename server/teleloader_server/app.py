@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
         limits = service.client_limits
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
-        self._watch = Watch(limits, lambda: service.sends_too_much)
+        self._watch = Watch(limits)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
         super().__init__(

@@ -6,7 +6,7 @@ peer that never reads. Here
 - a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
 - a head may have `head_bytes`, a body `body_bytes` and no less than `body_rate` bytes a second;
 - a peer must take something of its answer every `unread_seconds`, or `pressed_rate` bytes a second over
-  `pressed_seconds` while memory is short;
+  `pressed_seconds` while its principal leaves more unread than it may;
 - `max_connections` may be open, so that descriptors are left for workers, and `max_connections_per_address` of them
   from one address; one more is answered with 503.
 
@@ -25,13 +25,13 @@ import socket
 import struct
 import termios
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from teleloader_server.accounts import Account
 from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
@@ -54,12 +54,10 @@ class Watch:
 
     Args:
         limits: What they may take.
-        pressed: Says whether answers that are being sent take more memory than they should.
     """
 
-    def __init__(self, limits: ClientLimits, pressed: Callable[[], bool]) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
-        self._pressed = pressed
         self.draining = False
         """Whether connections close after their answer."""
         self.connections: set[Connection] = set()
@@ -97,9 +95,8 @@ class Watch:
         while True:
             await asyncio.sleep(self._interval)
             now = asyncio.get_running_loop().time()
-            pressed = self._pressed()
             for connection in list(self.connections):
-                connection.check(now, pressed=pressed)
+                connection.check(now)
             if self._broken:
                 what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
                 logger.warning("connections were closed: %s", what)
@@ -296,9 +293,12 @@ class Connection(HttpToolsProtocol):
 
     # -- what the watch calls
 
-    def check(self, now: float, *, pressed: bool) -> None:
-        """Hold the connection to its limits; while memory is short, its peer must take its answers faster."""
-        patience = self._limits.pressed_seconds if pressed else self._limits.unread_seconds
+    def check(self, now: float) -> None:
+        """Hold the connection to its limits; while its principal leaves much unread, answers must be taken faster."""
+        scope: Any = {} if self.cycle is None else self.cycle.scope
+        account: Account | None = scope.get("teleloader.account")
+        patience = self._limits.unread_seconds if account is None else account.patience(self._limits)
+        pressed = patience < self._limits.unread_seconds
         unread = self._unread_for(now)
         is_slow = self._takes_slowly(now)
         if unread > patience or (pressed and is_slow):

@@ -13,7 +13,7 @@ The rules:
 5. When memory is full, or a principal's share of it, batches that nobody wants are let go first, the longest unused
    first of all; then those that are wanted later than the one to be begun. If that is not enough, the batch must wait -
    unless a client waits for it: then all goes that no client waits for, and it is begun in any case. Memory slows, it
-   never blocks - but for a principal that does not take what it is sent.
+   never blocks - but for those who do not take what they are sent.
 6. What batches took longer than was expected is charged when it shows.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from teleloader_server.accounts import Account, Memory, too_many
+from teleloader_server.accounts import UNREAD_FACTOR, Account, Memory, too_many
 from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
 
@@ -123,6 +123,8 @@ class Consumer:
     sent_beyond: set[int] = field(default_factory=set)
     """What it was sent out of order, on another connection."""
     asks: list[Ask] = field(default_factory=list)
+    sending: int = 0
+    """Bytes of the answers that it is being sent."""
     hogs: bool = False
     """As of the principal."""
     ahead_cursor: int = 0
@@ -471,7 +473,7 @@ class Dispatcher:
     ) -> bool:
         estimate = int(self._sizes.get(address.loader, 0))
         holder = consumer.holder
-        if holder.account.sends_too_much or self._takes_all_workers(consumer):
+        if _reads_too_little(consumer) or self._takes_all_workers(consumer):
             return False
         if self._is_full(holder, estimate):
             distance = consumer.distance(address.batch) or 0
@@ -770,6 +772,12 @@ class Dispatcher:
             del self._runs[run]
             for address in [a for a in self._deaths if (a.loader, a.epoch) == run]:
                 del self._deaths[address]
+
+
+def _reads_too_little(consumer: Consumer) -> bool:
+    """Whether nothing is made for it until answers are taken: its own, or in the end those to its whole principal."""
+    account = consumer.holder.account
+    return account.unread > 1 and (consumer.sending > 0 or account.unread > UNREAD_FACTOR)
 
 
 def _first_missing(batches: dict[int, Batch], cursor: int, stop: int) -> int:

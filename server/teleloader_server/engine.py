@@ -76,9 +76,9 @@ class BatchStream:
     """Of the request."""
 
     @property
-    def account(self) -> Account:
-        """Of whoever asks."""
-        return self._ask.consumer.holder.account
+    def consumer(self) -> Consumer:
+        """Who asks."""
+        return self._ask.consumer
 
     @property
     def exhausted(self) -> bool:

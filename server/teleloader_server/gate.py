@@ -34,7 +34,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on when its time has come; one that would have to wait for long is refused."""
         if scope["type"] == "http":
-            account = self._accounts.of(principal_of(scope))
+            account = scope["teleloader.account"] = self._accounts.of(principal_of(scope))
             held = account.delay(time.monotonic(), self._rate)
             if held:
                 # also before it is refused: an answer at once would be asked for again at once

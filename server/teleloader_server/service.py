@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from teleloader_server.accounts import MIN_SENDING, Account, Accounts, Memory, Principal, too_many
+from teleloader_server.accounts import Account, Accounts, Memory, Principal, too_many
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
 from teleloader_server.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
 from teleloader_server.hosts import Host
@@ -396,9 +396,10 @@ class LoaderService:
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
         """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
-        account = of.account
+        consumer, account = of.consumer, of.consumer.holder.account
         self._sending += nbytes
         account.sending += nbytes
+        consumer.sending += nbytes
         of.tally.sending.begin(time.monotonic())
         try:
             with nullcontext() if of.trace is None else of.trace.sending(nbytes):
@@ -406,16 +407,12 @@ class LoaderService:
         finally:
             of.tally.sending.end(time.monotonic())
             self._sending -= nbytes
-            held_back = account.sends_too_much
+            was_too_much = account.unread > 1
             account.sending -= nbytes
-            if held_back and not account.sends_too_much:
+            consumer.sending -= nbytes
+            if was_too_much:
                 for engine in self._engines():
                     engine.wake()
-
-    @property
-    def sends_too_much(self) -> bool:
-        """Whether answers that are being sent take more than the memory budget once more."""
-        return self._sending > max(self.limits.memory_budget, MIN_SENDING)
 
     async def _keep_house(self) -> None:
         while True:

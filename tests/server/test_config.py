@@ -55,6 +55,10 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         port = 9000
         memory_budget = "4GiB"
 
+        [limits]
+        max_consumers = 8
+        body_bytes = "1MiB"
+
         [datasets.train]
         factory = "my_package.data:make"
         kwargs = { root = "/data", sizes = [1, 2] }
@@ -68,6 +72,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         factory = "my_package.data:validation"
     """)
     server, limits, datasets = read_toml(path)
+    assert limits == {"max_consumers": 8, "body_bytes": "1MiB"}
     assert server == {"port": 9000, "memory_budget": "4GiB"}
     assert datasets == [
         DatasetConfig(
@@ -115,7 +120,10 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[dataset.train]\nfactory = "a:b"', "{path} has an unknown entry 'dataset'; it may have server, limits, datasets"),
+        (
+            '[dataset.train]\nfactory = "a:b"',
+            "{path} has an unknown entry 'dataset'; it may have server, limits, datasets",
+        ),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "
