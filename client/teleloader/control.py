@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from reprlib import repr as short
 from types import UnionType
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -28,9 +31,16 @@ from teleloader_shared.messages import (
     batches_path,
     loader_path,
 )
-from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.text import sentence
 
 MAX_JSON_BYTES: Final = 16 * 2**20
+MAX_NAME: Final = 4096
+"""Characters of a name that a server states."""
+MAX_LISTED: Final = 4096
+"""Names in a list of them."""
+PATIENCE_FACTOR: Final = 3
+"""An answer must be complete in so many times the seconds after which a silent server counts as gone."""
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
 
@@ -137,12 +147,13 @@ class Server:
             # of proxies is ignored, because the batches themselves do not go through one either
             with (
                 httpx.Client(verify=self.url.startswith("https"), trust_env=False) as client,
-                client.stream(method, self.url + path, **options) as answer,
+                _deadline(options["timeout"]) as trace,
+                client.stream(method, self.url + path, extensions={"trace": trace}, **options) as answer,
             ):
                 body = _body_of(answer)
         except httpx.TransportError as error:
             raise ServerUnavailable(
-                f"no loader server answers at {self.url}: {error or type(error).__name__}"
+                f"no loader server answers at {self.url}: {sentence(str(error)) or type(error).__name__}"
             ) from None
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
@@ -154,6 +165,35 @@ class Server:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+
+@contextmanager
+def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """What tells of a connection, which is broken when the answer is not there after a few times the timeout.
+
+    The timeout is for each byte: a server that sends one now and then would be waited for without end.
+    """
+    sockets: list[socket.socket] = []
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            sockets.append(info["return_value"].get_extra_info("socket"))
+
+    def break_off() -> None:
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    if timeout is None:
+        yield trace
+        return
+    watch = threading.Timer(PATIENCE_FACTOR * timeout, break_off)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield trace
+    finally:
+        watch.cancel()
 
 
 def _body_of(answer: httpx.Response) -> bytes:
@@ -170,7 +210,7 @@ def _body_of(answer: httpx.Response) -> bytes:
 def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
     """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now."""
     problem = _problem_of(body)
-    detail = problem.get("detail", body[:200].decode(errors="replace"))
+    detail = sentence(problem.get("detail", body[:200].decode(errors="replace")))
     error = known_error(problem.get("code", ""), detail) or ProtocolError(f"{url} answered {status}: {detail}")
     if status >= httpx.codes.INTERNAL_SERVER_ERROR and not isinstance(error, WorkerDied):
         return ServerUnavailable(str(error))
@@ -205,5 +245,9 @@ def _fits(value: object, hint: Any) -> bool:
     if kind is Literal:
         return value in parts
     if kind is list:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, list) and len(value) <= MAX_LISTED and all(_fits(item, parts[0]) for item in value)
+    if hint is str:
+        return type(value) is str and len(value) <= MAX_NAME and value.isprintable()
+    if hint is int:
+        return type(value) is int and 0 <= value <= MAX_EPOCH
     return type(value) is hint

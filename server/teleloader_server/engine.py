@@ -14,12 +14,12 @@ import numpy as np
 
 from teleloader_server.accounts import Account, Memory
 from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
-from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
+from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
 from teleloader_server.pool import Lease, Loss, Pool, WorkerState
 from teleloader_server.tracing import AnswerTrace, Made
 from teleloader_shared import tracing
-from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.codec import MAX_INDICES, Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import ConsumerReport, DatasetInfo
 from teleloader_shared.spec import LoaderSpec

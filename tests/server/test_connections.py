@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import uvloop
 
+from teleloader_server.accounts import ANYONE
 from teleloader_server.app import Server, bind, url_of
 from teleloader_server.config import ClientLimits, ConfigError, Limits
 from teleloader_server.connections import connections_for
@@ -317,8 +318,8 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         eventually(lambda: running.service._sending >= 4 * MEGABYTES * 2**20)
         time.sleep(0.6)
         assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
-        monkeypatch.setattr("teleloader_server.service.MIN_SENDING", 2**20)
-        monkeypatch.setattr(running.service, "limits", Limits(num_workers=0, memory_budget=2**20))
+        monkeypatch.setattr("teleloader_server.accounts.MIN_SENDING", 2**20)
+        running.service.accounts.of(ANYONE).memory = 2**20
         eventually(lambda: running.service._sending == 0)
 
 
