@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from reprlib import repr as short
 from types import UnionType
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -39,10 +41,17 @@ from teleloader_shared.messages import (
     batches_path,
     loader_path,
 )
-from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.text import sentence
 
 MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 16 * 2**20
+MAX_NAME: Final = 4096
+"""Characters of a name that a server states."""
+MAX_LISTED: Final = 4096
+"""Names in a list of them."""
+PATIENCE_FACTOR: Final = 3
+"""An answer must be complete in so many times the seconds after which a silent server counts as gone."""
 END_TIMEOUT: Final = 2.0
 """Seconds that an iterator which is dropped waits for the server to take note."""
 PROBE: Final = 1.0
@@ -197,12 +206,13 @@ class Server:
             # of proxies is ignored, because the batches themselves do not go through one either
             with (
                 httpx.Client(verify=verify, trust_env=False) as client,
-                client.stream(method, self.url + path, **options) as answer,
+                _deadline(options["timeout"]) as trace,
+                client.stream(method, self.url + path, extensions={"trace": trace}, **options) as answer,
             ):
                 body = _body_of(answer)
         except httpx.TransportError as error:
             raise self.broke(error) or ServerUnavailable(
-                f"no loader server answers at {self.url}: {error or type(error).__name__}"
+                f"no loader server answers at {self.url}: {sentence(str(error)) or type(error).__name__}"
             ) from None
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
@@ -246,6 +256,35 @@ def _without_secrets(url: object) -> str:
     return "one with a password or something like it" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 
+@contextmanager
+def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """What tells of a connection, which is broken when the answer is not there after a few times the timeout.
+
+    The timeout is for each byte: a server that sends one now and then would be waited for without end.
+    """
+    sockets: list[socket.socket] = []
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            sockets.append(info["return_value"].get_extra_info("socket"))
+
+    def break_off() -> None:
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    if timeout is None:
+        yield trace
+        return
+    watch = threading.Timer(PATIENCE_FACTOR * timeout, break_off)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield trace
+    finally:
+        watch.cancel()
+
+
 def _body_of(answer: httpx.Response) -> bytes:
     """The body as it came: what was compressed unasked is not unpacked, because a little can unpack to very much."""
     most = DEFAULT_MAX_BATCH_BYTES if answer.headers.get("content-type") == FRAME_MEDIA_TYPE else MAX_JSON_BYTES
@@ -260,7 +299,7 @@ def _body_of(answer: httpx.Response) -> bytes:
 def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
     """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now."""
     problem = _problem_of(body)
-    detail = problem.get("detail", body[:200].decode(errors="replace"))
+    detail = sentence(problem.get("detail", body[:200].decode(errors="replace")))
     error = known_error(problem.get("code", ""), detail) or ProtocolError(
         f"{url} answered {status}{f': {detail}' if detail else ''}. Is that the address and port of a loader server?"
     )
@@ -300,5 +339,9 @@ def _fits(value: object, hint: Any) -> bool:
     if kind is Literal:
         return value in parts
     if kind is list:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, list) and len(value) <= MAX_LISTED and all(_fits(item, parts[0]) for item in value)
+    if hint is str:
+        return type(value) is str and len(value) <= MAX_NAME and value.isprintable()
+    if hint is int:
+        return type(value) is int and 0 <= value <= MAX_EPOCH
     return type(value) is hint

@@ -8,6 +8,7 @@ import sys
 from teleloader_shared import errors, local
 from teleloader_shared.codec import Address, Failure
 from teleloader_shared.errors import RemoteError, TeleloaderError
+from teleloader_shared.text import harmless
 
 _SHOWN_INDICES = 20
 
@@ -80,4 +81,4 @@ def _text(failure: Failure, address: Address, server: str) -> str:
     hint = ""
     if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
         hint = " If that is get_worker_info(): it is None with num_workers=0, and with num_workers=1 it is not."
-    return f"{cause}\n\nThis was {which}, on {server}.{hint}"
+    return harmless(f"{cause}\n\nThis was {which}, on {server}.{hint}")

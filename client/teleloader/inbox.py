@@ -31,16 +31,24 @@ class Inbox:
         session: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
         urls: The servers that there are.
         measures: Where to count what arrives.
+        most_held: Bytes that batches may take which the loop has not taken, before no more is asked for.
         complete: Whether it is known how far the epoch goes, or a server will tell.
         stays: Whether those who receive are needed when all has arrived, until `close`.
     """
 
-    def __init__(self, session: Session, urls: list[str], measures: Measures, *, complete: bool, stays: bool) -> None:
+    def __init__(
+        self, session: Session, urls: list[str], measures: Measures, most_held: int, *, complete: bool, stays: bool
+    ) -> None:
         self.session = session
         self.measures = measures
         self.changed = threading.Condition()
         self.closed: BaseException | None = None
         """What to raise where somebody waits for a batch of an iterator that was closed."""
+        self._most_held = most_held
+        self._bytes_in = 0
+        """Of all that has arrived; only the threads that receive touch it, under `changed`."""
+        self._bytes_out = 0
+        """Of all that the loop has taken; only its thread touches it."""
         self._complete = complete
         self._stays = stays
         self._indices: dict[int, bytes] = {}
@@ -95,7 +103,12 @@ class Inbox:
     def take(self) -> tuple[Frame, str]:
         """The batch that has arrived, and the URL of the server that sent it."""
         taken = self._batches.popleft()
+        self._bytes_out += taken[0].memory
         self.session.taken += 1
+        if self.session.stuffed:
+            with self.changed:
+                self._weigh()
+                self.changed.notify_all()  # of the rest that is waited for, it may be the next now
         if self._sated and self.session.has_room:
             with self.changed:
                 self.changed.notify_all()
@@ -130,6 +143,7 @@ class Inbox:
 
     def _await_batch(self, timeout: float) -> None:
         with self.changed:
+            self._weigh()
             self._starved = self.session.waiting = True
             if self._sated and self.session.has_room:
                 self.changed.notify_all()
@@ -167,6 +181,23 @@ class Inbox:
             if self.is_over():
                 interrupt()
 
+    def await_room(self, k: int, timeout: float) -> bool:
+        """Wait until the rest of an answer, from batch k on, may be asked for, or so long; whether it may.
+
+        That is when the loop has taken enough, or when it waits for just that batch.
+        """
+        session = self.session
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: (
+                    not session.stuffed
+                    or self.is_over()
+                    or session.has_lost
+                    or (not self._batches and k <= session.received)
+                ),
+                timeout,
+            )
+
     def next_range(self, server: int) -> Range | None:
         """What to ask a server for now."""
         with self.changed:
@@ -199,6 +230,8 @@ class Inbox:
                     self._early[k] = (frame, url)
                     if isinstance(frame.content, End):
                         session.shard_ended(k)
+            self._bytes_in += sum(frame.memory for frame in frames)
+            self._weigh()
             rest = session.arrived(len(frames), nbytes, server, now)
             session.paced(now)
             for k in range(first, session.received):
@@ -209,6 +242,12 @@ class Inbox:
             if self.is_over():
                 self._end()
             return self._listed(rest)
+
+    def _weigh(self) -> None:
+        """Find out whether so much is here that no more is to be asked for."""
+        was_stuffed, self.session.stuffed = self.session.stuffed, self._bytes_in - self._bytes_out > self._most_held
+        if was_stuffed and not self.session.stuffed:
+            self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
         """A server knows the loader, and has so many workers."""

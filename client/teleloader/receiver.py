@@ -15,6 +15,9 @@ from teleloader_shared import local
 CLOSE_TIMEOUT: Final = 5.0
 """Seconds to wait for the threads to end; it takes long only while they connect to a machine that is silent."""
 
+HELD_FACTOR: Final = 4
+"""How many times the largest batch all that has arrived, and was not taken, may take before no more is asked for."""
+
 
 class Receiver:
     """Receives the batches of one epoch.
@@ -43,6 +46,7 @@ class Receiver:
             session,
             [server.url for server in servers],
             measures,
+            HELD_FACTOR * wanted.max_batch_bytes,
             complete=wanted.spec.order != "client",
             stays=stays,
         )

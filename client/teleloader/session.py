@@ -23,6 +23,8 @@ COVERED_SECONDS: Final = 0.25
 COVERED_BYTES: Final = 128 * 2**20
 """Fetching ahead for `COVERED_SECONDS` does not go beyond so many bytes."""
 MAX_WINDOW: Final = 2048
+MAX_WORKERS: Final = 1024
+"""A server that states more workers is not believed: each is a reason to ask for further batches."""
 MAX_AHEAD: Final = 256
 """What a server may make beyond what it is asked for: it stays there while the loop does something else."""
 
@@ -105,6 +107,8 @@ class Session:
         self.waiting = False
         """Whether the loop waits for a batch."""
         self.on_demand = on_demand
+        self.stuffed = False
+        """Whether what has arrived takes so much memory that no more is to be asked for."""
         self.hedges = 0
         """Batches that were asked for once more because another server was late with them."""
         self._asked = start
@@ -113,7 +117,7 @@ class Session:
         """What was asked of servers that were lost, in order."""
         self._beyond: set[int] = set()
         """What has arrived of the batches after `received`."""
-        self._servers = [_Server(num_workers) for _ in range(servers)]
+        self._servers = [_Server(min(num_workers, MAX_WORKERS)) for _ in range(servers)]
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
         self._shards_left = set(range(shards))
@@ -165,10 +169,15 @@ class Session:
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
-        if self.on_demand and not self.waiting:
+        if self.stuffed or (self.on_demand and not self.waiting):
             return False
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether something must be asked for again that another server did not send."""
+        return bool(self._again)
 
     def has_work(self, server: int, now: float) -> bool:
         """Whether `next_range` has something to ask the server for."""
@@ -273,7 +282,7 @@ class Session:
 
     def joined(self, server: int, num_workers: int) -> None:
         """A server has told how many workers it has."""
-        self._servers[server].num_workers = num_workers
+        self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
 
     def lost(self, server: int) -> None:
         """The connection to a server broke: what it has not answered must be asked for again, here or elsewhere."""

@@ -23,6 +23,7 @@ from teleloader_shared.codec import Address, End, Frame, MakeArray
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES, batches_path
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.text import sentence
 
 logger = logging.getLogger("teleloader")
 
@@ -137,13 +138,13 @@ class Source:
         """Wait before the server is tried again, or give it up."""
         server, timeout = self._servers[0], self._wanted.reconnect_timeout
         if damaged >= MAX_DAMAGED:
-            error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {error}")
+            error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {sentence(str(error))}")
         trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.trouble is not trouble:
             others = "the other servers go on, and it is tried now and then"
             logger.warning(
                 "batch %d does not come from %s (%s); %s",
-                self._inbox.session.received, server.url, error or type(error).__name__,
+                self._inbox.session.received, server.url, sentence(str(error)) or type(error).__name__,
                 others if self._inbox.several else f"trying again for {timeout:g} s",
             )  # fmt: skip
         server.trouble = trouble
@@ -180,6 +181,8 @@ class Source:
             rest = self._inbox.deliver(self._number, self._servers[0].url, frames, len(buffer))
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
             if rest is not None:
+                while not self._inbox.await_room(rest.start, TOUCH_EVERY):
+                    self._keep_session()
                 self._lanes[0] = (self._send(self._usable(connection), rest), rest)
             else:
                 self._lanes.popleft()
@@ -238,11 +241,12 @@ class Source:
         return connection
 
     def _await_work(self) -> None:
-        if self._wanted.spec.session is None:
-            self._inbox.await_work(self._number, None)
-            return
-        self._inbox.await_work(self._number, TOUCH_EVERY)
-        if time.monotonic() - self._heard >= TOUCH_EVERY:
+        self._inbox.await_work(self._number, None if self._wanted.spec.session is None else TOUCH_EVERY)
+        self._keep_session()
+
+    def _keep_session(self) -> None:
+        """Tell the server of a session, which has heard nothing for long, that its client is there."""
+        if self._wanted.spec.session is not None and time.monotonic() - self._heard >= TOUCH_EVERY:
             with self._calling():
                 self._servers[0].touch(self._wanted.key)
             self._heard, self._has_received = time.monotonic(), True
@@ -281,6 +285,6 @@ class Source:
     def _unavailable(self, error: Exception) -> ServerUnavailable:
         return ServerUnavailable(
             f"{self._servers[0].url} did not send batch {self._inbox.session.received} of epoch {self._wanted.epoch}: "
-            f"{error or type(error).__name__} (tried for {self._wanted.reconnect_timeout:g} s). "
+            f"{sentence(str(error)) or type(error).__name__} (tried for {self._wanted.reconnect_timeout:g} s). "
             "loader.state_dict() says where to go on, here or on another server"
         )

@@ -28,6 +28,10 @@ KEEPALIVE_IDLE: Final = 5
 """Seconds of silence after which the kernel asks the other machine whether it is still there."""
 KEEPALIVE_TRIES: Final = 3
 MAX_PROBLEM_BYTES: Final = 64 * 1024
+MAX_HEAD_BYTES: Final = 128 * 1024
+"""Bytes of an answer besides its body: a server could send headers, or say "100 Continue", without end."""
+LEAST_RATE: Final = 1024
+"""Bytes a second that an answer must have, once it has begun."""
 SILENT_TIMEOUTS: Final = 6
 """After so many times the server's `timeout` a silent connection is given up though the server is there: something
 between may have forgotten it."""
@@ -38,6 +42,59 @@ _open: set[BatchConnection] = set()
 
 class SilentConnection(OSError):
     """Nothing came for long, and the server is there: ask again on another connection."""
+
+
+class Paced(io.RawIOBase):
+    """An answer as it arrives: no more of it than is allowed, and not so slowly that it would never end.
+
+    Args:
+        raw: Where its bytes come from.
+        patience: Seconds over which its rate is taken, from its first byte on.
+    """
+
+    def __init__(self, raw: io.RawIOBase, patience: float) -> None:
+        self._raw = raw
+        self._patience = patience
+        self._left = MAX_HEAD_BYTES
+        self._count = 0
+        self._due = 0.0
+
+    def allow(self, nbytes: int) -> None:
+        """Let so many more bytes in."""
+        self._left += nbytes
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """The next bytes.
+
+        Raises:
+            ProtocolError: When there are more than were allowed.
+            TimeoutError: When they come too slowly.
+        """
+        got = self._raw.readinto(buffer)
+        if got:
+            self._left -= got
+            self._count += got
+            if self._left < 0:
+                raise ProtocolError("an answer goes on after what it stated, or its headers do not end")
+            now = time.monotonic()
+            if now > self._due:
+                self._check_rate(now)
+        return got
+
+    def _check_rate(self, now: float) -> None:
+        if self._due and self._count < LEAST_RATE * self._patience:
+            raise TimeoutError(f"an answer came at less than {LEAST_RATE:,} bytes a second for {self._patience:g} s")
+        self._count = 0
+        self._due = now + self._patience
+
+    def close(self) -> None:
+        """Close it."""
+        self._raw.close()
+        super().close()
 
 
 class BatchConnection:
@@ -136,12 +193,14 @@ class BatchConnection:
             if answer.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
                 raise ConnectionError("the token was replaced")
             if answer.status != http.client.OK:
+                self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
             size = answer.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(
                     f"an answer must state its size in bytes, up to {max_bytes:,} (see max_batch_bytes), stated {size}"
                 )
+            self._arriving.allow(size)
             buffer = pool.take(size)
             view = memoryview(buffer.data)
             filled = 0
@@ -156,6 +215,8 @@ class BatchConnection:
         """The answer, of which something has come."""
         answer = http.client.HTTPResponse(*args, **options)
         try:
+            self._arriving = Paced(answer.fp.detach(), self._server.timeout)
+            answer.fp = io.BufferedReader(self._arriving)
             self._await(answer.fp)
             self.first_byte = time.time_ns()
         except BaseException:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.access import ADMIN, READ, allows, needs
+from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream, Said
 from teleloader_server.gate import GuardedRoute, check, is_still_admitted, principal_of
 from teleloader_server.pool import Lease
@@ -44,12 +45,6 @@ from teleloader_shared.tracing import TRACE_HEADER
 
 _Result = TypeVar("_Result")
 
-MAX_AHEAD: Final = 4096
-MAX_SPEC_BYTES: Final = 2**20
-MAX_INDEX_BYTES: Final = 64 * 2**20
-"""Index lists of one request: those of a batch of 2**20 samples take 9 MB."""
-MAX_HELD_BYTES: Final = 4 * MAX_INDEX_BYTES
-"""Bodies that are held at a time: connections are many, and each may send one."""
 LARGE_BODY: Final = 256 * 1024
 """Bodies from this size on are taken apart in a thread: others wait for the event loop."""
 LINGER: Final = 0.005
@@ -61,7 +56,7 @@ MUTABLE: Final = {"cache-control": "no-store"}
 """A failure, or a part of a range: the next answer may be another one."""
 
 Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
-Ahead = Annotated[int, Query(ge=0, le=MAX_AHEAD, description="how many batches will be wanted after these")]
+Ahead = Annotated[int, Query(ge=0, description="how many batches will be wanted after these")]
 Consumer = Annotated[
     str, Header(alias=CONSUMER_HEADER, max_length=200, description="who asks, for /stats and fair sharing")
 ]
@@ -205,7 +200,7 @@ def _concatenated(frames: list[Lease]) -> memoryview:
 def make_router(service: LoaderService) -> APIRouter:
     """The endpoints of `service`."""
     router = APIRouter(route_class=GuardedRoute)
-    bodies = Bodies()
+    bodies = Bodies(service.client_limits)
     _add_loaders(router, service, bodies)
     _add_batches(router, service, bodies)
     return router
@@ -243,20 +238,21 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies.read(request, MAX_SPEC_BYTES) as body:
+        async with bodies.read(request, "spec_bytes") as body:
             spec = LoaderSpec.from_json(parsed_json(body))
-        check(principal_of(request), READ, spec.dataset)
+        principal = principal_of(request)
+        check(principal, READ, spec.dataset)
         if spec.in_process:  # it holds up everybody
-            check(principal_of(request), ADMIN)
-        return await service.register(spec)
+            check(principal, ADMIN)
+        return await service.register(spec, principal)
 
     @router.get(
         LOADERS_PATH + "/{key}",
         summary="What was answered when the loader was registered; a session that is asked for is not idle",
     )
     @needs(READ)
-    async def registration(key: str) -> Registration:
-        return service.registration(key)
+    async def registration(request: Request, key: str) -> Registration:
+        return service.registration(key, principal_of(request))
 
     @router.delete(
         LOADERS_PATH + "/{key}",
@@ -264,8 +260,8 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         summary="End a session: the workers that were its own end; for any other loader nothing happens",
     )
     @needs(READ)
-    async def end(key: str) -> None:
-        await service.end_session(key)
+    async def end(request: Request, key: str) -> None:
+        await service.end_session_of(key, principal_of(request))
 
 
 def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
@@ -280,7 +276,8 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
         consumer: Consumer = "", report: Report = "",
     ) -> Response:  # fmt: skip
-        service.loader(key, epoch, k)
+        principal = principal_of(request)
+        service.loader(principal, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
         immutable = {"etag": etag, "cache-control": "public, max-age=31536000, immutable"}
@@ -288,7 +285,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
             return Response(status_code=304, headers=immutable)
         who = consumer or address_of(request)
         said = said_with(request, report)
-        asked = service.batches(who, key, epoch, k, k + 1, ahead, said=said)
+        asked = service.batches(principal, who, key, epoch, k, k + 1, ahead, said=said)
         async with asked as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
@@ -319,7 +316,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         if not ready and request.scope["http_version"] == "1.0":
             raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
         said = said_with(request, report)
-        asked = service.batches(who, key, epoch, start, stop, ahead, said=said)
+        asked = service.batches(principal_of(request), who, key, epoch, start, stop, ahead, said=said)
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
     @router.post(
@@ -338,22 +335,23 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
-        service.loader(key, epoch, start)
-        async with bodies.read(request, MAX_INDEX_BYTES) as body:
+        principal, limits = principal_of(request), service.client_limits
+        service.loader(principal, key, epoch, start)
+        async with bodies.read(request, "body_bytes") as body:
             if len(body) < LARGE_BODY:
-                first, indices = index_lists(body)
+                first, indices = index_lists(body, limits)
             else:
-                first, indices = await asyncio.to_thread(index_lists, body)
+                first, indices = await asyncio.to_thread(index_lists, body, limits)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
             stop = start + len(indices)
             who = consumer or address_of(request)
             said = said_with(request, report)
-            asked = service.batches(who, key, epoch, start, stop, 0, indices, said)
+            asked = service.batches(principal, who, key, epoch, start, stop, 0, indices, said)
             return await ready_answer(request, service, asked)
 
 
-def index_lists(body: bytes) -> tuple[Address, dict[int, bytes]]:
+def index_lists(body: bytes, limits: ClientLimits) -> tuple[Address, dict[int, bytes]]:
     """The frames of a body, by batch, each of which must list the indices of the batch after the one before.
 
     Returns:
@@ -366,46 +364,59 @@ def index_lists(body: bytes) -> tuple[Address, dict[int, bytes]]:
     found: dict[int, bytes] = {}
     start = 0
     try:
-        for frame in codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits, MAX_INDEX_BYTES):
+        for frame in codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits, limits.body_bytes):
             first = first or frame.address
             due = first._replace(batch=first.batch + len(found))
             if frame.address != due:
                 raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {due.batch}")
-            if len(found) == MAX_AHEAD:
-                raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists more")
+            if len(found) == limits.max_window:
+                raise InvalidSpec(
+                    f"the body must list the indices of 1 to {limits.max_window:,} batches (max_window), lists more"
+                )
             found[due.batch] = body[start : start + frame.nbytes]
             start += frame.nbytes
     except ProtocolError as error:
         raise InvalidSpec(f"the body lists no indices: {error}") from None
     if first is None:
-        raise InvalidSpec(f"the body must list the indices of 1 to {MAX_AHEAD} batches, lists none")
+        raise InvalidSpec(f"the body must list the indices of 1 to {limits.max_window:,} batches, lists none")
     return first, found
 
 
 class Bodies:
-    """The bodies of requests that are held now, which together have a limit."""
+    """The bodies of requests that are held now, which together have a limit: each connection may send one."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
+        self._limits = limits
         self._held = 0
 
     @asynccontextmanager
-    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+    async def read(self, request: Request, name: Literal["body_bytes", "spec_bytes"]) -> AsyncIterator[bytes]:
         """The body, which counts as held until the context ends.
 
+        Args:
+            request: Whose it is.
+            name: Of the limit that it has.
+
         Raises:
-            Refusal: When it is larger than `limit`.
+            Refusal: When it is larger.
             ServerUnavailable: When all bodies together are too large.
         """
         body = bytearray()
-        too_large = Refusal(413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed")
+        limit = getattr(self._limits, name)
+        too_large = Refusal(
+            413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed ({name})"
+        )
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         try:
             async for piece in request.stream():
                 if len(body) + len(piece) > limit:
                     raise too_large
-                if self._held + len(piece) > MAX_HELD_BYTES:
-                    raise ServerUnavailable(f"the server holds {self._held:,} bytes of requests: try again later")
+                if self._held + len(piece) > self._limits.held_bytes:
+                    raise ServerUnavailable(
+                        f"the server holds {self._held:,} bytes of requests, and may hold {self._limits.held_bytes:,} "
+                        "(held_bytes): try again later"
+                    )
                 self._held += len(piece)
                 body += piece
             yield bytes(body)

@@ -7,17 +7,18 @@ nothing is made that was not asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
 import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
-from teleloader_server.access import READ, Principal, needs
-from teleloader_server.api_http import MAX_AHEAD, address_of, index_lists, joined, ready_frames
+from teleloader_server.access import READ, needs
+from teleloader_server.api_http import address_of, index_lists, joined, ready_frames
+from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
-from teleloader_server.gate import Gate
+from teleloader_server.gate import enter
 from teleloader_server.problems import Refusal, problem_of
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
@@ -40,7 +41,7 @@ class Ask(NamedTuple):
     """For an order of the client's own, the frames that list what each batch holds."""
 
 
-def parse_range(message: bytes) -> Ask:
+def parse_range(message: bytes, limits: ClientLimits) -> Ask:
     """Read an ask for batches of the plan.
 
     Raises:
@@ -52,18 +53,19 @@ def parse_range(message: bytes) -> Ask:
         raise InvalidSpec("an ask must be a msgpack array of three ints: epoch, start and stop") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
         raise InvalidSpec(f"epoch, start and stop must be ints from 0 to 2**62 - 1, were {numbers!r:.200}")
-    if not start < stop <= start + MAX_AHEAD:
-        raise InvalidSpec(f"an ask must be for 1 to {MAX_AHEAD} batches, was for [{start}, {stop})")
+    most = limits.max_window
+    if not start < stop <= start + most:
+        raise InvalidSpec(f"an ask must be for 1 to {most:,} batches (max_window), was for [{start}, {stop})")
     return Ask(epoch, start, stop)
 
 
-def parse_lists(message: bytes, loader: str) -> Ask:
+def parse_lists(message: bytes, loader: str, limits: ClientLimits) -> Ask:
     """Read an ask for batches whose indices it lists.
 
     Raises:
         InvalidSpec: When it is none.
     """
-    first, indices = index_lists(message)
+    first, indices = index_lists(message, limits)
     if first.loader != loader:
         raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
     return Ask(first.epoch, first.batch, first.batch + len(indices), indices)
@@ -76,14 +78,12 @@ class Conversation:
         socket: The connection, accepted.
         service: Who makes batches.
         loader: Key of the loader that the connection is for.
-        admit: Says who asks, or raises why that one may not; asked each time, because a token ends.
     """
 
-    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, admit: Callable[[], Principal]) -> None:
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str) -> None:
         self._socket = socket
         self._service = service
         self._loader = loader
-        self._admit = admit
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """What is to be sent, with what ends it; None after the last one."""
@@ -118,20 +118,23 @@ class Conversation:
                     await unsent[1].aclose()
 
     async def _read(self) -> None:
-        self._admit()
+        principal = await enter(self._socket, READ)
         self._service.refuse_when_draining()
-        lists = self._service.loader(self._loader, 0).spec.order == "client"
+        lists = self._service.loader(principal, self._loader, 0).spec.order == "client"
+        limits = self._service.client_limits
         while True:
             message = await self._message()
-            self._admit()
-            ask = parse_lists(message, self._loader) if lists else parse_range(message)
+            principal = await enter(self._socket, READ)  # a token ends, or is replaced
+            ask = parse_lists(message, self._loader, limits) if lists else parse_range(message, limits)
             count = ask.stop - ask.start
-            while self._outstanding + count > MAX_AHEAD:
+            while self._outstanding + count > limits.max_window:
                 self._sent.clear()
                 await self._sent.wait()
             self._outstanding += count
             ending = AsyncExitStack()
-            asked = self._service.batches(self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices)
+            asked = self._service.batches(
+                principal, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
+            )
             self._asked.put_nowait((await ending.enter_async_context(asked), ending))
 
     async def _message(self) -> bytes:
@@ -172,7 +175,6 @@ def make_stream_router(service: LoaderService) -> APIRouter:
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
         await socket.accept()  # refusals are told as everything else is, in a message
-        gate: Gate = socket.app.state.gate
-        await Conversation(socket, service, key, lambda: gate.admit(socket.scope, READ, socket.path_params)).run()
+        await Conversation(socket, service, key).run()
 
     return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import socket
@@ -14,13 +15,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from teleloader_server.api_access import make_access_router
-from teleloader_server.api_http import MAX_INDEX_BYTES, make_router
+from teleloader_server.api_http import make_router
 from teleloader_server.api_status import make_status_router
 from teleloader_server.api_websocket import make_stream_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
-from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
+from teleloader_server.connections import Connection, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
 from teleloader_server.gate import Gate
+from teleloader_server.pace import Pace
 from teleloader_server.problems import handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
@@ -61,6 +63,7 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
     )
     app.state.gate = gate or Gate()
     app.state.gate.dataset_of = service.dataset_of
+    app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
     app.include_router(make_access_router(app.state.gate))
     app.include_router(make_router(service))
     app.include_router(make_stream_router(service))
@@ -80,7 +83,6 @@ class Server(uvicorn.Server):
         grace: Seconds that answers have to be finished when the server stops.
         gate: Who may come in; None is everybody.
         tls: The certificate; None speaks plain HTTP.
-        limits: What connections may take; None takes what the limit of open files allows.
 
     Raises:
         ConfigError: When the limit of open files is too low for a server.
@@ -94,12 +96,11 @@ class Server(uvicorn.Server):
         grace: float = DEFAULT_SHUTDOWN_GRACE,
         gate: Gate | None = None,
         tls: TlsFiles | None = None,
-        limits: ConnectionLimits | None = None,
     ) -> None:
-        if limits is None:
-            most = connections_for(service.limits.num_workers)
-            limits = ConnectionLimits(max_connections=most, body_bytes=MAX_INDEX_BYTES)
-        self._watch = Watch(limits, lambda: service.sends_too_much)
+        limits = service.client_limits
+        most = min(limits.max_connections, connections_for(service.limits.num_workers))
+        limits = dataclasses.replace(limits, max_connections=most)
+        self._watch = Watch(limits)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
         self.gate = gate or Gate()

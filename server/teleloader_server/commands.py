@@ -28,8 +28,10 @@ from teleloader_server.banner import announce
 from teleloader_server.config import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_HOST,
+    DEFAULT_LIMITS,
     DEFAULT_PORT,
     DEFAULT_SHUTDOWN_GRACE,
+    ClientLimits,
     ConfigError,
     DatasetConfig,
     Limits,
@@ -64,6 +66,7 @@ class ConfigFile(NamedTuple):
     """What a configuration file says, and where it is."""
 
     path: Path
+    limits: dict[str, Any]
     datasets: list[DatasetConfig]
 
 
@@ -78,7 +81,20 @@ class Door(NamedTuple):
     tls: TlsFiles | None
 
 
-class Size(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
+class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
+    """A limit and its value, written ``NAME=VALUE``."""
+
+    name = "limit"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Read it."""
+        name, equals, stated = str(value).partition("=")
+        if not equals:
+            self.fail(f"must be NAME=VALUE, was {value!r}", param, ctx)
+        return name.strip(), stated.strip()
+
+
+class Size(click.ParamType):  # type: ignore[type-arg] # the same
     """A number of bytes, written ``512MiB`` or ``2GiB``."""
 
     name = "size"
@@ -98,17 +114,17 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     if path is None:
         return None
     try:
-        defaults, datasets = read_toml(path)
+        defaults, limits, datasets = read_toml(path)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    known = {option.name for option in server.params} - {"config", "demo", "datasets", "version"}
+    known = {option.name for option in server.params} - {"config", "demo", "datasets", "version", "limits"}
     for name in defaults:
         if name not in known:
             raise click.UsageError(
                 f"[server] of {path} has an unknown entry {name!r}; it may have {', '.join(sorted(map(str, known)))}"
             )
     context.default_map = defaults
-    return ConfigFile(path, datasets)
+    return ConfigFile(path, limits, datasets)
 
 
 def _naming_datasets(command: _Command) -> _Command:
@@ -238,6 +254,11 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
     help="Replace a worker that has more resident memory, what it shares with others included, in the same way.",
 )  # fmt: skip
 @click.option(
+    "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
+    help="What clients may make the server do; can be given several times. The limits and their defaults: "
+    f"{DEFAULT_LIMITS.stated()}. docs/limits.md says what each is. In a file they are the table [limits].",
+)  # fmt: skip
+@click.option(
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
     help="Seconds that answers have to be finished when the server is told to stop.",
 )  # fmt: skip
@@ -267,6 +288,7 @@ def server(
     batch_timeout: float,
     max_batches_per_worker: int,
     max_worker_memory: int,
+    limits: tuple[tuple[str, str], ...],
     shutdown_grace: float,
     debug: bool,
     reload: bool,
@@ -306,7 +328,8 @@ def server(
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
     try:
-        limits = Limits(
+        of_clients = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
+        of_workers = Limits(
             num_workers=num_workers,
             memory_budget=memory_budget,
             max_batch_bytes=max_batch_bytes,
@@ -323,7 +346,7 @@ def server(
         door = _door(host, port, **who)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    sys.exit(_run(configs, limits, door, shutdown_grace))
+    sys.exit(_run(configs, of_workers, of_clients, door, shutdown_grace))
 
 
 @click.command(context_settings=_CONTEXT)
@@ -434,9 +457,9 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
     return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
-def _run(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
+def _run(configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Door, grace: float) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(configs, limits, door, grace))
+        return runner.run(_serve(configs, limits, of_clients, door, grace))
 
 
 def _bound(door: Door) -> socket.socket:
@@ -461,14 +484,16 @@ def _bound(door: Door) -> socket.socket:
     return bound
 
 
-async def _serve(configs: list[DatasetConfig], limits: Limits, door: Door, grace: float) -> int:
+async def _serve(
+    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Door, grace: float
+) -> int:
     host, port = door.host, door.port
     try:
         listening = _bound(door)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
-    service = LoaderService(ConfiguredHost(configs, limits), limits)
+    service = LoaderService(ConfiguredHost(configs, limits), limits, of_clients)
     raise_file_limit()
     try:
         web = Server(service, host, port, grace, door.gate, door.tls)

@@ -19,6 +19,8 @@ DEFAULT_PORT: Final = 8000
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
+MIN_HEAD_BYTES: Final = 1024
+"""What a client of ours needs for its request line and headers, and some more."""
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -125,6 +127,97 @@ class Limits:
             raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, was {timeout!r}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClientLimits:
+    """What clients may make a server do: the ``[limits]`` of its configuration. docs/limits.md says what is answered.
+
+    A principal is whoever a token names; without tokens all clients together are one.
+
+    Raises:
+        ConfigError: At construction, naming the field and its value.
+    """
+
+    max_connections: int = 10_000
+    """Connections that are open at a time; fewer where the limit of open files says so."""
+    max_connections_per_address: int = 4096
+    """Those of them that come from one network address."""
+    head_bytes: int = 64 * 2**10
+    """Bytes of a request line and its headers."""
+    head_seconds: float = 10.0
+    """Seconds for a request line and its headers."""
+    body_bytes: int = 64 * 2**20
+    """Bytes of a body; the index lists of a batch of 2**20 samples take 9 MB."""
+    spec_bytes: int = 2**20
+    """Bytes of a body that registers a loader."""
+    held_bytes: int = 256 * 2**20
+    """Bytes of all bodies that are held at a time."""
+    body_rate: float = 10 * 2**10
+    """Bytes a second that a body must have."""
+    body_seconds: float = 10.0
+    """Seconds over which the rate of a body is taken."""
+    max_pipelined: int = 100
+    """Requests of one connection that are answered or wait for it."""
+    max_requests_per_second: float = 5000.0
+    """Requests of one principal, each second; what is too many is held for a second before it is refused."""
+    max_window: int = 4096
+    """Batches for which a request may list indices, or that it may want to be made ahead."""
+    max_consumers: int = 4096
+    """Consumers of one principal that have an open request; idle ones are forgotten when there are more."""
+    max_loaders: int = 1024
+    """Loaders of one principal that are remembered; who asks for a forgotten one registers it again by itself."""
+    max_sessions: int = 256
+    """Sessions with workers of their own."""
+    max_sessions_per_principal: int = 128
+    """Those of one principal."""
+    max_session_workers: int = 1024
+    """Worker processes of all sessions together."""
+    max_session_workers_per_principal: int = 512
+    """Those of one principal's sessions."""
+    unread_seconds: float = 60.0
+    """Seconds in which a client must take something of its answer."""
+    pressed_seconds: float = 2.0
+    """The same while answers take more memory than the budget once more."""
+    pressed_rate: float = 64 * 2**10
+    """Bytes a second that a client must take of its answer meanwhile."""
+    linger_seconds: float = 2.0
+    """Seconds for a refused client to read why: a connection that is closed on what it still sends loses the answer."""
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could work with."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = (int,) if field.type == "int" else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+                what = "a whole number" if field.type == "int" else "a number"
+                raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, was {value!r}")
+        if self.head_bytes < MIN_HEAD_BYTES:
+            raise ConfigError(f"head_bytes of [limits] must be at least {MIN_HEAD_BYTES}, was {self.head_bytes}")
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
+        """The limits of a table, in which sizes may be written ``64MiB``; those that it leaves out have their defaults.
+
+        Raises:
+            ConfigError: When it has an entry that is none, or a value that cannot be.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        _only_known("[limits]", table, names)
+        texts = {name: value for name, value in table.items() if isinstance(value, str)}
+        return cls(**{**table, **{name: _number(name, text) for name, text in texts.items()}})
+
+    def stated(self) -> str:
+        """All of them, as one writes them."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name):g}"
+            if field.type == "float"
+            else f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+        )
+
+
+DEFAULT_LIMITS: Final = ClientLimits()
+
+
 def default_num_workers() -> int:
     """One worker for each CPU that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -139,8 +232,8 @@ def default_memory_budget() -> int:
     return min(MAX_DEFAULT_MEMORY_BUDGET, total // 4)
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], list[DatasetConfig]]:
-    """The ``[server]`` table and the datasets of a configuration file.
+def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetConfig]]:
+    """The ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
 
     Raises:
         ConfigError: When the file cannot be read, or says what is not understood.
@@ -151,8 +244,8 @@ def read_toml(path: Path) -> tuple[dict[str, Any], list[DatasetConfig]]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    _only_known(f"{path}", tables, ("server", "datasets"))
-    for name in ("server", "datasets"):
+    _only_known(f"{path}", tables, ("server", "limits", "datasets"))
+    for name in ("server", "limits", "datasets"):
         if not isinstance(tables.get(name, {}), dict):
             raise ConfigError(f"{name} of {path} must be a table, [{name}], was {tables[name]!r:.80}")
     fields = [field.name for field in dataclasses.fields(DatasetConfig) if field.name != "name"]
@@ -162,7 +255,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], list[DatasetConfig]]:
             raise ConfigError(f'[datasets.{name}] of {path} must be a table with factory = "module:function"')
         _only_known(f"[datasets.{name}] of {path}", table, fields)
         datasets.append(DatasetConfig(name=name, **table))
-    return tables.get("server", {}), datasets
+    return tables.get("server", {}), tables.get("limits", {}), datasets
 
 
 def parse_size(text: str) -> int:
@@ -175,6 +268,17 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ConfigError(f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}")
     return int(match[1]) << (10 * " KMGT".index(match[2].upper() or " "))
+
+
+def _number(name: str, text: str) -> float:
+    """What a limit is stated as, on a command line or as a size."""
+    try:
+        return parse_size(text)
+    except ConfigError:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{name} of [limits] must be a number, or a size such as 64MiB, was {text!r}") from None
 
 
 def _is_target(target: object) -> bool:

@@ -5,8 +5,10 @@ peer that never reads. Here
 
 - a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
 - a head may have `head_bytes`, a body `body_bytes` and no less than `body_rate` bytes a second;
-- a peer must take something of its answer every `unread_seconds`, or every `pressed_seconds` while memory is short;
-- `max_connections` may be open, so that descriptors are left for workers; one more is answered with 503.
+- a peer must take something of its answer every `unread_seconds`, or `pressed_rate` bytes a second over
+  `pressed_seconds` while its principal leaves more unread than it may;
+- `max_connections` may be open, so that descriptors are left for workers, and `max_connections_per_address` of them
+  from one address; one more is answered with 503.
 
 A request that breaks a rule is answered with a problem where its answer has not begun, and its connection is closed.
 What stays idle between two requests is closed by uvicorn. A dead peer of an idle connection is found by the kernel.
@@ -23,21 +25,18 @@ import socket
 import struct
 import termios
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from teleloader_server import request_ids
-from teleloader_server.config import ConfigError
+from teleloader_server.accounts import Account, account_of
+from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
 
-MAX_PIPELINED: Final = 100
-"""Requests of one connection that are answered or wait for it: each costs more memory than its bytes."""
 OWN_FILES: Final = 64
 """Descriptors for the event loop, the datasets' files and whatever comes up."""
 FILES_PER_WORKER: Final = 4
@@ -51,35 +50,6 @@ _AT_ONCE: Final = struct.pack("ii", 1, 0)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionLimits:
-    """What connections may take."""
-
-    max_connections: int
-    """Connections that are open at a time."""
-    head_seconds: float = 10.0
-    """Time for a request line and its headers."""
-    head_bytes: int = 64 * 2**10
-    """Bytes of a request line and its headers."""
-    body_bytes: int = 64 * 2**20
-    """Bytes of a body."""
-    body_seconds: float = 10.0
-    """Time over which the rate of a body is taken."""
-    body_rate: float = 10 * 2**10
-    """Bytes a second that a body must have."""
-    unread_seconds: float = 60.0
-    """Time in which a peer must take something of its answer."""
-    pressed_seconds: float = 2.0
-    """The same while answers take more memory than they should."""
-    linger_seconds: float = 2.0
-    """Time for a refused peer to read why: a connection that is closed on what it still sends loses the answer."""
-
-    @property
-    def interval(self) -> float:
-        """How often connections are looked at."""
-        return min(1.0, self.head_seconds / 4, self.body_seconds / 4, self.unread_seconds / 4, self.linger_seconds / 4)
-
-
 class Watched(Protocol):
     """A connection, of either protocol."""
 
@@ -91,8 +61,12 @@ class Watched(Protocol):
     def has_asked(self) -> bool:
         """Whether there was a request; if not, the first one may be on its way."""
 
-    def check(self, now: float, patience: float) -> None:
-        """Hold it to its limits; its peer may leave an answer alone for `patience`."""
+    @property
+    def address(self) -> str:
+        """The network address of its peer."""
+
+    def check(self, now: float) -> None:
+        """Hold it to its limits."""
 
     def shutdown(self) -> None:
         """Close when what is asked is answered."""
@@ -106,25 +80,49 @@ class Watch:
 
     Args:
         limits: What they may take.
-        pressed: Says whether answers that are being sent take more memory than they should.
     """
 
-    def __init__(self, limits: ConnectionLimits, pressed: Callable[[], bool]) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
-        self._pressed = pressed
         self.draining = False
         """Whether connections close after their answer."""
         self.connections: set[Watched] = set()
         self._broken: Counter[str] = Counter()
+        self._by_address: Counter[str] = Counter()
+        interval = min(limits.head_seconds, limits.body_seconds, limits.unread_seconds, limits.linger_seconds) / 4
+        self._interval = min(1.0, interval)
+        """How often connections are looked at."""
+
+    def admit(self, connection: Watched) -> str | None:
+        """Look after a connection from now on; why there is no room for it, if there is none."""
+        self.connections.add(connection)
+        address = connection.address
+        self._by_address[address] += 1
+        limits = self.limits
+        if len(self.connections) > limits.max_connections:
+            return f"the server has {limits.max_connections:,} connections, its limit (max_connections): try later"
+        if self._by_address[address] > limits.max_connections_per_address:
+            return (
+                f"{address} has {limits.max_connections_per_address:,} connections, its limit on this server "
+                "(max_connections_per_address): close some"
+            )
+        return None
+
+    def leave(self, connection: Watched) -> None:
+        """The connection is closed."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._by_address[connection.address] -= 1
+            if not self._by_address[connection.address]:
+                del self._by_address[connection.address]
 
     async def keep(self) -> None:
         """Hold connections to the limits, until cancelled."""
         while True:
-            await asyncio.sleep(self.limits.interval)
+            await asyncio.sleep(self._interval)
             now = asyncio.get_running_loop().time()
-            patience = self.limits.pressed_seconds if self._pressed() else self.limits.unread_seconds
             for connection in list(self.connections):
-                connection.check(now, patience)
+                connection.check(now)
             if self._broken:
                 what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
                 logger.warning("connections were closed: %s", what)
@@ -169,6 +167,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, watch: Watch, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.url = b""
+        self.address = ""
+        """The network address of its peer."""
         self._watch = watch
         self._limits = watch.limits
         self._earlier: list[RequestResponseCycle] = []
@@ -192,17 +192,17 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it."""
         super().connection_made(transport)
-        self._unread = Unread(transport)
-        self._watch.connections.add(self)
-        limit = self._limits.max_connections
-        if len(self._watch.connections) > limit:
-            self._refuse(Refusal(503, "ServerUnavailable", f"the server has {limit} connections, its limit: try later"))
+        self.address = "" if self.client is None else self.client[0]
+        self._unread = Unread(transport, self._limits)
+        no_room = self._watch.admit(self)
+        if no_room is not None:
+            self._refuse(Refusal(503, "ServerUnavailable", no_room))
             # no time to read it: descriptors are what there is too little of
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the requests, all of them: uvicorn tells the last one."""
-        self._watch.connections.discard(self)
+        self._watch.leave(self)
         super().connection_lost(exc)
         for cycle in self._unanswered():
             self._forsake(cycle)
@@ -246,8 +246,12 @@ class Connection(HttpToolsProtocol):
     def _head_too_large(self) -> Refusal:
         limit = self._limits.head_bytes
         if not self.headers and len(self.url) > limit // 2:
-            return Refusal(414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed")
-        return Refusal(431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed")
+            return Refusal(
+                414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed (head_bytes)"
+            )
+        return Refusal(
+            431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed (head_bytes)"
+        )
 
     # -- what the parser calls; an exception ends the parsing
 
@@ -261,8 +265,13 @@ class Connection(HttpToolsProtocol):
         """Refuse what is not to be read; begin to answer the rest."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._earlier = self._unanswered()
-            if len(self._earlier) >= MAX_PIPELINED:
-                raise Refusal(400, "BadRequest", f"{MAX_PIPELINED} requests of this connection wait for their answers")
+            most = self._limits.max_pipelined
+            if len(self._earlier) >= most:
+                raise Refusal(
+                    400,
+                    "BadRequest",
+                    f"{most} requests of this connection wait for their answers: read some (max_pipelined)",
+                )
         for name, value in self.headers:
             if name in _CHECKED:
                 self._check_header(name, value)
@@ -292,13 +301,15 @@ class Connection(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Leave the connection to the other protocol."""
-        self._watch.connections.discard(self)
+        self._watch.leave(self)
         super().handle_websocket_upgrade()
 
     def _check_body(self, size: int) -> None:
         limit = self._limits.body_bytes
         if size > limit:
-            raise Refusal(413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed")
+            raise Refusal(
+                413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed (body_bytes)"
+            )
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
@@ -320,9 +331,9 @@ class Connection(HttpToolsProtocol):
 
     # -- what the watch calls
 
-    def check(self, now: float, patience: float) -> None:
-        """Hold the connection to its limits; its peer may leave an answer alone for `patience`."""
-        if self._unread.seconds(now) > patience:
+    def check(self, now: float) -> None:
+        """Hold the connection to its limits."""
+        if self._unread.too_much(now, None if self.cycle is None else account_of(self.cycle.scope)):
             self._watch.count("answer not read")
             self.break_off()
         elif self.transport.is_closing():
@@ -344,7 +355,11 @@ class Connection(HttpToolsProtocol):
     def _check_head(self, now: float) -> None:
         limit = self._limits.head_seconds
         if now - self._since > limit:
-            self._refuse(Refusal(408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s"))
+            self._refuse(
+                Refusal(
+                    408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s (head_seconds)"
+                )
+            )
 
     def _check_rate(self, now: float) -> None:
         seconds = now - self._since
@@ -352,7 +367,9 @@ class Connection(HttpToolsProtocol):
             return
         rate = self._limits.body_rate
         if self._received - self._marked < seconds * rate:
-            self._refuse(Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second"))
+            self._refuse(
+                Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second (body_rate)")
+            )
         self._mark(now)
 
     # -- state
@@ -418,21 +435,44 @@ class Connection(HttpToolsProtocol):
 
 
 class Unread:
-    """Whether a peer takes what is written to its connection."""
+    """What a peer has not taken of what is written to its connection.
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    Args:
+        transport: The connection's.
+        limits: How fast it must take it.
+    """
+
+    def __init__(self, transport: asyncio.Transport, limits: ClientLimits) -> None:
         self._transport = transport
+        self._limits = limits
         self._waiting = 0
         self._since = 0.0
+        self._taking_from = (0.0, 0)
+        """When there were how many bytes that the peer had not taken: its rate is measured from there."""
 
-    def seconds(self, now: float) -> float:
-        """For how long it has taken nothing of what there is."""
+    def too_much(self, now: float, account: Account | None) -> bool:
+        """Whether it takes too little; while its principal leaves much unread, it must take what there is faster."""
+        patience = self._limits.unread_seconds if account is None else account.patience(self._limits)
+        pressed = patience < self._limits.unread_seconds
+        unread = self._seconds(now)
+        is_slow = self._is_taken_slowly(now)
+        return unread > patience or (pressed and is_slow)
+
+    def _seconds(self, now: float) -> float:
         waiting = self._transport.get_write_buffer_size()
         if waiting:
             waiting += _unacknowledged(self._transport)
         if waiting != self._waiting:
             self._waiting, self._since = waiting, now
         return now - self._since if waiting else 0.0
+
+    def _is_taken_slowly(self, now: float) -> bool:
+        since, unread = self._taking_from
+        seconds = now - since
+        if self._waiting and self._waiting <= unread and seconds < self._limits.pressed_seconds:
+            return False
+        self._taking_from = (now, self._waiting)
+        return 0 < self._waiting <= unread and unread - self._waiting < self._limits.pressed_rate * seconds
 
 
 def break_off(transport: asyncio.Transport) -> None:

@@ -6,21 +6,26 @@ happened (`ask`, `sent`, `finished`, `worker_lost`, ...), then carries out what 
 The rules:
 
 1. A batch that exists or is being made is never begun a second time: equal asks share it.
-2. A batch for which a client waits goes before one that it asked for besides, and that before work ahead.
-3. Within a class, the consumer that was served least goes first: a greedy one costs the others nothing.
-4. When memory is full, batches that nobody wants are let go first, the longest unused first of all; then those that
-   are wanted later than the one to be begun. If that is not enough, the batch must wait - unless a client waits for
-   it: then all goes that no client waits for, and it is begun in any case. Memory slows, it never blocks.
+2. The principal that was served least goes first: a greedy one costs the others nothing, however many clients it is.
+3. Of a principal's batches, one for which a client waits goes before one that it asked for besides, and that before
+   work ahead.
+4. Within a class, the consumer that was served least goes first: a greedy one costs the others nothing.
+5. When memory is full, or a principal's share of it, batches that nobody wants are let go first, the longest unused
+   first of all; then those that are wanted later than the one to be begun. If that is not enough, the batch must wait -
+   unless a client waits for it: then all goes that no client waits for, and it is begun in any case. Memory slows, it
+   never blocks - but for those who do not take what they are sent.
+6. What batches took longer than was expected is charged when it shows.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from teleloader_server.accounts import UNREAD_FACTOR, Account, Memory, too_many
 from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
 
@@ -46,10 +51,12 @@ FORGET_AFTER: Final = 60.0
 QUEUE_SECONDS: Final = 0.01
 """Work that a busy worker is given beforehand, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
+LOSS_SECONDS: Final = 0.1
+"""What the end of a worker is charged with: another one has to be started."""
 
 
 class Urgency(enum.Enum):
-    """The classes of rule 2."""
+    """The classes of rule 3."""
 
     WAITING = enum.auto()
     ASKED = enum.auto()
@@ -63,6 +70,10 @@ class Batch:
     address: Address
     nbytes: int
     """Size of the frame; an estimate until it is ready."""
+    consumer: Consumer
+    """For whom it was begun."""
+    charged: float
+    """Seconds that were charged for it."""
     ready: bool = False
     failed: bool = False
     """It is an exception, which is told once and not kept: another try may go better."""
@@ -81,9 +92,27 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
+class Holder:
+    """A principal, as far as this dispatcher goes."""
+
+    account: Account
+    served: float
+    """Seconds of worker time spent for it."""
+    level: float = 0.0
+    """What the one of its consumers for which a batch was begun last had been served: who comes anew starts there."""
+    consumers: int = 0
+    scans_to_skip: int = 0
+    was_begun: bool = False
+    """Whether the batch that it wished for last was."""
+    hogs: bool = False
+    """Whether a worker had to be taken from it: it leaves one to the others."""
+
+
+@dataclass(slots=True, eq=False)
 class Consumer:
     """One client's passage through one run."""
 
+    holder: Holder
     name: str
     run: Run
     position: int
@@ -94,6 +123,10 @@ class Consumer:
     sent_beyond: set[int] = field(default_factory=set)
     """What it was sent out of order, on another connection."""
     asks: list[Ask] = field(default_factory=list)
+    sending: int = 0
+    """Bytes of the answers that it is being sent."""
+    hogs: bool = False
+    """As of the principal."""
     ahead_cursor: int = 0
     ahead_stop: int = 0
     """Work ahead is wanted in [ahead_cursor, ahead_stop)."""
@@ -143,15 +176,15 @@ class Dispatcher:
     """See the module.
 
     Args:
-        memory_budget: Bytes that frames may take together.
+        memory: What frames may take together with those of other dispatchers.
         in_turn: How many workers make the batches in turn, as torch's do: batch k comes from worker k mod `in_turn`
             only, one after another. It is not let go while it is wanted, because the share of an iterable-style
             dataset that a worker has would have to be gone through from its beginning to make it again. 0 when any
             worker may make any batch.
     """
 
-    def __init__(self, memory_budget: int, in_turn: int = 0) -> None:
-        self._budget = memory_budget
+    def __init__(self, memory: Memory, in_turn: int = 0) -> None:
+        self._memory = memory
         self._in_turn = in_turn
         self._used = 0
         self._count = 0
@@ -168,27 +201,47 @@ class Dispatcher:
         """Workers that finish what they have, and will be replaced then."""
         self._held_up: set[int] = set()
         """Workers whose batch takes long: nothing is given to them that would wait behind it."""
-        self._consumers: dict[tuple[str, Run], Consumer] = {}
+        self._consumers: dict[tuple[str, str, Run], Consumer] = {}
+        """By their principal's name, their own, and what they go through."""
         self._active: dict[Consumer, None] = {}
         """Those for whom there may be something to begin; the many idle ones are not looked at."""
+        self._holders: dict[str, Holder] = {}
+        """The principals of the consumers that are known."""
         self._level = 0.0
-        """What the consumer for which a batch was begun last had been served: who wants something anew starts there."""
-        self._scans_to_skip = 0
+        """What the principal for which a batch was begun last had been served: who comes anew starts there."""
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, float] = {}
 
     # -- what happened: consumers
 
-    def ask(self, name: str, run: Run, batches: int, start: int, stop: int, ahead: int, now: float) -> Ask:
-        """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them."""
-        consumer = self._consumers.get((name, run))
+    def ask(
+        self, account: Account, name: str, run: Run, batches: int, start: int, stop: int, ahead: int, now: float
+    ) -> Ask:
+        """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them.
+
+        Args:
+            account: Its principal's.
+            name: What the principal calls it.
+            run: The run.
+            batches: Batches of the run.
+            start: The first batch.
+            stop: The batch after the last.
+            ahead: How many more will be wanted.
+            now: When.
+
+        Raises:
+            ServerUnavailable: When the principal has too many consumers with open requests.
+        """
+        consumer = self._consumers.get((account.name, name, run))
         if consumer is None:
             if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
                 self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
-            consumer = self._join(name, run, start, now)
+            consumer = self._join(account, name, run, start, now)
         if consumer not in self._active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
-            consumer.served = max(consumer.served, self._level)
+            holder = consumer.holder
+            holder.served = max(holder.served, self._level)
+            consumer.served = max(consumer.served, holder.level)
         consumer.last_seen = now
         asked = Ask(consumer, start, stop, start)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
@@ -242,8 +295,13 @@ class Dispatcher:
 
     def _forget(self, gone: list[Consumer]) -> None:
         for consumer in gone:
-            del self._consumers[consumer.name, consumer.run]
+            holder = consumer.holder
+            del self._consumers[holder.account.name, consumer.name, consumer.run]
             self._active.pop(consumer, None)
+            holder.consumers -= 1
+            holder.account.counts["consumers"] -= 1
+            if not holder.consumers:
+                del self._holders[holder.account.name]
             self._runs[consumer.run].consumers.remove(consumer)
         # once for all of them: hundreds may go at a time, and each look is at every batch
         for run in {consumer.run for consumer in gone}:
@@ -290,6 +348,8 @@ class Dispatcher:
         """
         queue = self._queues.pop(worker, deque())
         given_up = []
+        if queue and blame != "nobody":
+            self._charge(self._batch(queue[0]), LOSS_SECONDS)
         for address in queue:
             if blame == "unknown":
                 # Of several batches it cannot be told which one did it: from now on each is given to a worker that
@@ -310,18 +370,34 @@ class Dispatcher:
             self._seconds[address.loader] = _smoothed(self._seconds.get(address.loader), seconds)
             self._sizes[address.loader] = _smoothed(self._sizes.get(address.loader), nbytes)
         self._deaths.pop(address, None)
-        run = (address.loader, address.epoch)
-        batch = self._runs[run].batches[address.batch]
-        self._used += nbytes - batch.nbytes
+        batch = self._batch(address)
+        self._charge(batch, seconds)
+        self._count_bytes(batch, nbytes - batch.nbytes)
         batch.nbytes = nbytes
         batch.ready = True
         batch.failed = failed
-        self._let_go(run, (address.batch,))
+        self._let_go((address.loader, address.epoch), (address.batch,))
+
+    def _charge(self, batch: Batch, seconds: float) -> None:
+        """A batch has taken so long until now."""
+        more = seconds - batch.charged
+        if more > 0:
+            batch.charged = seconds
+            batch.consumer.served += more
+            batch.consumer.holder.served += more
 
     def forget_loader(self, key: str) -> None:
         """What was learned of a loader that is not registered any more."""
         self._seconds.pop(key, None)
         self._sizes.pop(key, None)
+
+    def release(self) -> None:
+        """There will be no more batches: what they took is free for other dispatchers."""
+        for state in self._runs.values():
+            for batch in state.batches.values():
+                self._count_bytes(batch, -batch.nbytes)
+        for holder in self._holders.values():
+            holder.account.counts["consumers"] -= holder.consumers
 
     # -- what can be asked
 
@@ -352,42 +428,64 @@ class Dispatcher:
         self._begin(actions)
         for consumer in [c for c in self._active if not c.asks and c.ahead_cursor >= c.ahead_stop]:
             del self._active[consumer]
-        while self._unwanted and (self._used > self._budget * CACHE_SHARE or self._count > MAX_BATCHES * CACHE_SHARE):
+        most = self._memory.budget * CACHE_SHARE
+        while self._unwanted and (self._used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             actions.append(self._evict(next(iter(self._unwanted))))
         return actions
 
     def _begin(self, actions: list[Start | Evict]) -> None:
-        """Begin batches, class by class, each for the consumer that was served least by then."""
+        """Begin batches, each for the principal that was served least by then, while there are workers for them."""
+        active: dict[Holder, list[Consumer]] = {}
+        for consumer in self._active:
+            active.setdefault(consumer.holder, []).append(consumer)
+        wishes = {holder: self._wishes(consumers) for holder, consumers in active.items()}
+        while wishes:
+            holder = min(wishes, key=lambda holder: holder.served)
+            wish = next(wishes[holder], None)
+            if wish is None:
+                del wishes[holder]
+                continue
+            urgency, consumer, k = wish
+            address = Address(*consumer.run, k)
+            worker = self._free_worker(address)
+            if worker is None:
+                return  # who is served next must not take the worker for which this one waits
+            level, before = holder.served, consumer.served
+            holder.was_begun = self._start(worker, address, consumer, urgency, actions)
+            if holder.was_begun:
+                self._level = max(self._level, level)
+                holder.level = max(holder.level, before)
+
+    def _wishes(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
+        """What a principal wants next, as often as that is asked: class by class, whoever was served least first."""
         for urgency in Urgency:
-            left = [consumer for consumer in self._active if self._next(consumer, urgency) is not None]
+            left = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
             while left:
                 consumer = min(left, key=lambda consumer: consumer.served)
                 k = self._next(consumer, urgency)
-                if k is None:
+                if k is not None:
+                    yield urgency, consumer, k
+                if k is None or not consumer.holder.was_begun:
                     left.remove(consumer)
-                    continue
-                address = Address(*consumer.run, k)
-                worker = self._free_worker(address)
-                if worker is None:
-                    return  # what is less urgent must not take the worker for which this one waits
-                if not self._start(worker, address, consumer, urgency, actions):
-                    left.remove(consumer)
-                    continue
-                self._level = max(self._level, consumer.served)
-                consumer.served += self._seconds.get(consumer.run[0], 0.001)
 
     def _start(
         self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, actions: list[Start | Evict]
     ) -> bool:
         estimate = int(self._sizes.get(address.loader, 0))
-        if self._is_full(estimate):
+        holder = consumer.holder
+        if _reads_too_little(consumer) or self._takes_all_workers(consumer):
+            return False
+        if self._is_full(holder, estimate):
             distance = consumer.distance(address.batch) or 0
-            evicted = self._make_room(estimate, distance, at_any_price=urgency is Urgency.WAITING)
-            if evicted is None:
+            waited_for = urgency is Urgency.WAITING
+            actions += self._make_room(estimate, distance, holder, at_any_price=waited_for)
+            if not waited_for and self._is_full(holder, estimate):
                 return False
-            actions += evicted
-        self._runs[address.loader, address.epoch].batches[address.batch] = Batch(address, estimate)
-        self._used += estimate
+        batch = Batch(address, 0, consumer, 0.0)
+        self._runs[consumer.run].batches[address.batch] = batch
+        self._count_bytes(batch, estimate)
+        batch.nbytes = estimate
+        self._charge(batch, self._seconds.get(address.loader, 0.001))
         self._count += 1
         self._queues[worker].append(address)
         actions.append(Start(worker, address))
@@ -446,54 +544,141 @@ class Dispatcher:
             return False
         return not queue or not (suspect or queue[-1] in self._deaths)
 
-    # -- memory
+    # -- workers that are not to be had
 
-    def _is_full(self, nbytes: int = 0) -> bool:
-        return self._used + nbytes > self._budget or self._count >= MAX_BATCHES
+    def relieve(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
+        """Charge for batches that are being made, and find a worker that must be taken from who has too many of them.
 
-    def _make_room(self, nbytes: int, distance: int, *, at_any_price: bool) -> list[Evict] | None:
-        """Let go of what may go, when memory is full, for a batch that is wanted `distance` batches from now.
+        That is when somebody waits and no worker makes anything for it, while another one has several at work on
+        batches that take long, perhaps for ever. From then on that one leaves a worker to the others.
+
+        Args:
+            working: What workers make that have been at it for longer than others can be expected to wait, and the
+                seconds for which they have.
 
         Returns:
-            What was let go, or None when the batch has no room: then nothing was.
+            The worker, to be ended, through no fault of its batch.
+        """
+        at = {worker: self._batch(address) for worker, (address, _) in working.items()}
+        for worker, batch in at.items():
+            self._charge(batch, working[worker][1])
+        if self._in_turn or len(at) < len(self._queues):
+            return None
+        served = {batch.consumer for batch in at.values()}
+        for consumer in self._active:
+            if consumer in served or self._next(consumer, Urgency.WAITING) is None:
+                continue
+            others = any(batch.consumer.holder is not consumer.holder for batch in at.values())
+            within = consumer.holder in {batch.consumer.holder for batch in at.values()}
+            if within or not others:
+                has: list[Holder | Consumer] = [batch.consumer for batch in at.values()]
+            else:
+                has = [batch.consumer.holder for batch in at.values()]
+            most = max(has, key=has.count)
+            if has.count(most) > 1:
+                most.hogs = True
+                return list(at)[has.index(most)]
+        return None
+
+    def _takes_all_workers(self, consumer: Consumer) -> bool:
+        """Whether the batch would leave no worker to others, of one that must leave one."""
+        if not (consumer.hogs or consumer.holder.hogs):
+            return False
+        holder = consumer.holder
+        busy = [self._batch(queue[0]).consumer for queue in self._queues.values() if queue]
+        mine = [other for other in busy if other is consumer or (holder.hogs and other.holder is holder)]
+        return len(mine) + 1 >= max(2, len(self._queues))
+
+    # -- memory
+
+    def _batch(self, address: Address) -> Batch:
+        return self._runs[address.loader, address.epoch].batches[address.batch]
+
+    def _count_bytes(self, batch: Batch, nbytes: int) -> None:
+        """A batch takes so much more."""
+        self._used += nbytes
+        self._memory.used += nbytes
+        batch.consumer.holder.account.frames += nbytes
+
+    def _is_full(self, holder: Holder, nbytes: int) -> bool:
+        return self._lacks(nbytes, None) or self._lacks(nbytes, holder.account)
+
+    def _lacks(self, nbytes: int, account: Account | None) -> bool:
+        """Whether there is no room for more in a principal's share of the memory; None stands for all of it."""
+        if account is not None:
+            return account.frames + nbytes > account.memory
+        return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
+
+    def _make_room(self, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool) -> list[Evict]:
+        """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it.
+
+        Returns:
+            What was let go.
         """
         evicted: list[Evict] = []
-        if at_any_price or self._would_fit(nbytes, []):
-            evicted += self._evict_unwanted(nbytes)
-            if not self._is_full(nbytes):
+        for account in (holder.account, None):
+            if self._lacks(nbytes, account):
+                evicted += self._make_room_of(account, nbytes, distance, holder, at_any_price=at_any_price)
+                if not at_any_price and self._lacks(nbytes, account):
+                    break
+        return evicted
+
+    def _make_room_of(
+        self, account: Account | None, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool
+    ) -> list[Evict]:
+        """Make room in a principal's share by its own batches, or in all of the memory by anybody's."""
+        evicted: list[Evict] = []
+        if at_any_price or self._would_fit(account, nbytes, []):
+            evicted += self._evict_unwanted(account, nbytes)
+            if not self._lacks(nbytes, account):
                 return evicted
         # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
-        if self._scans_to_skip and not at_any_price:
-            self._scans_to_skip -= 1
-            return None
-        candidates = self._may_go(distance, at_any_price=at_any_price)
+        if holder.scans_to_skip and not at_any_price:
+            holder.scans_to_skip -= 1
+            return evicted
+        candidates = self._may_go(account, distance, at_any_price=at_any_price)
         later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
-        if not at_any_price and not self._would_fit(nbytes, later):
-            self._scans_to_skip = self._count // 16
-            return None
-        evicted += self._evict_unwanted(nbytes)
-        enough = min(0.9 * self._budget, self._budget - nbytes)
+        if not at_any_price and not self._would_fit(account, nbytes, later):
+            holder.scans_to_skip = self._count // 16
+            return evicted
+        evicted += self._evict_unwanted(account, nbytes)
+        used, budget = self._room(account)
+        enough = min(0.9 * budget, budget - nbytes)
         for batch in later:
-            if self._used <= enough and self._count < 0.9 * MAX_BATCHES:
+            if used <= enough and (account is not None or self._count < 0.9 * MAX_BATCHES):
                 break
+            used -= batch.nbytes
             evicted.append(self._evict(batch.address))
         return evicted
 
-    def _evict_unwanted(self, nbytes: int) -> list[Evict]:
+    def _room(self, account: Account | None) -> tuple[int, int]:
+        """Bytes that are used, and that may be."""
+        if account is not None:
+            return account.frames, account.memory
+        return self._memory.used, self._memory.budget
+
+    def _evict_unwanted(self, account: Account | None, nbytes: int) -> list[Evict]:
         """Let go of what nobody wants, the longest unused first, until there is room."""
         evicted = []
-        while self._is_full(nbytes) and self._unwanted:
-            evicted.append(self._evict(next(iter(self._unwanted))))
+        for address in list(self._unwanted):
+            if not self._lacks(nbytes, account):
+                break
+            if self._is_of(account, address):
+                evicted.append(self._evict(address))
         return evicted
 
-    def _would_fit(self, nbytes: int, later: list[Batch]) -> bool:
+    def _would_fit(self, account: Account | None, nbytes: int, later: list[Batch]) -> bool:
         """Whether there is room when all that nobody wants, and `later`, is let go."""
-        unwanted = (self._runs[a.loader, a.epoch].batches[a.batch] for a in self._unwanted)
+        unwanted = [self._batch(address) for address in self._unwanted if self._is_of(account, address)]
         going = [*unwanted, *later]
-        freed = sum(batch.nbytes for batch in going)
-        return self._used - freed + nbytes <= self._budget and self._count - len(going) < MAX_BATCHES
+        used, budget = self._room(account)
+        fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
+        return fits and (account is not None or self._count - len(going) < MAX_BATCHES)
 
-    def _may_go(self, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
+    def _is_of(self, account: Account | None, address: Address) -> bool:
+        return account is None or self._batch(address).consumer.holder.account is account
+
+    def _may_go(self, account: Account | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
         """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
 
         Those are wanted by consumers that are not there at the moment, and may never be again.
@@ -504,7 +689,7 @@ class Dispatcher:
             asks = [ask for consumer in state.consumers for ask in consumer.asks]
             for k, batch in state.batches.items():
                 found = state.distance(k)
-                if not batch.ready or found is None:
+                if not batch.ready or found is None or not self._is_of(account, batch.address):
                     continue
                 if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
                     yield found, batch
@@ -519,7 +704,8 @@ class Dispatcher:
         """The batch does not exist any more: whoever wants it must come by it again."""
         run = (address.loader, address.epoch)
         state = self._runs[run]
-        self._used -= state.batches.pop(address.batch).nbytes
+        batch = state.batches.pop(address.batch)
+        self._count_bytes(batch, -batch.nbytes)
         self._count -= 1
         for consumer in state.consumers:
             for ask in consumer.asks:
@@ -533,13 +719,28 @@ class Dispatcher:
 
     # -- who wants what
 
-    def _join(self, name: str, run: Run, position: int, now: float) -> Consumer:
-        consumer = Consumer(name, run, position, self._level, now)
-        self._consumers[name, run] = consumer
+    def _join(self, account: Account, name: str, run: Run, position: int, now: float) -> Consumer:
+        if account.counts["consumers"] >= account.max_consumers:
+            self._forget_some(account)
+        holder = self._holders.get(account.name)
+        if holder is None:
+            holder = self._holders[account.name] = Holder(account, self._level)
+        consumer = Consumer(holder, name, run, position, holder.level, now)
+        holder.consumers += 1
+        account.counts["consumers"] += 1
+        self._consumers[account.name, name, run] = consumer
         state = self._runs.setdefault(run, _RunState())
         state.consumers.append(consumer)
         self._want_again(state)
         return consumer
+
+    def _forget_some(self, account: Account) -> None:
+        """Make room for a principal's next consumer: half of those that have no open request go, the idlest first."""
+        idle = [c for c in self._consumers.values() if c.holder.account is account and not c.asks]
+        if not idle:
+            raise too_many(account, account.max_consumers, "consumers with open requests", "max_consumers")
+        idle.sort(key=lambda consumer: consumer.last_seen)
+        self._forget(idle[: len(idle) // 2 + 1])
 
     def _move(self, consumer: Consumer, position: int) -> None:
         """The consumer's next batch is `position` now."""
@@ -571,6 +772,12 @@ class Dispatcher:
             del self._runs[run]
             for address in [a for a in self._deaths if (a.loader, a.epoch) == run]:
                 del self._deaths[address]
+
+
+def _reads_too_little(consumer: Consumer) -> bool:
+    """Whether nothing is made for it until answers are taken: its own, or in the end those to its whole principal."""
+    account = consumer.holder.account
+    return account.unread > 1 and (consumer.sending > 0 or account.unread > UNREAD_FACTOR)
 
 
 def _first_missing(batches: dict[int, Batch], cursor: int, stop: int) -> int:

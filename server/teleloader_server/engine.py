@@ -14,16 +14,20 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from teleloader_server import request_ids
+from teleloader_server.accounts import Account, Memory
 from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
-from teleloader_server.loading import MAX_INDICES, Report, Task, indices_of
+from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
 from teleloader_server.pool import Lease, Loss, Pool, WorkerState
 from teleloader_server.tracing import AnswerTrace, Made
 from teleloader_shared import tracing
-from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.codec import MAX_INDICES, Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import ConsumerReport, DatasetInfo
 from teleloader_shared.spec import LoaderSpec
+
+LONG_SECONDS: Final = 5.0
+"""A batch that is worked on for longer may have to make room for those of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,11 @@ class BatchStream:
     """Of the request."""
 
     @property
+    def consumer(self) -> Consumer:
+        """Who asks."""
+        return self._ask.consumer
+
+    @property
     def exhausted(self) -> bool:
         """Whether all batches of the request were taken."""
         return self._ask.next >= self._ask.stop
@@ -108,17 +117,17 @@ class Engine:
 
     Args:
         pool: Where batches are made.
-        memory_budget: Bytes that frames may take together.
+        memory: What frames may take, together with those of other engines.
         metrics: Where to count.
         in_turn: How many workers make the batches in turn; 0 when any of them may make any batch.
     """
 
-    def __init__(self, pool: Pool, memory_budget: int, metrics: Metrics, in_turn: int = 0) -> None:
+    def __init__(self, pool: Pool, memory: Memory, metrics: Metrics, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._pool = pool
         self.tally: Final[PoolTally] = metrics.pool()
         """What was counted."""
-        self._dispatcher = Dispatcher(memory_budget, in_turn)
+        self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
         self._indices: dict[Address, bytes] = {}
         """What clients with an order of their own said of batches that may have to be made (again)."""
@@ -157,33 +166,38 @@ class Engine:
         await self._pool.close()
         # a lease that is kept keeps the pool, whose memory it is
         self._frames.clear()
+        self._dispatcher.release()
 
     # -- what clients ask
 
     @asynccontextmanager
     async def batches(
-        self, loader: Loader, consumer: str, epoch: int, start: int, stop: int, ahead: int,
+        self, loader: Loader, account: Account, consumer: str, epoch: int, start: int, stop: int, ahead: int,
         indices: Mapping[int, bytes], said: Said = NOTHING_SAID,
     ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
         Args:
             loader: One of this engine's.
-            consumer: Who asks.
+            account: Of whoever asks.
+            consumer: What that one is called.
             epoch: Which epoch.
             start: The first batch.
             stop: The batch after the last.
             ahead: How many more will be wanted.
             indices: For an order of the client's own, the frames that list what each batch holds.
             said: What the client says besides.
+
+        Raises:
+            ServerUnavailable: When the principal has too many consumers.
         """
         key = loader.key
+        now = time.monotonic()
+        ask = self._dispatcher.ask(account, consumer, (key, epoch), loader.batches, start, stop, ahead, now)
         self._loaders[key] = loader
         listed = {Address(key, epoch, k): frame for k, frame in indices.items()}
         self._indices.update(listed)
         self._listed.update(listed.keys())
-        now = time.monotonic()
-        ask = self._dispatcher.ask(consumer, (key, epoch), loader.batches, start, stop, ahead, now)
         self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(consumer, (key, epoch), loader.spec.dataset)
@@ -348,6 +362,21 @@ class Engine:
                 del self._indices[address]
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
+
+    def wake(self) -> None:
+        """What kept a batch from being begun may have gone."""
+        self._decide_soon()
+
+    def relieve(self) -> None:
+        """Take a worker from whoever has several at work on batches that take long, while somebody else has none."""
+        working = {
+            state.worker: (state.task.address, state.working_for)
+            for state in self._pool.workers()
+            if state.ready and state.task is not None and state.working_for >= LONG_SECONDS
+        }
+        taken = self._dispatcher.relieve(working)
+        if taken is not None:
+            self._pool.take(taken, "what it made took long, while another client had no worker")
 
     def touch(self) -> None:
         """Its client is there, though it asks for nothing."""

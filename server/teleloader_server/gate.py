@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from teleloader_server.access import (
@@ -40,6 +41,7 @@ from teleloader_server.access import (
     single_token,
 )
 from teleloader_server.config import ConfigError
+from teleloader_server.pace import Pace
 from teleloader_server.problems import Refusal
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
 
@@ -397,12 +399,30 @@ class GuardedRoute(APIRoute):
             return handle
 
         async def guarded(request: Request) -> Response:
-            gate: Gate = request.app.state.gate
-            principal = gate.admit(request.scope, need, request.path_params)
-            request.scope.setdefault("state", {})["principal"] = principal
+            await enter(request, need)
             return await handle(request)
 
         return guarded
+
+
+async def enter(connection: HTTPConnection, need: str) -> Principal:
+    """Let a request in when its time has come; who makes it.
+
+    Args:
+        connection: The request, or a WebSocket.
+        need: What its endpoint has declared.
+
+    Raises:
+        Refusal: When it is meant for another server, comes too often, or a page of another site has caused it.
+        Unauthorized: When there is no token with it, or none of this server's.
+        Forbidden: When the token is not for this.
+    """
+    gate: Gate = connection.app.state.gate
+    pace: Pace = connection.app.state.pace
+    principal = gate.admit(connection.scope, need, connection.path_params)
+    connection.scope.setdefault("state", {})["principal"] = principal
+    await pace.come(connection.scope, principal)
+    return principal
 
 
 def _expired(principal: Principal) -> Unauthorized:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,10 @@ from teleloader_server.datasets import HostedDataset
 from teleloader_server.shards import Shard
 from teleloader_server.worker_info import was_asked
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, End, Failure, FrameWriter
+from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Address, End, Failure, FrameWriter
 from teleloader_shared.plan import Plan
 from teleloader_shared.seeding import derive
 from teleloader_shared.spec import LoaderSpec
-
-MAX_TEXT: Final = 64 * 1024
-"""Characters of an exception's message or traceback that travel."""
-MAX_INDICES: Final = 1000
-"""Indices of a failed batch that travel."""
-
 
 Indices = NDArray[np.int64] | list[Any]
 """What a batch holds: an array of the plan's, or whatever a client's own order lists."""

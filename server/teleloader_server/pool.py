@@ -96,6 +96,14 @@ class Pool(Protocol):
     def submit(self, worker: int, task: Task) -> None:
         """Have a ready worker do a task after those that it has."""
 
+    def take(self, worker: int, reason: str) -> None:
+        """End a worker's process, through no fault of its tasks; another will be ready soon, where that can be.
+
+        Args:
+            worker: Which.
+            reason: Why, as the end of a sentence that begins with the worker.
+        """
+
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
 

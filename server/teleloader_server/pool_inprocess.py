@@ -65,6 +65,9 @@ class InProcessPool:
         """Have the thread do a task after those that it has."""
         self._tasks.put(task)
 
+    def take(self, worker: int, reason: str) -> None:
+        """Nothing: a thread cannot be ended."""
+
     def workers(self) -> list[WorkerState]:
         """The one place."""
         task, since = self._at_hand

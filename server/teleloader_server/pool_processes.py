@@ -125,6 +125,12 @@ class ProcessPool:
         if process.given == self._limits.max_batches_per_worker:
             self._wear_out(process, f"was given {process.given} batches")
 
+    def take(self, worker: int, reason: str) -> None:
+        """End a worker's process; its tasks are left to others."""
+        process = self._places[worker].process
+        if process.pid is not None and process.ready:
+            self._kill(process, Loss(f"{process} was killed: {reason}", "nobody"))
+
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
         return [

@@ -25,6 +25,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from teleloader_server.access import ANYONE
 from teleloader_server.config import ConfigError, DatasetConfig, Limits
 from teleloader_server.datasets import HostedDataset, open_datasets
 from teleloader_server.hosts import ObjectHost
@@ -311,7 +312,7 @@ class Probe:
             spec = LoaderSpec(
                 dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16)
             )
-            registered = await service.register(spec)
+            registered = await service.register(spec, ANYONE)
             if registered.batches is not None:
                 numbers = numbers[: registered.batches]
             frames = await _take(service, registered.key, numbers)
@@ -325,7 +326,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for asked in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        async with service.batches("check", key, 0, asked.start, asked.stop, 0) as stream:
+        async with service.batches(ANYONE, "check", key, 0, asked.start, asked.stop, 0) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
                 frames.append(np.array(ready.raw))

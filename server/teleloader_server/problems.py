@@ -47,6 +47,7 @@ STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
 
 RETRY_AFTER: Final = "1"
 """Seconds after which what is unavailable may be asked for again."""
+RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 MAX_DETAIL: Final = 2000
 """Characters of a sentence, which may quote what a client sent."""
 
@@ -98,7 +99,7 @@ def headers_for(status: HTTPStatus | int) -> dict[str, str]:
     """The headers of a problem with this status, besides the usual ones."""
     if status == HTTPStatus.UNAUTHORIZED:
         return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return {"Retry-After": RETRY_AFTER} if status in RETRIED else {}
 
 
 def problem_of(error: TeleloaderError | Refusal) -> Problem:

@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from teleloader_server.config import ConfigError, Limits
+from teleloader_server.access import Principal
+from teleloader_server.accounts import Account, Accounts, Memory, too_many
+from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
 from teleloader_server.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
 from teleloader_server.hosts import Host
 from teleloader_server.metrics import DatasetTally
@@ -31,17 +33,9 @@ from teleloader_shared.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.stats import Stats
 
-MAX_LOADERS: Final = 4096
-"""Loaders that are known at once; the one that was asked longest ago is forgotten, and registers again by itself."""
-MAX_SESSIONS: Final = 256
-"""Sessions with workers of their own at once."""
-MAX_SESSION_WORKERS: Final = 1024
-"""Processes of all sessions together: each is cheap to ask for."""
 SESSION_IDLE: Final = 60.0
 """Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
-MIN_SENDING: Final = 64 * 2**20
-"""Bytes of answers that may always be under way, however small the memory budget."""
 DEFAULT_CONSUMERS: Final = 100
 """How many consumers ``/stats`` lists if it is not told."""
 
@@ -52,6 +46,17 @@ class _Known(NamedTuple):
     loader: Loader
     length: int | None
     """What its dataset says of its length."""
+    account: Account
+    """Of who registered it."""
+
+
+class _Session(NamedTuple):
+    """An engine of one loader's own."""
+
+    starting: asyncio.Task[Engine]
+    """It is started, or about to be."""
+    account: Account
+    num_workers: int
 
 
 class LoaderService:
@@ -59,11 +64,16 @@ class LoaderService:
 
     Args:
         host: Where datasets and workers come from.
-        limits: What may be taken.
+        limits: What workers may take.
+        client_limits: What clients may take.
     """
 
-    def __init__(self, host: Host, limits: Limits) -> None:
+    def __init__(self, host: Host, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
+        self.client_limits = client_limits
+        self.accounts = Accounts(client_limits, limits.memory_budget)
+        """What each principal has taken."""
+        self._memory = Memory(limits.memory_budget)
         self._draining = asyncio.Event()
         self._host = host
         self._observer = Observer(limits, self._places)
@@ -73,9 +83,8 @@ class LoaderService:
         """The datasets as the shared engine has them, once it is started."""
         self._shared: asyncio.Task[Engine] | None = None
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
-        self._sessions: dict[str, asyncio.Task[Engine]] = {}
-        """Engines of their own, by loader; started, or about to be."""
-        self._session_workers: dict[str, int] = {}
+        self._sessions: dict[str, _Session] = {}
+        """By loader."""
         self._ending: set[asyncio.Task[None]] = set()
         self._sending = 0
         self._plan = lru_cache(maxsize=256)(Plan)
@@ -137,8 +146,12 @@ class LoaderService:
 
     # -- what clients ask
 
-    async def register(self, spec: LoaderSpec) -> Registration:
+    async def register(self, spec: LoaderSpec, principal: Principal) -> Registration:
         """Make a loader known, however often; a session's workers are started with its first registration.
+
+        Args:
+            spec: The loader.
+            principal: Who asks for it.
 
         Raises:
             UnknownDataset: When the spec names none that is hosted.
@@ -159,16 +172,20 @@ class LoaderService:
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
         if key not in self._loaders:
-            await self._add_loader(key, spec, info)
-        return self.registration(key)
+            await self._add_loader(key, spec, info, self.accounts.of(principal))
+        return self.registration(key, principal)
 
-    def registration(self, key: str) -> Registration:
+    def registration(self, key: str, principal: Principal) -> Registration:
         """What the registration of a loader was answered with; it keeps a session from counting as idle.
+
+        Args:
+            key: The loader's.
+            principal: Who asks.
 
         Raises:
             UnknownLoader: When no loader of that key is known.
         """
-        loader, length = self._known(key)
+        loader, length, _ = self._known(key, principal)
         loader.engine.touch()
         return Registration(
             key=key,
@@ -179,7 +196,7 @@ class LoaderService:
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
-    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo) -> None:
+    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> None:
         if info.kind == "iterable" and spec.session is None:
             raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
         if info.kind == "iterable" and (spec.order == "client" or spec.shuffle):
@@ -189,45 +206,68 @@ class LoaderService:
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
-        engine = await self._engine_of(key, spec, info)
+        engine = await self._engine_of(key, spec, info, account)
+        if key in self._loaders:
+            return  # somebody asked for the same meanwhile
         length = 0 if info.kind == "iterable" else info.length or 0
-        self._loaders[key] = _Known(Loader(key, spec, length, batches, engine), info.length)
-        if len(self._loaders) > MAX_LOADERS:
-            self._forget_a_loader()
+        self._loaders[key] = _Known(Loader(key, spec, length, batches, engine), info.length, account)
+        account.counts["loaders"] += 1
+        if account.counts["loaders"] > self.client_limits.max_loaders:
+            self._forget_a_loader(account)
 
-    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo) -> Engine:
+    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> Engine:
         own = self._host.own_pool(spec, info)
         if own is None:
             return await self._shared_engine()
         if key not in self._sessions:
-            self._refuse_too_many(own.num_workers)
+            self._refuse_too_many(account, own.num_workers)
             # a client that asks for workers has them used as torch uses them; user code may count on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
-            engine = Engine(own, self.limits.memory_budget, self._observer.metrics, in_turn)
-            self._sessions[key] = _apart(_started(engine))
-            self._session_workers[key] = own.num_workers
-        starting = self._sessions[key]
+            engine = Engine(own, self._memory, self._observer.metrics, in_turn)
+            self._sessions[key] = _Session(_apart(_started(engine)), account, own.num_workers)
+            account.counts["sessions"] += 1
+            account.counts["session workers"] += own.num_workers
+        session = self._sessions[key]
         try:
-            engine = await asyncio.shield(starting)
+            engine = await asyncio.shield(session.starting)
         except (ConfigError, OSError) as error:
-            if self._sessions.get(key) is starting:
-                del self._sessions[key], self._session_workers[key]
+            if self._sessions.get(key) is session:
+                self._drop_session(key)
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
-        if self._sessions.get(key) is not starting:
+        if self._sessions.get(key) is not session:
             raise ServerUnavailable("the session was ended while its workers were started: register it again")
         return engine
 
-    def _refuse_too_many(self, num_workers: int) -> None:
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise ServerUnavailable(f"the server has {MAX_SESSIONS} sessions already, and no more are allowed")
-        running = sum(self._session_workers.values())
-        if running + num_workers > MAX_SESSION_WORKERS:
+    def _refuse_too_many(self, account: Account, num_workers: int) -> None:
+        limits, counts = self.client_limits, account.counts
+        if counts["sessions"] >= (most := limits.max_sessions_per_principal):
+            raise too_many(account, most, "sessions", "max_sessions_per_principal")
+        if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
+            what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
+            raise too_many(account, most, what, "max_session_workers_per_principal")
+        if len(self._sessions) >= limits.max_sessions:
             raise ServerUnavailable(
-                f"the server's sessions have {running} workers, and with {num_workers} more they would have more than "
-                f"the {MAX_SESSION_WORKERS} that are allowed: ask for fewer, or later"
+                f"the server has {limits.max_sessions:,} sessions, its limit (max_sessions): ask later, or another one"
             )
+        running = sum(session.num_workers for session in self._sessions.values())
+        if running + num_workers > limits.max_session_workers:
+            raise ServerUnavailable(
+                f"the server's sessions have {running:,} workers, and with {num_workers:,} more they would have more "
+                f"than {limits.max_session_workers:,}, its limit (max_session_workers): ask for fewer, or later"
+            )
+
+    def _drop_session(self, key: str) -> _Session | None:
+        """Count it no more."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.account.counts["sessions"] -= 1
+            session.account.counts["session workers"] -= session.num_workers
+        return session
+
+    def _drop_loader(self, key: str) -> None:
+        self._loaders.pop(key).account.counts["loaders"] -= 1
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
@@ -235,29 +275,35 @@ class LoaderService:
         return await asyncio.shield(self._shared)
 
     async def _start_shared(self) -> Engine:
-        engine = Engine(self._host.shared_pool(), self.limits.memory_budget, self._observer.metrics)
+        engine = Engine(self._host.shared_pool(), self._memory, self._observer.metrics)
         self._infos = {info.name: info for info in await engine.start()}
         return engine
 
-    async def end_session(self, key: str) -> None:
+    async def end_session_of(self, key: str, principal: Principal) -> None:
         """End a session's workers, which its client needs no more. One that is not known has ended already."""
+        if key in self._loaders:
+            self._known(key, principal)
+            await self.end_session(key)
+
+    async def end_session(self, key: str) -> None:
+        """End a session's workers, whoever's it is."""
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
-            del self._loaders[key]
-        starting = self._sessions.pop(key, None)
-        self._session_workers.pop(key, None)
-        if starting is not None:
+            self._drop_loader(key)
+        session = self._drop_session(key)
+        if session is not None:
             # a client that does not wait for the answer must not stop it half-way
-            ending = asyncio.create_task(_close(starting))
+            ending = asyncio.create_task(_close(session.starting))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
-    def _forget_a_loader(self) -> None:
+    def _forget_a_loader(self, account: Account) -> None:
+        """Of a principal that has too many, the one that was asked longest ago and is not in use."""
         in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
-        for key in list(self._loaders)[:-1]:
-            if key not in in_use and key not in self._sessions:
-                del self._loaders[key]
+        for key, known in list(self._loaders.items())[:-1]:
+            if known.account is account and key not in in_use and key not in self._sessions:
+                self._drop_loader(key)
                 return
 
     def dataset(self, name: str) -> DatasetInfo:
@@ -272,14 +318,20 @@ class LoaderService:
             raise UnknownDataset(f"no dataset {name[:200]!r} is hosted here; there is {hosted}")
         return datasets[name]
 
-    def loader(self, key: str, epoch: int, *batches: int) -> Loader:
+    def loader(self, principal: Principal, key: str, epoch: int, *batches: int) -> Loader:
         """A loader that is known, of whose epoch these are batches.
+
+        Args:
+            principal: Who asks.
+            key: The loader's.
+            epoch: Which epoch.
+            batches: Numbers of its batches.
 
         Raises:
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
         """
-        loader, _ = self._known(key)
+        loader = self._known(key, principal).loader
         for k in batches:
             if k < loader.batches:
                 continue
@@ -293,8 +345,10 @@ class LoaderService:
         known = self._loaders.get(key)
         return None if known is None else known.loader.spec.dataset
 
-    def _known(self, key: str) -> _Known:
+    def _known(self, key: str, principal: Principal) -> _Known:
         known = self._loaders.get(key)
+        if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
+            known = None  # a session is of whoever began it: another one that asks for batches would move it on
         if known is None:
             raise UnknownLoader(
                 f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
@@ -314,13 +368,14 @@ class LoaderService:
 
     @asynccontextmanager
     async def batches(
-        self, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
+        self, principal: Principal, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
         indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
     ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
         Args:
-            consumer: Who asks.
+            principal: Who asks.
+            consumer: What that one calls itself.
             key: The loader's.
             epoch: Which epoch.
             start: The first batch.
@@ -333,23 +388,30 @@ class LoaderService:
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
             InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
-            ServerUnavailable: When the server is stopping.
+            ServerUnavailable: When the server is stopping, or the principal has too many consumers.
         """
         self.refuse_when_draining()
-        loader = self.loader(key, epoch, start, stop - 1)
+        most = self.client_limits.max_window
+        if ahead > most:
+            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_window), was {ahead:,}")
+        loader = self.loader(principal, key, epoch, start, stop - 1)
         if (loader.spec.order == "client") != (indices is not None):
             what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
             raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
         if loader.spec.order == "client":
             ahead = 0
-        asked = loader.engine.batches(loader, consumer, epoch, start, stop, ahead, indices or {}, said)
+        account = self.accounts.of(principal)
+        asked = loader.engine.batches(loader, account, consumer, epoch, start, stop, ahead, indices or {}, said)
         async with asked as stream:
             yield stream
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
         """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
+        consumer, account = of.consumer, of.consumer.holder.account
         self._sending += nbytes
+        account.sending += nbytes
+        consumer.sending += nbytes
         loop = of.tally.loop
         loop.sending.begin(time.monotonic())
         try:
@@ -358,17 +420,20 @@ class LoaderService:
         finally:
             loop.sending.end(time.monotonic())
             self._sending -= nbytes
-
-    @property
-    def sends_too_much(self) -> bool:
-        """Whether answers that are being sent take more than the memory budget once more."""
-        return self._sending > max(self.limits.memory_budget, MIN_SENDING)
+            was_too_much = account.unread > 1
+            account.sending -= nbytes
+            consumer.sending -= nbytes
+            if was_too_much:
+                for engine in self._engines():
+                    engine.wake()
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
+                engine.relieve()
+            self.accounts.forget_idle(time.monotonic())
             for key, engine in self._session_engines().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
@@ -380,7 +445,9 @@ class LoaderService:
         return [*shared, *self._session_engines().values()]
 
     def _session_engines(self) -> dict[str, Engine]:
-        return {key: starting.result() for key, starting in self._sessions.items() if _has_started(starting)}
+        return {
+            key: session.starting.result() for key, session in self._sessions.items() if _has_started(session.starting)
+        }
 
     def _places(self) -> dict[Engine, Place]:
         """The engines, and where their workers come from."""

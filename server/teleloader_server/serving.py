@@ -12,7 +12,14 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from teleloader_server.access import refuse_unprotected, single_token
-from teleloader_server.config import DEFAULT_BATCH_TIMEOUT, ConfigError, Limits, default_memory_budget
+from teleloader_server.config import (
+    DEFAULT_BATCH_TIMEOUT,
+    DEFAULT_LIMITS,
+    ClientLimits,
+    ConfigError,
+    Limits,
+    default_memory_budget,
+)
 from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
 from teleloader_shared import local
@@ -38,6 +45,7 @@ def serve(
     port: int = 0,
     token: str | None = None,
     insecure: bool = False,
+    limits: ClientLimits = DEFAULT_LIMITS,
 ) -> Iterator[str]:
     """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
 
@@ -66,6 +74,7 @@ def serve(
         token: What lets clients in, at least 16 characters (``secrets.token_urlsafe()``); they say
             ``RemoteDataset(url, token=...)``. None lets everybody in, which must be on this machine then.
         insecure: Whether everybody may come in who reaches `host_address`.
+        limits: What clients may make the server do.
 
     Yields:
         The server's URL.
@@ -74,7 +83,7 @@ def serve(
         ConfigError: When the object is no dataset, or others reach `host_address` and need no token.
         OSError: When the address is not to be had.
     """
-    limits = Limits(
+    of_workers = Limits(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
@@ -99,7 +108,9 @@ def serve(
         }
 
     hosted_now()  # what cannot be hosted is refused here
-    server = _LocalServer(ObjectHost(hosted_now, limits), limits, host_address, port, token, insecure=insecure)
+    server = _LocalServer(
+        ObjectHost(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
+    )
     url = server.start()
     local.begin_serving(url, server.thread, num_workers)
     # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
@@ -115,10 +126,19 @@ class _LocalServer:
     """A server in a thread of this process."""
 
     def __init__(
-        self, host: ObjectHost, limits: Limits, address: str, port: int, token: str | None, *, insecure: bool
+        self,
+        host: ObjectHost,
+        limits: Limits,
+        client_limits: ClientLimits,
+        address: str,
+        port: int,
+        token: str | None,
+        *,
+        insecure: bool,
     ) -> None:
         self._host = host
         self._limits = limits
+        self._client_limits = client_limits
         self._address = address
         self._port = port
         self._tokens = None if token is None else single_token(token, "serve()")
@@ -167,7 +187,7 @@ class _LocalServer:
         from teleloader_server.gate import Gate
         from teleloader_server.service import LoaderService
 
-        service = LoaderService(self._host, self._limits)
+        service = LoaderService(self._host, self._limits, self._client_limits)
         try:
             gate = Gate(fixed=self._tokens, host=self._address)
             server = Server(service, self._address, self._port, grace=1, gate=gate)

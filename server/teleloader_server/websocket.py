@@ -9,6 +9,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
+from teleloader_server.accounts import account_of
 from teleloader_server.connections import Unread, Watch, break_off
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024
@@ -36,12 +37,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection over."""
         super().connection_made(transport)
-        self._unread = Unread(self.transport)
-        self._watch.connections.add(self)
+        self.address = "" if self.client is None else self.client[0]
+        self._unread = Unread(self.transport, self._watch.limits)
+        self._watch.admit(self)  # it takes the place of the connection that it was
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is no more."""
-        self._watch.connections.discard(self)
+        self._watch.leave(self)
         self._takes_more.set()
         super().connection_lost(exc)
 
@@ -97,9 +99,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Whether it can be closed by another than the application, which is never so."""
         return False
 
-    def check(self, now: float, patience: float) -> None:
-        """Break the connection when its peer has left what was sent alone for `patience`."""
-        if self._unread.seconds(now) > patience:
+    def check(self, now: float) -> None:
+        """Break the connection when its peer does not read."""
+        if self._unread.too_much(now, account_of(self.scope)):
             self._watch.count("WebSocket not read")
             self.break_off()
 

@@ -12,9 +12,10 @@ from typing import Final
 
 from teleloader_server.arena import Mapping
 from teleloader_server.channel import Channel
-from teleloader_server.loading import MAX_TEXT, Task
+from teleloader_server.loading import Task
 from teleloader_server.processes import StopWatch
 from teleloader_server.worker import BEGUN, REVOKED, STACK_SIGNAL, Worker
+from teleloader_shared.codec import MAX_TEXT
 
 STACK_WAIT: Final = 0.5
 """Seconds that a worker has to begin to write its stacks; one that the kernel holds writes none."""

@@ -38,6 +38,16 @@ _VALUES_BEFORE_SEGMENTS: Final = 6
 _BIN8_HEAD: Final = 2
 _BIN32_HEAD: Final = 5
 
+HEADER_SHARE: Final = 32
+"""A frame's header may take this part of the largest frame: reading it makes up to `HEADER_COST` times as many bytes of
+objects, and twice that for a moment."""
+MIN_HEADER_LIMIT: Final = 2**20
+HEADER_COST: Final = 80
+MAX_TEXT: Final = 64 * 1024
+"""Characters of a failure's message, or of its traceback, that are kept."""
+MAX_INDICES: Final = 1000
+"""Indices of a failed batch that are kept."""
+
 _KEPT_SHARE: Final = 64
 """An array that is so many times smaller than its frame is copied out of it."""
 
@@ -93,6 +103,8 @@ class Frame(NamedTuple):
     """Size of the frame on the wire."""
     shard_state: str | None = None
     """Where the shard of an iterable-style dataset stands after the batch, if it can say so."""
+    memory: int = 0
+    """Bytes that it takes at most: of the buffer that it was read from, of what was unpacked, and of other objects."""
 
 
 class FrameWriter:
@@ -147,6 +159,7 @@ class FrameWriter:
             self._header: bytes = msgpack.packb(header, use_bin_type=True)
         except UnicodeEncodeError as error:
             raise EncodeError(f"{address} holds a string that is not valid Unicode: {error}") from None
+        _check_header(address, len(self._header), max_bytes)
         self._checksum = checksum
         self._segments: list[tuple[int, int]] = []
         end = PROLOGUE_SIZE + len(self._header)
@@ -231,8 +244,7 @@ def _read_at(buffer: NDArray[np.uint8], start: int, make_array: MakeArray, max_b
     raw = buffer.data
     size, values, checksum, header_size = _read_prologue(raw, start)
     stop = start + size
-    if stop > len(raw):
-        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {len(raw) - start:,}")
+    _check_sizes(size, header_size, len(raw) - start, max_bytes)
     begin = start + PROLOGUE_SIZE
     if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin:stop]) != checksum:
         raise CorruptFrame("a frame's content does not match its checksum")
@@ -263,7 +275,15 @@ def _read_at(buffer: NDArray[np.uint8], start: int, make_array: MakeArray, max_b
     shard_state = header.get("shard_state")
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"the shard_state of a frame must be a string, was {short(shard_state)}")
-    return Frame(address, content, padding, size, shard_state)
+    return Frame(address, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
+
+
+def _check_sizes(size: int, header_size: int, there: int, max_bytes: int) -> None:
+    """Before memory is taken for what a frame says of itself."""
+    if size > there:
+        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {there:,}")
+    if header_size > (limit := _header_limit(max_bytes)):
+        raise ProtocolError(f"a frame states a header of {header_size:,} bytes, and the limit is {limit:,}")
 
 
 class _Segments:
@@ -287,6 +307,11 @@ class _Segments:
         self._make_array = make_array
         self._max_bytes = max_bytes
         self._taken = self._taken_bytes = 0
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of arrays that are not views of the frame."""
+        return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """The next array, which the tree says is of that type and shape."""
@@ -359,7 +384,9 @@ def _read_failure(fields: object) -> Failure:
             "indices": list(indices),
             "worker": int(worker),
         }:
-            return Failure(type_name, message, traceback, [i for i in indices if isinstance(i, int)], worker)
+            kept = [i for i in indices[:MAX_INDICES] if isinstance(i, int)]
+            # the end of a traceback is where it happened
+            return Failure(type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker)
     raise ProtocolError(f"a failure frame lacks some of {', '.join(Failure.__slots__)}")
 
 
@@ -378,6 +405,20 @@ def _write_pad(raw: memoryview, start: int, end: int) -> None:
     """A bin8 of zeros that fills [start, end)."""
     size = end - start - _BIN8_HEAD
     raw[start:end] = bytes((_BIN8, size)) + bytes(size)
+
+
+def _header_limit(max_bytes: int) -> int:
+    return max(MIN_HEADER_LIMIT, max_bytes // HEADER_SHARE)
+
+
+def _check_header(address: Address, size: int, max_bytes: int) -> None:
+    limit = _header_limit(max_bytes)
+    if size > limit:
+        raise BatchTooLarge(
+            f"{address} holds {size:,} bytes besides arrays, and the limit is {limit:,}: make arrays of its strings "
+            "and numbers, use a smaller batch_size, or start the server with a larger --max-batch-bytes and give the "
+            "client the same max_batch_bytes"
+        )
 
 
 def _too_large(address: Address, size: int, limit: int) -> str:

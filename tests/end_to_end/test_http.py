@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from teleloader_server import serve, service
+from teleloader_server.config import ClientLimits
 from teleloader_shared import codec
 from teleloader_shared.messages import FRAME_MEDIA_TYPE, PROTOCOL_HEADER
 from tests.end_to_end import hosted
@@ -235,10 +236,10 @@ def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> 
         assert client.get(f"/v1/loaders/{key}").json()["code"] == "UnknownLoader"
 
 
-def test_sessions_together_have_so_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_together_have_so_many_workers() -> None:
     """A request is cheap and processes are not; a session that ends makes room."""
-    monkeypatch.setattr(service, "MAX_SESSION_WORKERS", 3)
-    with serve(hosted.samples["dict"], num_workers=1) as url, httpx.Client(base_url=url) as client:
+    few = ClientLimits(max_session_workers=3)
+    with serve(hosted.samples["dict"], num_workers=1, limits=few) as url, httpx.Client(base_url=url) as client:
         first = client.post("/v1/loaders", json=SESSION).raise_for_status().json()["key"]
         another = {**SESSION, "session": "another"}
         refused = client.post("/v1/loaders", json=another)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sized
 import pytest
 
 from teleloader_server import dispatcher as module
+from teleloader_server.accounts import Account, Memory
 from teleloader_server.dispatcher import FORGET_AFTER, Ask, Consumer, Dispatcher, Evict, Run
 from teleloader_server.pool import Blame
 from teleloader_shared.codec import Address
@@ -31,7 +32,9 @@ class Service:
     """Does what a dispatcher decides, and holds it to what may be decided at all."""
 
     def __init__(self, budget: int = PLENTY, workers: int = 1, in_turn: int = 0) -> None:
-        self.dispatcher = Dispatcher(budget, in_turn)
+        self.memory = Memory(budget)
+        self.accounts: dict[str, Account] = {}
+        self.dispatcher = Dispatcher(self.memory, in_turn)
         self.queues: dict[int, list[Address]] = {}
         self.worn: set[int] = set()
         self.held_up: set[int] = set()
@@ -42,9 +45,17 @@ class Service:
         for worker in range(workers):
             self.worker_ready(worker)
 
-    def ask(self, who: str, run: Run, start: int, stop: int, ahead: int = 0) -> Ask:
-        """A client asks for [start, stop)."""
-        return self.dispatcher.ask(who, run, BATCHES, start, stop, ahead, self.now)
+    def account(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Account:
+        """A principal's account; it may take all the memory unless told otherwise when it is new."""
+        if of not in self.accounts:
+            self.accounts[of] = Account(of, self.memory.budget if memory is None else memory, max_consumers)
+        return self.accounts[of]
+
+    def ask(
+        self, who: str, run: Run, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
+    ) -> Ask:
+        """A client of a principal asks for [start, stop)."""
+        return self.dispatcher.ask(self.account(of), who, run, batches, start, stop, ahead, self.now)
 
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""

@@ -55,6 +55,10 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         port = 9000
         memory_budget = "4GiB"
 
+        [limits]
+        max_consumers = 8
+        body_bytes = "1MiB"
+
         [datasets.train]
         factory = "my_package.data:make"
         kwargs = { root = "/data", sizes = [1, 2] }
@@ -67,7 +71,8 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         [datasets."val.2"]
         factory = "my_package.data:validation"
     """)
-    server, datasets = read_toml(path)
+    server, limits, datasets = read_toml(path)
+    assert limits == {"max_consumers": 8, "body_bytes": "1MiB"}
     assert server == {"port": 9000, "memory_budget": "4GiB"}
     assert datasets == [
         DatasetConfig(
@@ -86,12 +91,12 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
 
 def test_a_file_may_say_nothing(write: Write) -> None:
     """Both tables may be left out: then the command line says it all."""
-    assert read_toml(write("")) == ({}, [])
+    assert read_toml(write("")) == ({}, {}, [])
 
 
 def test_what_is_left_out_has_its_default(write: Write) -> None:
     """Only the factory must be named."""
-    _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
+    _, _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
     assert dataset == DatasetConfig(name="train", factory="a:b")
     assert (dataset.kwargs, dataset.collate, dataset.worker_init) == ({}, None, None)
     assert (dataset.functions, dataset.version, dataset.seeding) == ((), "", "batch")
@@ -115,7 +120,10 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[dataset.train]\nfactory = "a:b"', "{path} has an unknown entry 'dataset'; it may have server, datasets"),
+        (
+            '[dataset.train]\nfactory = "a:b"',
+            "{path} has an unknown entry 'dataset'; it may have server, limits, datasets",
+        ),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import uvloop
 
-from teleloader_server import connections as module
+from teleloader_server.access import ANYONE
 from teleloader_server.app import Server, bind, url_of
-from teleloader_server.config import ConfigError, Limits
-from teleloader_server.connections import ConnectionLimits, connections_for
+from teleloader_server.config import ClientLimits, ConfigError, Limits
+from teleloader_server.connections import connections_for
 from teleloader_server.datasets import host
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.service import LoaderService
@@ -31,7 +31,7 @@ from tests.raw import HOST, Raw
 
 MEGABYTES = 16
 """Of a batch: more than the buffers of two kernels."""
-QUICK = ConnectionLimits(
+QUICK = ClientLimits(
     max_connections=1000,
     head_seconds=0.4,
     body_seconds=0.4,
@@ -54,14 +54,14 @@ class Images:
 class Running:
     """A server in a thread, whose connections have limits of our choice."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         pool = Limits(num_workers=0)
         hosted = host(Images(), name="images", collate=lambda samples: samples[0])
-        self.service = LoaderService(ObjectHost(lambda: {"images": hosted}, pool), pool)
+        self.service = LoaderService(ObjectHost(lambda: {"images": hosted}, pool), pool, limits)
         bound = bind("127.0.0.1", 0)
         self.url = url_of(bound)
-        self._server = Server(self.service, "127.0.0.1", 0, grace=1, limits=limits)
+        self._server = Server(self.service, "127.0.0.1", 0, grace=1)
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(bound,))
         self._thread.start()
@@ -319,8 +319,8 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         eventually(lambda: running.service._sending >= 4 * MEGABYTES * 2**20)
         time.sleep(0.6)
         assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
-        monkeypatch.setattr("teleloader_server.service.MIN_SENDING", 2**20)
-        monkeypatch.setattr(running.service, "limits", Limits(num_workers=0, memory_budget=2**20))
+        monkeypatch.setattr("teleloader_server.accounts.MIN_SENDING", 2**20)
+        running.service.accounts.of(ANYONE).memory = 2**20
         eventually(lambda: running.service._sending == 0)
 
 
@@ -336,7 +336,7 @@ def test_too_many_pipelined_requests_are_not_taken(url: str) -> None:
     """They are cheap to send and dear to keep."""
     with Raw(url) as client:
         client.send((b"GET /stats HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)
-        assert client.rest().count(b"HTTP/1.1 200") <= module.MAX_PIPELINED
+        assert client.rest().count(b"HTTP/1.1 200") <= QUICK.max_pipelined
 
 
 def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,7 +58,7 @@ class Game(RuleBasedStateMachine):
     def ask(self, who: str, run: Run, start: int, length: int, ahead: int) -> None:
         """A client asks for some batches, anywhere."""
         stop = min(EPOCH, start + length)
-        ask = self.service.dispatcher.ask(who, run, EPOCH, start, stop, ahead, self.service.now)
+        ask = self.service.ask(who, run, start, stop, ahead, batches=EPOCH)
         self.asks.append(ask)
         self.due[id(ask)] = start
 

@@ -124,8 +124,8 @@ def test_a_request_without_end_is_worked_on_so_far_and_no_further() -> None:
 def test_nothing_is_made_that_nobody_asked_for() -> None:
     """Without `ahead` work ends with the request; with it, so many batches later, and at the end of the epoch."""
     service = Service()
-    service.dispatcher.ask("a", TRAIN, 10, 0, 2, 0, service.now)
-    service.dispatcher.ask("b", OTHER, 10, 7, 8, 5, service.now)
+    service.ask("a", TRAIN, 0, 2, batches=10)
+    service.ask("b", OTHER, 7, 8, ahead=5, batches=10)
     while service.decide():
         service.finish_all()
     assert sorted(numbers(service.ready)) == [0, 1]

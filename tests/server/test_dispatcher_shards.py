@@ -228,7 +228,7 @@ class Game(RuleBasedStateMachine):
             self.service.dispatcher.close(self.request)
         if self.position < EPOCH:
             stop = min(EPOCH, self.position + length)
-            self.request = self.service.dispatcher.ask("a", TRAIN, EPOCH, self.position, stop, ahead, 0.0)
+            self.request = self.service.ask("a", TRAIN, self.position, stop, ahead, batches=EPOCH)
 
     @precondition(lambda self: self.request is not None)
     @rule(most=st.integers(1, 4))

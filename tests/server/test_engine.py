@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from teleloader_server.accounts import Account, Memory
 from teleloader_server.engine import Engine, Loader
 from teleloader_server.loading import Report, Task
 from teleloader_server.metrics import Metrics
@@ -66,7 +67,7 @@ async def begun() -> None:
 async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
     """A client with an order of its own says once what its batches hold; memory may be full more than once."""
     pool = FakePool()
-    engine = Engine(pool, BUDGET, Metrics())
+    engine = Engine(pool, Memory(BUDGET), Metrics())
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
     loader = Loader(spec.key, spec, 100, MAX_EPOCH, engine)
@@ -76,7 +77,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
         engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
 
     lists = {k: f"list {k}".encode() for k in range(4)}
-    async with engine.batches(loader, "a", 0, 0, 4, 0, lists) as stream:
+    async with engine.batches(loader, Account("anyone", BUDGET, 10), "a", 0, 0, 4, 0, lists) as stream:
         await begun()
         assert [(worker, task.address.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teleloader_server.loading import MAX_INDICES, MAX_TEXT, describe
+from teleloader_server.loading import describe
+from teleloader_shared.codec import MAX_INDICES, MAX_TEXT
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need

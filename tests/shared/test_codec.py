@@ -175,7 +175,7 @@ def test_tensors_arrive_as_they_were() -> None:
 def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
     """Type, message, traceback, indices and worker of an exception travel under the batch's address."""
     found = read(encoded(FAILURE), keep)
-    assert found == Frame(ADDRESS, FAILURE, 0, found.nbytes)
+    assert found == Frame(ADDRESS, FAILURE, 0, found.nbytes, memory=found.memory)
     assert read(encoded(FAILURE, compression="zstd", padding=3), keep).content == FAILURE
 
 
@@ -183,7 +183,7 @@ def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
 def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
     """How many samples the shard gave, and whether it is a replica, travel under the address of what it has not."""
     found = read(encoded(end), keep)
-    assert found == Frame(ADDRESS, end, 0, found.nbytes)
+    assert found == Frame(ADDRESS, end, 0, found.nbytes, memory=found.memory)
     assert read(encoded(end, compression="lz4", padding=3), keep).content == end
 
 

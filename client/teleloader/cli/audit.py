@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from teleloader.cli.showing import harmless, print_json, progress_bar, to_people
+from teleloader.cli.showing import print_json, progress_bar, to_people
 from teleloader_shared import plan
 from teleloader_shared.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.text import harmless
 
 SHOWN = 10
 """Indices that are named of those that are missing or repeated."""

@@ -11,13 +11,14 @@ import numpy as np
 from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
-from teleloader.cli.showing import harmless, print_json, progress_bar, to_people
+from teleloader.cli.showing import print_json, progress_bar, to_people
 from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.control import Server
 from teleloader.iterator import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import Stats, Verdict
+from teleloader_shared.text import harmless
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import number, seconds, share, size
 

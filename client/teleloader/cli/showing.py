@@ -13,6 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from teleloader_shared.text import harmless
+
 PIPE_WIDTH: Final = 1000
 """Columns of what is no terminal: nothing is cut or wrapped there."""
 
@@ -32,11 +34,6 @@ def progress_bar(*columns: ProgressColumn, **options: Any) -> Progress:
 def print_json(value: Any) -> None:
     """One line, for programs."""
     print(json.dumps(value), flush=True)
-
-
-def harmless(text: str) -> str:
-    """What others have written, without the characters that a terminal obeys; lines stay lines."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
 
 
 @dataclass(frozen=True, slots=True)

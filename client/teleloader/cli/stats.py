@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from teleloader.cli.showing import Column, harmless, print_json, table, to_people
+from teleloader.cli.showing import Column, print_json, table, to_people
 from teleloader.control import Server
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
@@ -28,6 +28,7 @@ from teleloader_shared.stats import (
     Verdict,
     WorkerStats,
 )
+from teleloader_shared.text import harmless
 from teleloader_shared.units import number, seconds, share, size
 
 TIMEOUT: Final = 10.0

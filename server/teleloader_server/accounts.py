@@ -1,0 +1,143 @@
+"""What each principal takes of a server, and what it may take: plain decisions over plain numbers.
+
+A principal is whoever a token names; without tokens all clients are one. What one takes is counted here, so that it is
+refused what would be the others' share, and nobody else is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final
+
+from teleloader_server.access import Principal
+from teleloader_server.config import ClientLimits
+from teleloader_shared.errors import ServerUnavailable
+
+PATIENCE: Final = 1.0
+"""Seconds for which a request beyond the rate is held; one that would wait longer is refused after them."""
+MIN_SENDING: Final = 64 * 2**20
+"""Bytes of answers that a principal may always have under way, however small its share of the memory."""
+
+
+UNREAD_FACTOR: Final = 2.0
+"""How many times what it may leave unread a principal must have left until none of its consumers is given more."""
+
+
+class Memory:
+    """The memory budget of a server, of which its engines take their parts.
+
+    Args:
+        budget: Bytes that frames may take together.
+    """
+
+    __slots__ = ("budget", "used")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used = 0
+        """Bytes of the frames of all engines."""
+
+
+class Account:
+    """What one principal has taken.
+
+    Args:
+        name: The principal's.
+        memory: Bytes that its frames may take.
+        max_consumers: How many consumers it may be.
+    """
+
+    __slots__ = ("counts", "due", "frames", "max_consumers", "memory", "name", "sending")
+
+    def __init__(self, name: str, memory: int, max_consumers: int) -> None:
+        self.name = name
+        self.memory = memory
+        self.max_consumers = max_consumers
+        self.frames = 0
+        """Bytes of the frames that were made for it and are kept, and estimates of those being made."""
+        self.sending = 0
+        """Bytes of the answers that it is being sent."""
+        self.due = 0.0
+        """When its requests so far would be answered, if they came evenly at the rate that it may have."""
+        self.counts: Counter[str] = Counter()
+        """How many it has of what is limited by number."""
+
+    @property
+    def unread(self) -> float:
+        """What it has not taken of its answers, as a part of what it may leave; from 1 on something must be done."""
+        return self.sending / max(self.memory, MIN_SENDING)
+
+    def patience(self, limits: ClientLimits) -> float:
+        """Seconds in which its clients must take something of their answers."""
+        if self.unread <= 1:
+            return limits.unread_seconds
+        return limits.pressed_seconds if self.unread <= UNREAD_FACTOR else limits.pressed_seconds / 4
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether there is nothing to remember."""
+        return not (self.frames or self.sending or self.counts.total())
+
+    def delay(self, now: float, rate: float) -> float:
+        """A request has come at `now`: seconds for which it is held, so that there are no more than `rate` a second.
+
+        A burst of a second's worth passes at once. What is held longer than `PATIENCE` is not counted, and is to be
+        refused then.
+        """
+        due = max(self.due, now - 1.0)
+        wait = max(0.0, due - now)
+        if wait <= PATIENCE:
+            self.due = due + 1.0 / rate
+        return wait
+
+
+class Accounts:
+    """The accounts of all principals.
+
+    Args:
+        limits: What each may take.
+        budget: Bytes of the memory of which principals have shares.
+    """
+
+    def __init__(self, limits: ClientLimits, budget: int) -> None:
+        self._limits = limits
+        self._budget = budget
+        self._accounts: dict[str, Account] = {}
+
+    def of(self, principal: Principal) -> Account:
+        """The account of a principal, which may be new."""
+        known = self._accounts.get(principal.name)
+        if known is None:
+            known = Account(principal.name, 0, self._limits.max_consumers)
+            self._accounts[principal.name] = known
+        known.memory = max(1, int(principal.memory_share * self._budget))
+        return known
+
+    def forget_idle(self, now: float) -> None:
+        """Forget those who have nothing."""
+        for name, account in list(self._accounts.items()):
+            if account.has_nothing and account.due < now - 1.0:
+                del self._accounts[name]
+
+
+def account_of(scope: Mapping[str, Any]) -> Account | None:
+    """Whose request it is, None where that was not found out."""
+    found: Account | None = scope.get(_KEY)
+    return found
+
+
+def note(scope: MutableMapping[str, Any], account: Account) -> None:
+    """Say whose request it is."""
+    scope[_KEY] = account
+
+
+_KEY: Final = "teleloader.account"
+
+
+def too_many(account: Account, limit: int, what: str, option: str) -> ServerUnavailable:
+    """The refusal of one more."""
+    return ServerUnavailable(
+        f"{account.name!r} has {limit:,} {what}, its limit on this server: end some, or raise {option} in the server's "
+        "[limits]"
+    )

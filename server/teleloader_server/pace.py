@@ -1,0 +1,86 @@
+"""What each request passes through: nobody asks so often that the others are not heard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from typing import Final
+
+from starlette.types import Scope
+
+from teleloader_server.access import Principal
+from teleloader_server.accounts import PATIENCE, Accounts, note
+from teleloader_server.problems import Refusal
+
+TOGETHER: Final = 16
+"""Requests of one principal that are begun in one round of the event loop; it hears the others between two rounds."""
+
+
+class Pace:
+    """Holds requests beyond their principal's rate, and begins those of all principals in turn.
+
+    Args:
+        accounts: What principals have taken.
+        rate: Requests a second that each may make.
+    """
+
+    def __init__(self, accounts: Accounts, rate: float) -> None:
+        self._accounts = accounts
+        self._rate = rate
+        self._turns = Turns()
+
+    async def come(self, scope: Scope, principal: Principal) -> None:
+        """Wait until the time of a request has come; its scope has the principal's account then.
+
+        Raises:
+            Refusal: When it would have to wait for long.
+        """
+        account = self._accounts.of(principal)
+        note(scope, account)
+        held = account.delay(time.monotonic(), self._rate)
+        if held:
+            # also before it is refused: an answer at once would be asked for again at once
+            await asyncio.sleep(min(held, PATIENCE))
+        if held > PATIENCE:
+            raise Refusal(
+                429,
+                "ServerUnavailable",
+                f"{account.name!r} makes more than {self._rate:,.0f} requests a second, its limit on this server "
+                "(max_requests_per_second): ask less often",
+            )
+        await self._turns.come(account.name)
+
+
+class Turns:
+    """Lets principals in by turns: in each round of the event loop some requests of each, the longest waiting first."""
+
+    def __init__(self) -> None:
+        self._let_in: Counter[str] = Counter()
+        """How many were, in this round."""
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def come(self, name: str) -> None:
+        """Wait for the turn of a principal, which may be now."""
+        loop = asyncio.get_running_loop()
+        if not self._let_in:
+            loop.call_soon(self._next_round)
+        if self._let_in[name] < TOGETHER and name not in self._waiting:
+            self._let_in[name] += 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(name, deque()).append(turn)
+        await turn
+
+    def _next_round(self) -> None:
+        self._let_in.clear()
+        for name, turns in list(self._waiting.items()):
+            while turns and self._let_in[name] < TOGETHER:
+                turn = turns.popleft()
+                if not turn.done():  # who waits no more has no turn
+                    turn.set_result(None)
+                    self._let_in[name] += 1
+            if not turns:
+                del self._waiting[name]
+        if self._let_in:
+            asyncio.get_running_loop().call_soon(self._next_round)
