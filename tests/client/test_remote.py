@@ -50,7 +50,7 @@ def test_a_url_is_written_as_it_is_meant() -> None:
 def test_of_several_datasets_one_must_be_named() -> None:
     """What there is is said, and not that None was asked for."""
     with serve({"a": [1], "b": [2]}, num_workers=0) as url:
-        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and the name of one must be given"):
+        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and no name was given"):
             RemoteDataset(url)
         with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and 'c' was asked for"):
             RemoteDataset(url, "c")

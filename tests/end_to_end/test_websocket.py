@@ -172,7 +172,7 @@ def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
         (msgpack.packb([-1, 0, 1]), "2**62"),
         (msgpack.packb([0, 0, 2**63]), "2**62"),
         (msgpack.packb([0, 3, 3]), "[3, 3)"),
-        (msgpack.packb([0, 0, 4097]), "4096"),
+        (msgpack.packb([0, 0, 4097]), "4,096"),
         (msgpack.packb([0, 0, 999]), "batch 998"),
         (b"\x91" * 2000, "three ints"),
         (b"\xdd\xff\xff\xff\xff", "three ints"),
