@@ -39,6 +39,14 @@ def harmless(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
 
 
+def shortened(name: str, room: int) -> str:
+    """A name in so many characters: of most names the end tells which it is, so more is kept of it."""
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 3
+    return f"{name[:head]}\N{HORIZONTAL ELLIPSIS}{name[len(name) - (room - 1 - head) :]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table of records."""
