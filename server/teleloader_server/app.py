@@ -18,7 +18,7 @@ from teleloader_server.api_status import make_status_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, ConnectionLimits, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
-from teleloader_server.problems import handle_problems
+from teleloader_server.problems import DOCUMENTED, handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -42,6 +42,7 @@ def create_app(service: LoaderService) -> FastAPI:
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
         redoc_url=None,
+        responses=DOCUMENTED,
     )
     app.include_router(make_router(service))
     app.include_router(make_status_router(service))
