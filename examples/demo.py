@@ -49,7 +49,7 @@ SHOWN = {
 """Which records of /stats are shown, which of their fields, and under what heading."""
 
 ROWS = 4
-"""At most so many rows of a kind: each epoch's iterator is a consumer of its own."""
+"""At most so many rows of a kind."""
 
 
 def main() -> int:

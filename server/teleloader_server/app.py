@@ -23,7 +23,7 @@ from teleloader_server.connections import Connection, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
 from teleloader_server.gate import Gate
 from teleloader_server.pace import Pace
-from teleloader_server.problems import handle_problems
+from teleloader_server.problems import DOCUMENTED, handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_server.tls import Renewal, TlsFiles
@@ -60,6 +60,7 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
         openapi_url=None,
+        responses=DOCUMENTED,
     )
     app.state.gate = gate or Gate()
     app.state.gate.dataset_of = service.dataset_of

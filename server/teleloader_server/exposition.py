@@ -1,7 +1,7 @@
 """The records as Prometheus metrics. Nothing is counted for it: each scrape reads what ``/stats`` reads.
 
 The number of series is bounded: by the datasets, the shared workers, the stages, and twenty types of errors for each
-dataset. Consumers are no label, because each epoch's iterator is another one; their verdicts are counted instead. Nor
+dataset. Consumers are no label, because they come and go; their verdicts are counted instead. Nor
 are workers of a session's own, which come and go with it: what they make is counted with their dataset.
 """
 

@@ -26,7 +26,7 @@ from teleloader_server.windows import Window, as_share
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, Verdict, WorkerStats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
 
 MARK_EVERY: Final = 1.0
@@ -228,22 +228,30 @@ class Observer:
 
     @staticmethod
     def _consumers(looks: list[_Look], server: ServerStats, now: float) -> list[tuple[_Seen, Workforce]]:
-        """All of them, with who makes their batches; those who asked last come first."""
+        """All of them, with who makes their batches; those who asked last come first.
+
+        Of a training loop there is the latest pass, and those before it only while they ask for something: with short
+        epochs a minute has hundreds.
+        """
         known = [(look, *pair) for look in looks for pair in look.engine.consumers()]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
         latest: dict[LoopTally, _Seen] = {}
-        all_seen: list[tuple[Engine, _Seen]] = []
+        found: list[tuple[Engine, _Seen]] = []
         for look, consumer, loader in known:
             tally = look.engine.tally.of(consumer)
-            before = latest.get(tally.loop)
-            recent = _consumption(look, consumer, loader, tally.loop, now) if before is None else before.recent
-            later = None if before is None or consumer.asks else before.consumer.name
-            seen = _Seen(consumer, loader, tally, recent, later)
+            later = latest.get(tally.loop)
+            if later is not None and not consumer.asks:
+                continue
+            recent = _consumption(look, consumer, loader, tally.loop, now) if later is None else later.recent
+            seen = _Seen(consumer, loader, tally, recent)
             latest.setdefault(tally.loop, seen)
-            all_seen.append((look.engine, seen))
-        of_engine = {look.engine: [seen for engine, seen in all_seen if engine is look.engine] for look in looks}
-        forces = {look.engine: _workforce(look, of_engine[look.engine], server) for look in looks}
-        return [(seen, forces[engine]) for engine, seen in all_seen]
+            found.append((look.engine, seen))
+        loops: dict[Engine, list[_Seen]] = {look.engine: [] for look in looks}
+        for engine, seen in found:
+            if latest[seen.tally.loop] is seen:
+                loops[engine].append(seen)
+        forces = {look.engine: _workforce(look, loops[look.engine], server) for look in looks}
+        return [(seen, forces[engine]) for engine, seen in found]
 
 
 class _Seen(NamedTuple):
@@ -254,8 +262,6 @@ class _Seen(NamedTuple):
     tally: ConsumerTally
     recent: Consumption
     """Of its training loop, in this pass and those before."""
-    later: str | None
-    """The pass in which the loop is by now."""
 
 
 def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally, now: float) -> Consumption:
@@ -274,10 +280,10 @@ def _consumption(look: _Look, latest: Consumer, loader: Loader, loop: LoopTally,
     )
 
 
-def _workforce(look: _Look, consumers: list[_Seen], server: ServerStats) -> Workforce:
-    """The workers of an engine, and what the loops that go on want of them."""
+def _workforce(look: _Look, loops: list[_Seen], server: ServerStats) -> Workforce:
+    """The workers of an engine, and what those of its training loops that go on want of them."""
     shares = look.busy_shares.values()
-    asking = [seen for seen in consumers if seen.later is None and seen.recent.goes_on]
+    asking = [seen for seen in loops if seen.recent.goes_on]
     return Workforce(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
@@ -291,7 +297,7 @@ def _workforce(look: _Look, consumers: list[_Seen], server: ServerStats) -> Work
 
 
 def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
-    consumer, loader, tally, recent, later = seen
+    consumer, loader, tally, recent = seen
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
@@ -313,7 +319,7 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
-        verdict=verdict(recent, by) if later is None else Verdict("unknown", None, f"It is over: see {later}."),
+        verdict=verdict(recent, by),
     )
 
 

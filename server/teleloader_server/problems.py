@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -45,6 +45,29 @@ STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
 }
 
 
+_TEXT: Final = {"type": "string"}
+DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
+    "default": {
+        "description": "Why not: `code` for programs, `detail` for people",
+        "content": {
+            PROBLEM_MEDIA_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "required": ["type", "title", "status", "code", "detail", "request"],
+                    "properties": {
+                        "type": _TEXT,
+                        "title": _TEXT,
+                        "status": {"type": "integer", "minimum": 400, "maximum": 599},
+                        "code": _TEXT,
+                        "detail": _TEXT,
+                        "request": {**_TEXT, "description": "its id, as in X-Request-ID"},
+                    },
+                }
+            }
+        },
+    }
+}
+"""Every other answer than those that an endpoint names, for OpenAPI."""
 RETRY_AFTER: Final = "1"
 """Seconds after which what is unavailable may be asked for again."""
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)

@@ -16,7 +16,7 @@ Bound = Literal["loader", "trainer", "network", "balanced", "unknown"]
 
 ``loader``: batches are not ready when they are wanted. ``trainer``: they are, and wait for the training loop.
 ``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
-the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough, or is in its next epoch.
+the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
 """
 
 
@@ -180,7 +180,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStats:
-    """One client's iterator."""
+    """One client's iterator: a training loop in a pass through an epoch."""
 
     consumer: str
     """What the client calls itself."""
@@ -226,6 +226,6 @@ class Stats:
     datasets: list[DatasetStats]
     workers: list[WorkerStats]
     consumers: list[ConsumerStats]
-    """Those who asked last come first; see `consumers_total`."""
+    """Those who asked last come first; see `consumers_total`. Of a training loop's passes there is the last one."""
     consumers_total: int
     """How many there are: the answer lists the first `limit` of them after `offset`."""

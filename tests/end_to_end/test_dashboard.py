@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -58,7 +58,14 @@ def visits() -> list[Visit]:
 
 
 @pytest.fixture
-def open_page(browser: Browser, visits: list[Visit]) -> Iterator[Open]:
+def servers() -> Iterator[ExitStack]:
+    """What ends when the pages are closed: one that is open would ask for its server again."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def open_page(browser: Browser, visits: list[Visit], servers: ExitStack) -> Iterator[Open]:
     """Open the page of a server at a URL and wait for its first figures; nothing may be wrong with it until the end."""
     opened = []
 
@@ -219,7 +226,10 @@ def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: O
         last_restart=0.031, doing=None, doing_for=None, state="starting",
     )  # fmt: skip
     server.stats = dataclasses.replace(server.stats, workers=[again])
-    until(row(page, "0 process 6001"), "1 restart; last: killed by signal SIGKILL; back after 31 ms")
+    until(
+        row(page, "0 process 6001"),
+        "1 restart; last: worker 1 (pid 5001) killed by signal SIGKILL (Killed); back after 31 ms",
+    )
     until(row(page, "0 process 6001"), "starting")
     until(page.locator("#state"), "Starting")
     label = row(page, "0 process 6001").get_by_role("img").get_attribute("aria-label")
@@ -395,30 +405,30 @@ def training(url: str, step: float, **options: Any) -> Iterator[None]:
         thread.join()
 
 
-def test_the_numbers_of_a_real_server_are_those_of_its_stats(open_page: Open) -> None:
+def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack, open_page: Open) -> None:
     """Of a consumer that rests in the middle of its epoch: counts and positions are the same in both."""
-    with serve(hosted.Samples(lambda i: np.full(1000, i), 4000), num_workers=2) as url:
-        batches = iter(DataLoader(RemoteDataset(url), batch_size=10, output="numpy", seed=0))
-        for _ in range(60):
-            next(batches)
-        page = open_page(url)
-        until(page.locator("#consumers tbody"), "400")
+    url = servers.enter_context(serve(hosted.Samples(lambda i: np.full(1000, i), 4000), num_workers=2))
+    batches = iter(DataLoader(RemoteDataset(url), batch_size=10, output="numpy", seed=0))
+    for _ in range(60):
+        next(batches)
+    page = open_page(url)
+    until(page.locator("#consumers tbody"), "400")
 
-        def shown() -> bool:
-            stats = httpx.get(f"{url}/stats").json()
-            consumer, dataset = stats["consumers"][0], stats["datasets"][0]
-            found = cells(page, consumer["consumer"])
-            totals = page.locator("#dataset-list").inner_text()
-            made = [cells(page, f"{worker['worker']} process {worker['pid']}")[3] for worker in stats["workers"]]
-            return (
-                found[:4] == ["dataset", "0 of 1", "0", f"{consumer['position']} / 400"]
-                and f"{dataset['batches_computed']} batches computed, {dataset['batches_sent']} sent" in totals
-                and "map-style, 4,000 samples." in totals
-                and made == [f"{worker['batches']}" for worker in stats["workers"]]
-            )
+    def shown() -> bool:
+        stats = httpx.get(f"{url}/stats").json()
+        consumer, dataset = stats["consumers"][0], stats["datasets"][0]
+        found = cells(page, consumer["consumer"])
+        totals = page.locator("#dataset-list").inner_text()
+        made = [cells(page, f"{worker['worker']} process {worker['pid']}")[3] for worker in stats["workers"]]
+        return (
+            found[:4] == ["dataset", "0 of 1", "0", f"{consumer['position']} / 400"]
+            and f"{dataset['batches_computed']} batches computed, {dataset['batches_sent']} sent" in totals
+            and "map-style, 4,000 samples." in totals
+            and made == [f"{worker['batches']}" for worker in stats["workers"]]
+        )
 
-        eventually(shown)
-        del batches
+    eventually(shown)
+    del batches
 
 
 def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_page: Open) -> None:
@@ -435,19 +445,21 @@ def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_p
     assert f"process {victim}" not in page.locator("#workers").inner_text()
 
 
-def test_a_slow_dataset_is_called_loader_bound(open_page: Open) -> None:
+def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Open) -> None:
     """And the page says how many workers would keep up."""
-    with serve(hosted.unhurried(), num_workers=1) as url, training(url, step=0.01, batch_size=40):
-        page = open_page(url)
-        until(page.locator("#sentence"), "Loader-bound")
-        until(page.locator("#consumers tbody"), "needs")
+    url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
+    servers.enter_context(training(url, step=0.01, batch_size=40))
+    page = open_page(url)
+    until(page.locator("#sentence"), "Loader-bound")
+    until(page.locator("#consumers tbody"), "needs")
 
 
-def test_a_slow_loop_is_called_trainer_bound(open_page: Open) -> None:
+def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
     """The loader keeps up, and no more workers are needed."""
-    with serve(hosted.Samples(int, 100_000), num_workers=1) as url, training(url, step=0.05, batch_size=10):
-        page = open_page(url)
-        until(page.locator("#sentence"), "Trainer-bound")
+    url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
+    servers.enter_context(training(url, step=0.05, batch_size=10))
+    page = open_page(url)
+    until(page.locator("#sentence"), "Trainer-bound")
 
 
 def test_a_server_that_stops_is_lost_and_found_again(
@@ -483,57 +495,57 @@ def look(page: Page, batch: int, size: int) -> None:
     page.get_by_role("button", name="Show").click()
 
 
-def test_a_batch_can_be_looked_at(open_page: Open) -> None:
+def test_a_batch_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
     """Its tree with types, shapes and values; what looks like images is drawn, and strings are text."""
-    with serve(hosted.Samples(pictures, 40), num_workers=1) as url:
-        page = open_page(url)
-        look(page, batch=2, size=4)
-        until(page.locator("#looked"), "Batch 2, ")
-        tree = " ".join(page.locator("#content").inner_text().split())
-        for part in (
-            '"image" uint8 (4, 3, 12, 10) tensor, 1.41 KiB',
-            '"digit" float32 (4, 8, 8) tensor, 1 KiB',
-            '"label" int64 (4,) tensor, 32 B 8, 9, 10, 11',
-            '"<b>8</b>"',
-            '"weights" float64 (4, 2) tensor, 64 B 0.5, 8, 0.5, 9, 0.5, 10, 0.5, 11',
-            "4 images of 12 \N{MULTIPLICATION SIGN} 10 pixels",
-        ):
-            assert part in tree
-        assert page.get_by_role("img", name="Image 4 of 4, 12 \N{MULTIPLICATION SIGN} 10 pixels").is_visible()
-        values = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
-        assert page.locator("#content canvas").first.evaluate(values) == [200, 0, 0, 255] * 120
-        grey = page.locator("#content canvas").last.evaluate(values)
-        assert (grey[:4], grey[-4:]) == ([0, 0, 0, 255], [255] * 4)
+    url = servers.enter_context(serve(hosted.Samples(pictures, 40), num_workers=1))
+    page = open_page(url)
+    look(page, batch=2, size=4)
+    until(page.locator("#looked"), "Batch 2, ")
+    tree = " ".join(page.locator("#content").inner_text().split())
+    for part in (
+        '"image" uint8 (4, 3, 12, 10) tensor, 1.41 KiB',
+        '"digit" float32 (4, 8, 8) tensor, 1 KiB',
+        '"label" int64 (4,) tensor, 32 B 8, 9, 10, 11',
+        '"<b>8</b>"',
+        '"weights" float64 (4, 2) tensor, 64 B 0.5, 8, 0.5, 9, 0.5, 10, 0.5, 11',
+        "4 images of 12 \N{MULTIPLICATION SIGN} 10 pixels",
+    ):
+        assert part in tree
+    assert page.get_by_role("img", name="Image 4 of 4, 12 \N{MULTIPLICATION SIGN} 10 pixels").is_visible()
+    values = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+    assert page.locator("#content canvas").first.evaluate(values) == [200, 0, 0, 255] * 120
+    grey = page.locator("#content canvas").last.evaluate(values)
+    assert (grey[:4], grey[-4:]) == ([0, 0, 0, 255], [255] * 4)
 
 
-def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(open_page: Open) -> None:
+def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
     """By a session that ends with the look; behind its end the page says how many samples there were."""
-    with serve(hosted.Stream(25), num_workers=1) as url:
-        page = open_page(url)
-        look(page, batch=1, size=10)
-        until(page.locator("#content"), "10, 11, 12, 13, 14, 15, 16, 17, …")
-        look(page, batch=3, size=10)
-        until(page.locator("#looked"), "There is no batch 3: the dataset gave 25 samples.")
-        eventually(lambda: all(worker["loader"] is None for worker in httpx.get(f"{url}/stats").json()["workers"]))
+    url = servers.enter_context(serve(hosted.Stream(25), num_workers=1))
+    page = open_page(url)
+    look(page, batch=1, size=10)
+    until(page.locator("#content"), "10, 11, 12, 13, 14, 15, 16, 17, …")
+    look(page, batch=3, size=10)
+    until(page.locator("#looked"), "There is no batch 3: the dataset gave 25 samples.")
+    eventually(lambda: all(worker["loader"] is None for worker in httpx.get(f"{url}/stats").json()["workers"]))
 
 
-def test_a_batch_that_cannot_be_had_is_explained(open_page: Open, visits: list[Visit]) -> None:
+def test_a_batch_that_cannot_be_had_is_explained(servers: ExitStack, open_page: Open, visits: list[Visit]) -> None:
     """An error of the dataset's with its traceback, and what the server refuses in the server's words."""
-    with serve(hosted.failing(), num_workers=1) as url:
-        page = open_page(url)
-        look(page, batch=4, size=4)
-        until(page.locator("#looked"), "Batch 4 failed: ValueError: sample 17 is damaged")
-        until(page.locator("#content pre"), "Traceback (most recent call last)")
-        until(page.locator("#errors"), "sample 17 is damaged")
-        look(page, batch=10, size=4)
-        until(page.locator("#looked"), "There is nothing to show: ")
-        until(page.locator("#looked"), "10")
-        visits[0].forgive("404")
+    url = servers.enter_context(serve(hosted.failing(), num_workers=1))
+    page = open_page(url)
+    look(page, batch=4, size=4)
+    until(page.locator("#looked"), "Batch 4 failed: ValueError: sample 17 is damaged")
+    until(page.locator("#content pre"), "Traceback (most recent call last)")
+    until(page.locator("#errors"), "sample 17 is damaged")
+    look(page, batch=10, size=4)
+    until(page.locator("#looked"), "There is nothing to show: ")
+    until(page.locator("#looked"), "10")
+    visits[0].forgive("404")
 
 
-def test_a_batch_that_is_too_large_for_a_page_is_not_loaded(open_page: Open) -> None:
+def test_a_batch_that_is_too_large_for_a_page_is_not_loaded(servers: ExitStack, open_page: Open) -> None:
     """The page says how large it is, and what to do."""
-    with serve(hosted.heavy, num_workers=1) as url:
-        page = open_page(url)
-        look(page, batch=0, size=16)
-        until(page.locator("#looked"), "and this page shows up to 64 MiB: ask for fewer samples")
+    url = servers.enter_context(serve(hosted.heavy, num_workers=1))
+    page = open_page(url)
+    look(page, batch=0, size=16)
+    until(page.locator("#looked"), "and this page shows up to 64 MiB: ask for fewer samples")

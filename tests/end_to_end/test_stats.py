@@ -26,7 +26,7 @@ from prometheus_client.samples import Sample
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from teleloader_server.api_status import MAX_WATCHERS
-from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, batches_path
+from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
 from tests.conftest import ROOT, StartServer
 from tests.end_to_end.contract import eventually
@@ -470,3 +470,20 @@ def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytes
     for _ in range(20):
         stats_of(url)
     assert len(measured) <= before + 1
+
+
+# -- what OpenAPI says of errors
+
+
+def test_each_endpoint_says_what_its_errors_look_like(url: str) -> None:
+    """The one form that all have, and an error has it."""
+    described = httpx.get(f"{url}/openapi.json").json()
+    operations = [operation for path in described["paths"].values() for operation in path.values()]
+    documented = [
+        operation["responses"]["default"]["content"][PROBLEM_MEDIA_TYPE]["schema"] for operation in operations
+    ]
+    assert len(documented) > 10
+    assert not any("422" in operation["responses"] for operation in operations)
+    wrong = httpx.get(f"{url}/stats", params={"limit": -1})
+    assert wrong.headers["content-type"] == PROBLEM_MEDIA_TYPE
+    assert set(wrong.json()) == set(documented[0]["required"]) == set(documented[0]["properties"])

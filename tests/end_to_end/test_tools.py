@@ -173,6 +173,7 @@ def test_a_terminal_is_not_too_narrow_for_the_figures(columns: int, figures: tup
     assert max(map(len, lines)) <= columns
     assert any(line.endswith("12.5 6.25 MiB  62 % loader-bound") for line in map(str.rstrip, lines))
     assert any("250 ms 93 %   1,234        0 120 MiB" in line for line in lines)
+    assert any("rank17#0 " in line for line in lines), "the end of a name tells which it is"
     assert "25 ms / 80 ms 2 ms / 4 ms 400 us / 900 us" in " ".join(screen.text.split())
     assert "\x1b[" in screen.raw, "in colour"
 

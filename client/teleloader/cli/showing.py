@@ -36,6 +36,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
+def shortened(name: str, room: int) -> str:
+    """A name in so many characters: of most names the end tells which it is, so more is kept of it."""
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 3
+    return f"{name[:head]}\N{HORIZONTAL ELLIPSIS}{name[len(name) - (room - 1 - head) :]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table of records."""

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from teleloader.cli.showing import Column, print_json, table, to_people
+from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, shortened, table, to_people
 from teleloader.control import Server
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
@@ -36,6 +36,8 @@ TIMEOUT: Final = 10.0
 WIDE: Final = 100
 VERY_WIDE: Final = 140
 """Columns from which tables show what matters less."""
+NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE, 24), (0, 18))
+"""By the screen's least columns, those that the name of a consumer may take; the numbers need the others."""
 MAX_SENTENCES: Final = 5
 STYLES: Final[dict[Bound, str]] = {
     "loader": "bold red",
@@ -174,8 +176,9 @@ def _bound(verdict: Verdict) -> Bound:
 
 def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
     """A row for each consumer, with its place in the epoch."""
+    room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
-        Column("consumer", lambda found: found.consumer, is_words=True),
+        Column("consumer", lambda found: shortened(found.consumer, room), is_words=True),
         Column("dataset", lambda found: found.dataset, is_words=True, from_width=WIDE),
         Column("rank", lambda found: f"{found.rank}/{found.world_size}", from_width=WIDE),
         Column("epoch", lambda found: f"{found.epoch}"),

@@ -1,7 +1,7 @@
 // A row for each consumer, those that need help first.
 
 import { keyOfConsumer } from "./crowd.js";
-import { bar, byId, list, make, say, table } from "./dom.js";
+import { bar, byId, list, make, say, sayName, table } from "./dom.js";
 import { ago, bytes, count, duration, number, percent, plural } from "./format.js";
 import { boundOf, byNeed, waits } from "./verdicts.js";
 
@@ -111,7 +111,7 @@ export class ConsumerTable {
     return {
       element,
       update(consumer) {
-        say(name, consumer.consumer);
+        sayName(name, consumer.consumer);
         say(dataset, consumer.dataset);
         say(rank, `${consumer.rank} of ${consumer.world_size}`);
         say(epoch, count(consumer.epoch));

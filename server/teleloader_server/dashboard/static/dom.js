@@ -15,6 +15,13 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// A name whose lines break between its parts, if it does not fit into one.
+export function sayName(element, name) {
+  if (element.textContent === name) return;
+  const parts = name.match(/[^/:.]*[/:.]?/g).filter((part) => part !== "");
+  element.replaceChildren(...parts.flatMap((part) => [part, make("wbr")]));
+}
+
 const kept = new WeakMap();
 
 // Make `parent` show `items` in their order. An item that was there before keeps its elements, and with them the focus
