@@ -35,6 +35,7 @@ nitpick_ignore_regex = [
 ]
 
 default_role = "literal"
+smartquotes = False  # it makes a dash of the two hyphens of an option
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 100
 autodoc_typehints = "description"

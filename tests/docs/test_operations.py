@@ -1,0 +1,35 @@
+"""What docs/operations.md says of advice and of metrics is what a server says."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+
+from teleloader_server.verdict import verdict
+from tests.conftest import ROOT, StartServer, need
+from tests.server.test_verdict import CASES, consumption, workforce
+
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+QUOTED = re.findall(r"\*“(.+?)”\*", PAGE)
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_the_advice_that_is_explained_is_given(quoted: str) -> None:
+    """In one of the cases that the verdict's own test has, but for the numbers."""
+    need("sybil")
+    from tests.docs.pages import same_but
+
+    seen = [(consumption(**known), by) for known, by, *_ in CASES.values()]
+    given = [verdict(consumer, workforce(consumer, **by)).advice for consumer, by in seen]
+    assert any(same_but(f"...{quoted}...", advice) for advice in given), given
+
+
+def test_the_alerts_are_about_metrics_that_exist(start_server: StartServer) -> None:
+    """By the names under which a server exposes them."""
+    watched = set(re.findall(r"teleloader_\w+(?=[{\[ ])", PAGE))
+    server = start_server("--demo", "--num-workers", "1")
+    exposed = set(re.findall(r"^\w+", httpx.get(f"{server.url}/metrics").text, re.MULTILINE))
+    assert watched
+    assert watched <= exposed
