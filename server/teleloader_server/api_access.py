@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 
-from teleloader_server.access import ANY, OPEN, needs
+from teleloader_server.access import ANY, OPEN, Principal, needs
 from teleloader_server.gate import Gate, GuardedRoute
 from teleloader_server.problems import Refusal
 from teleloader_shared.errors import Unauthorized
@@ -38,11 +38,11 @@ def _add_sessions(router: APIRouter, gate: Gate) -> None:
     @needs(OPEN)
     async def session(request: Request) -> dict[str, Any]:
         if not gate.has_tokens:
-            return {"required": False, "name": None}
+            return _said(None, required=False)
         try:
-            return {"required": True, "name": gate.principal(request.scope).name}
+            return _said(gate.principal(request.scope), required=True)
         except Unauthorized:
-            return {"required": True, "name": None}
+            return _said(None, required=True)
 
     @router.post(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)
@@ -59,7 +59,7 @@ def _add_sessions(router: APIRouter, gate: Gate) -> None:
                 finally:
                     kept_back -= 1
             raise
-        return JSONResponse({"required": True, "name": principal.name}, headers={"set-cookie": cookie})
+        return JSONResponse(_said(principal, required=True), headers={"set-cookie": cookie})
 
     @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
     @needs(OPEN)
@@ -82,6 +82,12 @@ def _add_descriptions(router: APIRouter, gate: Gate) -> None:
             raise Refusal(404, "NotFound", "/docs runs scripts from elsewhere, so it is off where tokens are needed; "
                           "/openapi.json has the same")  # fmt: skip
         return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
+
+
+def _said(principal: Principal | None, *, required: bool) -> dict[str, Any]:
+    """What a page is told of who it is."""
+    scopes = [] if principal is None else sorted(principal.scopes)
+    return {"required": required, "name": None if principal is None else principal.name, "scopes": scopes}
 
 
 async def _token_in(request: Request) -> str:

@@ -84,7 +84,8 @@ class FrameResponse(Response):
         """Send head and frames."""
         with self._service.sending(self._size, self._stream):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for piece in joined(self._frames):
+            # what is encrypted is a copy, and there is one of each piece
+            for piece in joined(self._frames, split=scope["scheme"] == "https"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

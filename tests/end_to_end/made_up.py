@@ -146,6 +146,7 @@ class MadeUpServer:
         self.app.get("/stats")(self._page)
         self.app.get("/stats/stream")(self._stream)
         self.app.get("/v1/datasets")(self._datasets)
+        self.app.get("/session")(self._session)
         add_dashboard(self.app)
 
     def cut(self) -> None:
@@ -168,6 +169,9 @@ class MadeUpServer:
             page = dataclasses.replace(self.stats, consumers=self.stats.consumers[:100])
             yield b"event: stats\ndata: %b\n\n" % TypeAdapter(Stats).dump_json(page)
             await asyncio.sleep(0.1)
+
+    async def _session(self) -> dict[str, Any]:
+        return {"required": False, "name": None, "scopes": []}
 
     async def _datasets(self) -> list[dict[str, str]]:
         return [{"name": dataset.dataset, "kind": dataset.kind} for dataset in self.stats.datasets]

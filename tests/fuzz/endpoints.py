@@ -181,9 +181,7 @@ def _broken_body(random: Random, keys: list[str]) -> bytes:
 def _requests(keys: list[str]) -> list[bytes]:
     loader = f"/v1/loaders/{keys[0]}"
     spec = json.dumps(LoaderSpec(dataset="rows", batch_size=2).to_json()).encode()
-    chunked = (
-        b'POST /v1/loaders HTTP/1.1\r\nHost: s\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
-    )
+    chunked = b'POST /v1/loaders HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
     return [
         *(
             _request("GET", path)
@@ -205,7 +203,7 @@ def _requests(keys: list[str]) -> list[bytes]:
 
 def _request(method: str, path: str, body: bytes = b"", headers: str = "") -> bytes:
     size = f"Content-Length: {len(body)}\r\n" if body else ""
-    return f"{method} {path} HTTP/1.1\r\nHost: server\r\n{headers}{size}\r\n".encode() + body
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}{size}\r\n".encode() + body
 
 
 # -- schemathesis

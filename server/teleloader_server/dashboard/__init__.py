@@ -22,8 +22,6 @@ HEADERS: Final = {
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
     # kept and asked for again each time, so that page and server are of one version
     "cache-control": "no-cache",
 }

@@ -8,6 +8,7 @@ import { DatasetList } from "./datasets.js";
 import { ErrorList } from "./errors.js";
 import { Header } from "./header.js";
 import { ServerFigures } from "./server.js";
+import { SignIn } from "./signin.js";
 import { follow } from "./stream.js";
 import { Throughput } from "./throughput.js";
 import { WorkerTable } from "./workers.js";
@@ -17,6 +18,7 @@ const header = new Header();
 const throughput = new Throughput();
 const workers = new WorkerTable();
 const batch = new BatchView();
+const signIn = new SignIn();
 const shown = [header, new Answer(), throughput, new ServerFigures(), new ConsumerTable(), workers,
   new DatasetList(), new ErrorList(), batch];
 
@@ -27,6 +29,7 @@ function show() {
 }
 
 follow(
+  () => signIn.admitted(),
   (stats) => {
     latest = { stats, consumers: crowd.take(stats) };
     throughput.note(stats.server);

@@ -5,13 +5,20 @@ const FIRST_WAIT = 500;
 const LONGEST_WAIT = 8_000;
 
 // Call `onStats` with each record, and `onLost` when the stream has ended; it is taken up again until the page closes.
+// Each time, `admitted()` is waited for first: who watches may have to sign in.
 // (EventSource would do so by itself, but not after an answer like 503, nor when the other machine is silent.)
-export function follow(onStats, onLost) {
+export function follow(admitted, onStats, onLost) {
   let source;
   let watchdog;
   let wait = FIRST_WAIT;
 
-  function open() {
+  async function open() {
+    try {
+      await admitted();
+    } catch {
+      lose();
+      return;
+    }
     source = new EventSource("stats/stream?interval=1");
     source.addEventListener("stats", (event) => {
       wait = FIRST_WAIT;
@@ -29,7 +36,7 @@ export function follow(onStats, onLost) {
 
   function lose() {
     clearTimeout(watchdog);
-    source.close();
+    source?.close();
     onLost();
     setTimeout(open, wait);
     wait = Math.min(2 * wait, LONGEST_WAIT);
