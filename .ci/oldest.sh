@@ -8,6 +8,6 @@ python3 -m venv "$environment"
     --extra cli --extra compression --extra demo --extra otel --extra server \
     --output-file "$environment/oldest.txt" pyproject.toml
 "$uv" pip install --quiet --python "$environment/bin/python" --constraint "$environment/oldest.txt" --editable '.[dev]'
-CI='' "$environment/bin/python" -m pytest -n 2 tests/client tests/server/test_logs.py tests/server/test_connections.py \
-    tests/shared/test_{codec,spec,tree,vectors}.py \
-    tests/end_to_end/test_{batches,commands,first_contact,http,server_command,stats,tools,tracing}.py
+CI='' "$environment/bin/python" -m pytest -n 3 tests/server/test_{connections,logs}.py \
+    tests/client/test_{loader,receiver,several}.py tests/shared/test_{codec,tree,vectors}.py \
+    tests/end_to_end/test_{batches,commands,http,tools,tracing}.py

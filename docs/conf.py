@@ -21,7 +21,6 @@ html_show_copyright = False
 html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-exclude_patterns = ["deploy"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 # Headings have the anchors that GitHub gives them, so that a link works in both places
@@ -46,6 +45,7 @@ napoleon_use_ivar = True
 PAGES: Final = {
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
+    "../SECURITY.md": "threats.md",
     "../benchmarks/README.md": "benchmarks.md",
 }
 """Files that stand outside this folder, and the pages that include them."""

@@ -28,7 +28,8 @@ def to_people() -> Console:
 def progress_bar(*columns: ProgressColumn, **options: Any) -> Progress:
     """A bar that is gone in the end, apart from the result; none where nobody looks."""
     console = Console(stderr=True, highlight=False)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True, **options)
+    console.quiet = not console.is_terminal  # a bar that is disabled ends with an empty line before rich 14.3
+    return Progress(*columns, console=console, disable=console.quiet, transient=True, **options)
 
 
 def print_json(value: Any) -> None:
