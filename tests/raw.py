@@ -34,15 +34,18 @@ class Raw:
     Args:
         url: The server's.
         buffer: Size of the kernel's buffer for what arrives; None is its own choice.
+        source: The address that it comes from; None is the kernel's choice.
     """
 
-    def __init__(self, url: str, buffer: int | None = None) -> None:
+    def __init__(self, url: str, buffer: int | None = None, source: str | None = None) -> None:
         host, port = url.removeprefix("http://").split(":")
         self.socket = socket.socket()
         if buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.settimeout(30)
+        if source is not None:
+            self.socket.bind((source, 0))
         self.socket.connect((host, int(port)))
         self._unread = b""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +28,9 @@ ITERABLE = {**INFO, "kind": "iterable", "length": None}
 BATCHES = 8
 """After so many, `Request.right` says that every shard has ended."""
 
-Answer = Callable[["Request"], bytes | int]
+Raw = Callable[[socket.socket], object]
+"""Writes what it likes to a connection, which is closed then."""
+Answer = Callable[["Request"], bytes | int | Raw]
 """The body for a request for batches; a number is a status instead."""
 
 
@@ -78,6 +81,7 @@ def fake_server(
     *,
     registering: Callable[[], int] = lambda: 200,
     touched: Callable[[], int] = lambda: 200,
+    num_workers: int = 1,
 ) -> Iterator[str]:
     """A server with one dataset, of 8 samples unless told otherwise; yields its URL.
 
@@ -87,8 +91,9 @@ def fake_server(
         session_ended: Called with the key of each session that is ended.
         registering: The status of a registration's answer.
         touched: The status of the answer to a session's sign of life.
+        num_workers: How many workers it says it has.
     """
-    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched))
+    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched, num_workers))
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -105,6 +110,7 @@ def _handler(  # noqa: C901 - a class
     session_ended: Callable[[str], object],
     registering: Callable[[], int],
     touched: Callable[[], int],
+    num_workers: int,
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -126,7 +132,9 @@ def _handler(  # noqa: C901 - a class
             if self.path == LOADERS_PATH and (status := registering()) != 200:
                 self.reply(status, b"<html>a proxy's page</html>")
             elif self.path == LOADERS_PATH:
-                self.reply(200, json.dumps(_registered(LoaderSpec.from_json(json.loads(body)), info)).encode())
+                self.reply(
+                    200, json.dumps(_registered(LoaderSpec.from_json(json.loads(body)), info, num_workers)).encode()
+                )
             else:
                 self.answer(body)
 
@@ -140,6 +148,9 @@ def _handler(  # noqa: C901 - a class
             Handler.requests += 1
             if isinstance(said, int):
                 self.reply(said, b'{"code": "X", "detail": "not now"}')
+            elif callable(said):
+                self.close_connection = True
+                said(self.connection)
             else:
                 self.reply(200, said)
 
@@ -155,8 +166,8 @@ def _handler(  # noqa: C901 - a class
     return Handler
 
 
-def _registered(spec: LoaderSpec, info: dict[str, Any]) -> dict[str, Any]:
+def _registered(spec: LoaderSpec, info: dict[str, Any], num_workers: int) -> dict[str, Any]:
     return {
         "key": spec.key, "batches": info["length"] if spec.order == "plan" else None, "length": info["length"],
-        "fingerprint": info["fingerprint"], "num_workers": 1, "max_batch_bytes": 2**20, "protocol": 1,
+        "fingerprint": info["fingerprint"], "num_workers": num_workers, "max_batch_bytes": 2**20, "protocol": 1,
     }  # fmt: skip

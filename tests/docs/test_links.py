@@ -9,7 +9,13 @@ import pytest
 
 from tests.conftest import ROOT
 
-FILES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+FILES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *(ROOT / "docs").rglob("*.md"),
+]
 
 
 def links(path: Path) -> list[str]:

@@ -1,0 +1,1 @@
+"""Attacks: by clients on a server, and by a server on clients."""

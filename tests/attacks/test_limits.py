@@ -1,0 +1,225 @@
+"""What a client may make a server do has limits, each of which is named where it is refused; others go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError
+from teleloader_shared import codec
+from teleloader_shared.codec import Address
+from tests.attacks.test_hostile_clients import eventually
+from tests.conftest import ROOT, StartServer
+from tests.raw import Raw
+
+LENGTH = 64
+
+
+class Numbers:
+    """0, 1, 2, ..., once a file is there, where a test says so."""
+
+    opened: Path | None = None
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        while self.opened is not None and not self.opened.exists():
+            time.sleep(0.01)
+        return index
+
+
+@contextmanager
+def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
+    """A server with such limits."""
+    with (
+        serve(Numbers(), num_workers=1, limits=ClientLimits(**limits)) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield url, client
+        loader = DataLoader(RemoteDataset(url, reconnect_timeout=20), 8, seed=0, output="numpy")
+        taken = np.concatenate([np.asarray(batch) for batch in loader])
+        assert taken.tolist() == list(range(LENGTH)), "whatever was refused, an epoch is as it should be"
+
+
+def registered(client: httpx.Client, **fields: Any) -> str:
+    """The key of a loader."""
+    answer = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8, **fields})
+    key: str = answer.raise_for_status().json()["key"]
+    return key
+
+
+def refusal(answer: httpx.Response, status: int, limit: str) -> str:
+    """The sentence, which must name the limit."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    detail: str = answer.json()["detail"]
+    assert limit in detail, detail
+    return detail
+
+
+def test_consumers_with_open_requests_are_limited(tmp_path: Path) -> None:
+    """An idle one makes room for another; one that waits for a batch does not."""
+    Numbers.opened = tmp_path / "opened"
+    with limited(max_consumers=2) as (url, client), ExitStack() as stack:
+        path = f"/v1/loaders/{registered(client)}/epochs/"
+        waiting = [stack.enter_context(Raw(url)) for _ in range(2)]
+        for number, one in enumerate(waiting):
+            one.ask(f"{path}{number}/batches/0", b"Teleloader-Consumer: waiting\r\n")
+        eventually(lambda: client.get("/stats").json()["consumers_total"] == 2)
+        refusal(client.get(f"{path}2/batches/0"), 503, "max_consumers")
+        Numbers.opened.touch()
+        assert [one.answer().status for one in waiting] == [200, 200]
+        for number in range(5):
+            assert client.get(f"{path}{number}/batches/1").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("limit", "spec", "others"),
+    [
+        ("max_sessions", {}, {}),
+        ("max_sessions_per_principal", {}, {}),
+        ("max_session_workers", {"num_workers": 1}, {"num_workers": 1}),
+        ("max_session_workers_per_principal", {"num_workers": 1}, {"num_workers": 1}),
+    ],
+)
+def test_sessions_and_their_workers_are_limited(limit: str, spec: dict[str, Any], others: dict[str, Any]) -> None:
+    """One that ends makes room for another."""
+    with limited(**{limit: 1}) as (_, client):
+        first = registered(client, session="first", **spec)
+        refused = client.post("/v1/loaders", json={"dataset": "dataset", "session": "second", **others})
+        assert "1" in refusal(refused, 503, limit)
+        assert registered(client, session="first", **spec) == first, "the one that there is goes on"
+        client.delete(f"/v1/loaders/{first}")
+        last = registered(client, session="third", **spec)
+        client.delete(f"/v1/loaders/{last}")
+
+
+def test_loaders_that_are_not_in_use_are_forgotten() -> None:
+    """Those asked longest ago first; whoever asks for one again is told to register it, and goes on."""
+    with limited(max_loaders=3) as (_, client):
+        keys = [registered(client, seed=seed) for seed in range(6)]
+        answers = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
+        assert answers == [404] * 3 + [200] * 3
+
+
+def test_the_window_is_limited() -> None:
+    """What is wanted ahead, and how many batches' indices are listed."""
+    with limited(max_window=4) as (_, client):
+        plan = registered(client)
+        path = f"/v1/loaders/{plan}/epochs/0/batches/0"
+        assert client.get(path, params={"ahead": 4}).status_code == 200
+        assert "was 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_window")
+        own = registered(client, order="client", session="s")
+        lists = [codec.to_bytes(Address(own, 0, k), np.array([k])) for k in range(5)]
+        path = f"/v1/loaders/{own}/epochs/0/batches?start=0"
+        refusal(client.post(path, content=b"".join(lists)), 422, "max_window")
+        assert client.post(path, content=b"".join(lists[:4])).status_code == 200
+        client.delete(f"/v1/loaders/{own}")
+
+
+def test_requests_beyond_the_rate_wait_and_then_are_refused() -> None:
+    """What exceeds the rate by a little is answered later; much more is answered with 429, and not at once."""
+    with limited(max_requests_per_second=20) as (url, _):
+        with ExitStack() as stack:
+            many = [stack.enter_context(Raw(url)) for _ in range(80)]
+            for one in many:
+                one.ask("/healthz")
+            answers = [one.answer() for one in many]
+        statuses = [answer.status for answer in answers]
+        assert set(statuses) == {200, 429}
+        assert 30 <= statuses.count(200) <= 70
+        refused = next(answer for answer in answers if answer.status == 429)
+        assert "max_requests_per_second" in refused.problem["detail"]
+        assert refused.headers["retry-after"]
+
+
+def test_connections_from_one_address_are_limited() -> None:
+    """Another address has its own; 127.0.0.2 is this machine too."""
+    with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
+        mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(6)]
+        for one in mine:
+            one.ask("/healthz")
+        answers = [one.answer() for one in mine]
+        assert [answer.status for answer in answers].count(200) == 5
+        refused = next(answer for answer in answers if answer.status != 200)
+        assert "127.0.0.2 has 5 connections" in refused.problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "status"), [("spec_bytes", 100, 413), ("body_bytes", 2000, 413), ("held_bytes", 50, 503)]
+)
+def test_bodies_are_limited(limit: str, value: int, status: int) -> None:
+    """Each, and all together."""
+    with serve(Numbers(), num_workers=0, limits=ClientLimits(**{limit: value})) as url, httpx.Client() as client:
+        body = json.dumps({"dataset": "dataset", "version": "x" * value * 2})
+        refusal(client.post(f"{url}/v1/loaders", content=body), status, limit)
+
+
+def test_heads_are_limited() -> None:
+    """Request lines and headers."""
+    with limited(head_bytes=2048) as (_, client):
+        refusal(client.get("/healthz", headers={"x": "y" * 4000}), 431, "head_bytes")
+        refusal(client.get("/" + "x" * 4000), 414, "head_bytes")
+
+
+# --- The configuration --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"max_consumer": 1}, r"unknown entry 'max_consumer'.* max_consumers"),
+        ({"max_consumers": 0}, r"max_consumers of \[limits\] must be a whole number greater than 0, was 0"),
+        ({"max_consumers": 1.5}, r"whole number greater than 0, was 1\.5"),
+        ({"max_consumers": True}, r"was True"),
+        ({"max_consumers": "many"}, r"max_consumers of \[limits\] must be a number, or a size .*, was 'many'"),
+        ({"head_seconds": float("inf")}, r"must be a number greater than 0, was inf"),
+        ({"head_seconds": -1}, r"was -1"),
+        ({"head_bytes": 10}, r"at least 1024, was 10"),
+    ],
+)
+def test_limits_that_nobody_could_work_with_are_refused(table: dict[str, Any], sentence: str) -> None:
+    """At birth, with the name, the value and what may be."""
+    with pytest.raises(ConfigError, match=sentence):
+        ClientLimits.parse(table)
+
+
+def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartServer, tmp_path: Path) -> None:
+    """The command line wins."""
+    file = tmp_path / "loader.toml"
+    file.write_text('[limits]\nmax_window = 3\nspec_bytes = "1KiB"\n')
+    server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_window=7")
+    with httpx.Client(base_url=server.url) as client:
+        key = registered(client, dataset="digits-test")
+        path = f"/v1/loaders/{key}/epochs/0/batches/0"
+        refusal(client.get(path, params={"ahead": 8}), 422, "at most 7")
+        refusal(client.post("/v1/loaders", content=b"x" * 1025), 413, "1,024 bytes")
+
+
+def test_the_page_on_limits_has_all_of_them() -> None:
+    """Each limit stands in its table, with its default and what it is."""
+    page = (ROOT / "docs" / "limits.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", page, re.MULTILINE))
+    for field in dataclasses.fields(ClientLimits):
+        assert rows.get(field.name) == shown(getattr(DEFAULT_LIMITS, field.name)), field.name
+
+
+def shown(value: float) -> str:
+    """How the page writes a number."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size and value % size == 0:
+            return f"{value / size:g}" + unit
+    return f"{value:,.0f}"

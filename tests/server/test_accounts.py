@@ -1,0 +1,416 @@
+"""Principals share a server: its workers, its memory, its event loop. None of them can take what is another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts
+from teleloader_server.config import ClientLimits, Limits
+from teleloader_server.datasets import host
+from teleloader_server.dispatcher import FORGET_AFTER, Run
+from teleloader_server.gate import TOGETHER, Turns
+from teleloader_server.hosts import ObjectHost
+from teleloader_server.service import LoaderService
+from teleloader_shared.codec import Address
+from teleloader_shared.errors import ServerUnavailable, UnknownLoader
+from teleloader_shared.spec import LoaderSpec
+from tests.server.dispatching import OTHER, SLOW, TRAIN, Service, numbers
+
+pytestmark = pytest.mark.usefixtures("dispatcher_figures")
+
+
+class Someone(NamedTuple):
+    """A principal."""
+
+    name: str
+    memory_share: float = 1.0
+
+
+# --- Workers ------------------------------------------------------------------------------------------------------
+
+
+def work(service: Service, rounds: int, seconds: dict[str, float] | None = None) -> Counter[str]:
+    """So many batches are made, each sent at once; the seconds of work for each loader."""
+    spent: Counter[str] = Counter()
+    for _ in range(rounds):
+        service.decide()
+        for worker, queue in service.queues.items():
+            if queue:
+                loader = queue[0].loader
+                took = (seconds or {}).get(loader, SLOW)
+                spent[loader] += took  # type: ignore[assignment]
+                service.finish(worker, seconds=took)
+        for consumer in service.dispatcher.consumers():
+            for ask in consumer.asks:
+                service.answer(ask)
+    return spent
+
+
+def test_many_clients_of_one_principal_are_not_many_shares() -> None:
+    """A hundred consumers of one token, each of which waits on several connections, get what one of another's gets."""
+    service = Service()
+    service.teach(TRAIN, OTHER)
+    for number in range(100):
+        for start in (0, 1000):
+            service.ask(f"greedy {number}", TRAIN, start + number, start + 900 + number, ahead=100, of="greedy")
+    service.ask("modest", OTHER, 0, 1000, of="modest")
+    spent = work(service, 60)
+    assert abs(spent["train"] - spent["other"]) <= 2 * SLOW
+
+
+def test_work_ahead_of_one_principal_is_worth_what_another_waits_for() -> None:
+    """Else who always waits, on many connections, would leave nobody else the time to work ahead."""
+    service = Service()
+    service.teach(TRAIN, OTHER)
+    for number in range(50):
+        service.ask("greedy", TRAIN, 10 * number, 10 * number + 1, of="greedy")
+    done = service.ask("modest", OTHER, 0, 1, ahead=50, of="modest")
+    work(service, 1)
+    if done.next == 1:
+        service.dispatcher.close(done)
+    spent = work(service, 40)
+    assert abs(spent["train"] - spent["other"]) <= 3 * SLOW
+
+
+def test_a_principal_that_is_alone_has_all_workers() -> None:
+    """A share that nobody else wants is not kept free."""
+    service = Service(workers=4)
+    service.teach(TRAIN)
+    service.ask("a", TRAIN, 0, 100, of="alone")
+    service.decide()
+    assert [len(queue) for queue in service.queues.values()] == [1] * 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    clients=st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from([0.02, 0.1, 0.5]), st.integers(0, 20)), min_size=2, max_size=4
+    ),
+    workers=st.integers(1, 3),
+)
+def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, float, int]], workers: int) -> None:
+    """Whatever number of consumers each is, however long its batches take, and how far ahead it wants them."""
+    service = Service(workers=workers)
+    seconds = {f"loader {number}": took for number, (_, took, _) in enumerate(clients)}
+    for loader, took in seconds.items():
+        service.teach((loader, 0), seconds=took)
+    for number, (consumers, _, ahead) in enumerate(clients):
+        loader = f"loader {number}"
+        for consumer in range(consumers):
+            start = consumer * 10_000
+            service.ask(f"c{consumer}", (loader, 0), start, start + 9000, ahead, of=f"principal {number}")
+    busy: dict[int, float] = dict.fromkeys(range(workers), 0.0)
+    spent = dict.fromkeys(seconds, 0.0)
+    while min(busy.values()) < 30:
+        service.decide()
+        worker = min(busy, key=lambda worker: busy[worker])
+        loader = service.queues[worker][0].loader
+        busy[worker] += seconds[loader]
+        spent[loader] += seconds[loader]
+        service.finish(worker, seconds=seconds[loader])
+        for known in service.dispatcher.consumers():
+            for ask in known.asks:
+                service.answer(ask)
+    longest = max(seconds.values())
+    assert max(spent.values()) - min(spent.values()) <= (workers + 2) * longest
+
+
+def test_batches_that_take_longer_than_expected_are_charged_as_they_are() -> None:
+    """The first ones are quick, and then each takes ten seconds: what it had too much of, the other one gets."""
+    service = Service()
+    service.teach(TRAIN, seconds=0.001)
+    service.teach(OTHER, seconds=SLOW)
+    service.ask("slow", TRAIN, 0, 1000, of="slow")
+    service.ask("steady", OTHER, 0, 1000, of="steady")
+    spent = work(service, 200, {"train": 10.0, "other": SLOW})
+    assert spent["train"] <= spent["other"] + 11
+
+
+def test_a_principal_whose_batches_kill_workers_pays_for_them() -> None:
+    """A worker that has to be replaced costs time, which is not the others'."""
+    service = Service()
+    service.teach(TRAIN, OTHER)
+    service.ask("deadly", TRAIN, 0, 1000, of="deadly")
+    service.ask("steady", OTHER, 0, 1000, of="steady")
+    made: Counter[str] = Counter()
+    for _ in range(40):
+        service.decide()
+        loader = service.queues[0][0].loader
+        made[loader] += 1
+        if loader == "train":
+            service.lose()
+            service.worker_ready(0)
+        else:
+            service.finish(seconds=SLOW)
+            for consumer in service.dispatcher.consumers():
+                for ask in consumer.asks:
+                    service.answer(ask)
+    assert made["other"] >= 18
+
+
+# --- Workers that do not come back --------------------------------------------------------------------------------
+
+
+def hanging(service: Service) -> dict[int, tuple[Address, float]]:
+    """What is made, all of it for long."""
+    return {worker: (queue[0], 6.0) for worker, queue in service.queues.items() if queue}
+
+
+def stolen(service: Service) -> int | None:
+    """The worker that is taken from somebody, which is replaced then."""
+    worker = service.dispatcher.relieve(hanging(service))
+    if worker is not None:
+        assert service.lose(worker, "nobody") == []
+        service.worker_ready(worker)
+    return worker
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool) -> None:
+    """And leaves it to the others from then on, be they other principals or other consumers of the same one."""
+    service = Service(workers=3)
+    service.teach(TRAIN, OTHER)
+    service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    service.decide()
+    assert stolen(service) is None, "nobody waits"
+    victim = service.ask("victim", OTHER, 0, 4, of="hangs" if same else "victim")
+    assert service.decide() == []
+    taken = stolen(service)
+    assert taken is not None
+    for k in range(4):
+        assert numbers(service.decide(), OTHER) == [k]
+        assert service.dispatcher.relieve(hanging(service)) is None, "somebody works for it"
+        service.finish(taken, seconds=SLOW)
+        assert service.answer(victim) == [k]
+    service.dispatcher.close(victim)
+    assert service.decide() == [], "nothing is made on the last worker for the one that had them all"
+    hung = [address for address in service.running() if address.loader == "train"]
+    assert len(hung) == 2
+
+
+def test_who_has_one_worker_keeps_it() -> None:
+    """However long its batch takes: it would be begun again and again, and never be done."""
+    service = Service(workers=2)
+    service.ask("a", TRAIN, 0, 1, of="a")
+    service.ask("b", OTHER, 0, 1, of="b")
+    service.decide()
+    service.ask("c", ("third", 0), 0, 1, of="c")
+    assert stolen(service) is None
+
+
+def test_who_was_forgotten_begins_anew() -> None:
+    """A minute after its last request, it may have all workers again."""
+    service = Service(workers=2)
+    ask = service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    service.decide()
+    victim = service.ask("victim", OTHER, 0, 1, of="victim")
+    assert stolen(service) is not None
+    service.dispatcher.close(ask)
+    service.decide()
+    service.finish_all()
+    service.answer(victim)
+    service.dispatcher.close(victim)
+    service.pass_time(FORGET_AFTER + 1)
+    service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    service.decide()
+    assert len(service.running()) == 2
+
+
+# --- Memory -------------------------------------------------------------------------------------------------------
+
+
+def fill(service: Service, rounds: int = 50) -> None:
+    """Work until nothing more is begun; nobody takes anything."""
+    for _ in range(rounds):
+        if not service.decide():
+            return
+        service.finish_all()
+
+
+def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
+    """What is made ahead for it ends there; the others' is not let go for it."""
+    service = Service(budget=100, workers=2)
+    service.teach(TRAIN, OTHER)
+    service.account("small", memory=10)
+    service.ask("greedy", TRAIN, 0, 90, ahead=4000, of="small")
+    fill(service)
+    assert service.account("small").frames == 10
+    service.ask("other", OTHER, 0, 90, of="large")
+    fill(service)
+    assert service.account("large").frames == 90
+    assert service.account("small").frames == 10
+    assert service.memory.used == 100
+
+
+def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
+    """Room is made among its own batches, or it goes beyond the share by what is waited for."""
+    service = Service(budget=100, workers=1)
+    service.teach(TRAIN)
+    service.account("small", memory=3)
+    first = service.ask("a", TRAIN, 0, 50, of="small")
+    fill(service)
+    second = service.ask("b", TRAIN, 1000, 1050, of="small")
+    for _ in range(40):
+        service.decide()
+        service.finish_all()
+        service.answer(first, 1)
+        service.answer(second, 1)
+    assert first.next >= 15
+    assert second.next >= 1015
+    assert service.account("small").frames <= 5
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(1, 20), st.integers(0, 3)), max_size=30)
+)
+def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]]) -> None:
+    """Together it is what is kept and what is being made; each stays in its share but for what it waits for."""
+    service = Service(budget=40, workers=2)
+    service.teach(TRAIN, OTHER)
+    for name, memory in (("a", 5), ("b", 20), ("c", 40)):
+        service.account(name, memory=memory)
+    for name, start, length, taken in steps:
+        run: Run = TRAIN if start % 2 else OTHER
+        ask = service.ask(name, run, start, start + length, ahead=length, of=name)
+        for _ in range(taken):
+            service.decide()
+            service.finish_all()
+            service.answer(ask, 2)
+        service.dispatcher.close(ask)
+        accounts = service.accounts.values()
+        assert sum(account.frames for account in accounts) == service.memory.used == service.dispatcher.memory_used
+        assert all(account.frames >= 0 for account in accounts)
+        for account in accounts:
+            assert account.frames <= account.memory + 2
+    service.dispatcher.release()
+    assert service.memory.used == 0
+    assert all(account.has_nothing for account in service.accounts.values())
+
+
+def test_who_does_not_read_is_given_no_more_and_its_principal_neither_in_the_end() -> None:
+    """What a client waits for is begun in any case, but for one that leaves its answers alone."""
+    service = Service(workers=2)
+    service.teach(TRAIN, OTHER)
+    account = service.account("p")
+    lazy = service.ask("lazy", TRAIN, 0, 5, of="p").consumer
+    service.ask("reads", OTHER, 0, 5, of="p")
+    lazy.sending = account.sending = int(1.5 * max(account.memory, MIN_SENDING))
+    assert numbers(service.decide(), OTHER) != []
+    assert numbers(service.running(), TRAIN) == []
+    service.finish_all()
+    account.sending *= 2
+    assert service.decide() == []
+    account.sending = lazy.sending = 0
+    assert numbers(service.decide(), TRAIN) != []
+
+
+def test_a_principal_is_so_many_consumers_and_no_more() -> None:
+    """The idle ones go first; when all have open requests, one more is refused."""
+    service = Service()
+    service.account("p", max_consumers=3)
+    for number in range(10):
+        service.dispatcher.close(service.ask(f"idle {number}", TRAIN, 0, 1, of="p"))
+        assert service.account("p").counts["consumers"] <= 3
+    for number in range(3):
+        service.ask(f"busy {number}", TRAIN, 0, 1, of="p")
+    with pytest.raises(ServerUnavailable, match=r"'p' has 3 consumers .* max_consumers"):
+        service.ask("one more", TRAIN, 0, 1, of="p")
+    service.ask("another's", TRAIN, 0, 1, of="q")
+
+
+# --- Requests -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(gaps=st.lists(st.floats(0, 0.5), max_size=100), rate=st.sampled_from([1.0, 5.0, 100.0]))
+def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate: float) -> None:
+    """In any second no more than a burst and the rate; and who keeps to the rate is never held."""
+    account, now, passed = Account("p", 1, 1), 0.0, []
+    for gap in gaps:
+        now += gap
+        held = account.delay(now, rate)
+        if held <= PATIENCE:
+            passed.append(now + held)
+    for start in passed:
+        assert sum(start <= at < start + 1 for at in passed) <= 2 * rate + 2
+    steady = Account("p", 1, 1)
+    assert all(steady.delay(k / rate, rate) < 1e-6 for k in range(50))
+
+
+async def test_principals_are_let_in_by_turns() -> None:
+    """However many requests of one wait, those of another wait for no more than a round of them."""
+    turns, order = Turns(), []
+
+    async def come(name: str) -> None:
+        await turns.come(name)
+        order.append(name)
+
+    many = [asyncio.create_task(come("many")) for _ in range(20 * TOGETHER)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    few = asyncio.create_task(come("few"))
+    await few
+    assert order.count("many") <= 8 * TOGETHER
+    await asyncio.gather(*many)
+    assert order.count("many") == 20 * TOGETHER
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not turns._waiting
+    assert not turns._let_in
+
+
+async def test_who_waits_for_a_turn_may_leave() -> None:
+    """The others go on."""
+    turns = Turns()
+    tasks = [asyncio.create_task(turns.come("p")) for _ in range(3 * TOGETHER)]
+    await asyncio.sleep(0)
+    for task in tasks[TOGETHER::2]:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(one, asyncio.CancelledError) for one in done) == TOGETHER
+
+
+def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
+    """Names come and go; what is remembered of them is not to grow."""
+    accounts = Accounts(ClientLimits(), 100)
+    for number in range(100):
+        accounts.of(Someone(f"p{number}", 0.5)).delay(0.0, 10.0)
+    busy = accounts.of(Someone("busy"))
+    busy.frames = 1
+    accounts.forget_idle(now=10.0)
+    assert list(accounts._accounts.values()) == [busy]
+
+
+# --- Sessions -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_session_is_of_whoever_began_it() -> None:
+    """To others it is not there: they would move it on, or end it."""
+    limits = Limits(num_workers=0)
+    hosted = host([1, 2, 3], name="data", collate=lambda samples: samples)
+    service = LoaderService(ObjectHost(lambda: {"data": hosted}, limits), limits)
+    await service.start()
+    mine, other = Someone("mine"), Someone("other")
+    try:
+        spec = LoaderSpec(dataset="data", session="s", num_workers=1)
+        key = (await service.register(spec, mine)).key
+        shared = (await service.register(LoaderSpec(dataset="data"), mine)).key
+        with pytest.raises(UnknownLoader):
+            service.registration(key, other)
+        with pytest.raises(UnknownLoader):
+            await service.register(spec, other)
+        with pytest.raises(UnknownLoader):
+            await service.end_session_of(key, other)
+        with pytest.raises(UnknownLoader):
+            service.loader(other, key, 0, 0)
+        assert service.registration(key, mine).key == key
+        assert service.registration(shared, other).key == shared, "what is a function of its address is everybody's"
+    finally:
+        await service.close()
