@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teleloader_server.access import ALL_SCOPES, Principal
 from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts
 from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.datasets import host
 from teleloader_server.dispatcher import FORGET_AFTER, Run
-from teleloader_server.gate import TOGETHER, Turns
 from teleloader_server.hosts import ObjectHost
+from teleloader_server.pace import TOGETHER, Turns
 from teleloader_server.service import LoaderService
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
@@ -25,11 +25,9 @@ from tests.server.dispatching import OTHER, SLOW, TRAIN, Service, numbers
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 
-class Someone(NamedTuple):
+def someone(name: str, memory_share: float = 1.0) -> Principal:
     """A principal."""
-
-    name: str
-    memory_share: float = 1.0
+    return Principal(name, ALL_SCOPES, memory_share)
 
 
 # --- Workers ------------------------------------------------------------------------------------------------------
@@ -381,8 +379,8 @@ def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
     """Names come and go; what is remembered of them is not to grow."""
     accounts = Accounts(ClientLimits(), 100)
     for number in range(100):
-        accounts.of(Someone(f"p{number}", 0.5)).delay(0.0, 10.0)
-    busy = accounts.of(Someone("busy"))
+        accounts.of(someone(f"p{number}", 0.5)).delay(0.0, 10.0)
+    busy = accounts.of(someone("busy"))
     busy.frames = 1
     accounts.forget_idle(now=10.0)
     assert list(accounts._accounts.values()) == [busy]
@@ -397,7 +395,7 @@ async def test_a_session_is_of_whoever_began_it() -> None:
     hosted = host([1, 2, 3], name="data", collate=lambda samples: samples)
     service = LoaderService(ObjectHost(lambda: {"data": hosted}, limits), limits)
     await service.start()
-    mine, other = Someone("mine"), Someone("other")
+    mine, other = someone("mine"), someone("other")
     try:
         spec = LoaderSpec(dataset="data", session="s", num_workers=1)
         key = (await service.register(spec, mine)).key
