@@ -99,15 +99,17 @@ class Contender:
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """Somebody looks at the server meanwhile, as a dashboard does: once a second."""
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def read() -> None:
         with urllib.request.urlopen(f"{url}/stats/stream?interval=1", timeout=60) as events:
             while not over.is_set():
                 events.readline()
+                begun.set()
 
     watching = threading.Thread(target=read)
     watching.start()
+    begun.wait(60)  # the first record costs more than those that follow
     try:
         yield
     finally:
