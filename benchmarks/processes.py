@@ -35,12 +35,14 @@ class LoaderServer:
         hosted: What it hosts, as `name=module:factory`, or the option that says it.
         num_workers: Its worker processes.
         options: Further arguments of the command.
+        command: What starts it.
     """
 
     hosted: list[str]
     num_workers: int
     options: tuple[str, ...] = ()
     port: int = field(default_factory=lambda: free_port())
+    command: tuple[str, ...] = (str(SERVER),)
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -51,7 +53,7 @@ class LoaderServer:
     def start(self) -> None:
         """Start it; it is not ready yet."""
         settings = ["--host", "127.0.0.1", "--port", str(self.port), "--num-workers", str(self.num_workers)]
-        command = [str(SERVER), *self.hosted, *settings, "--log-level", "warning", *self.options]
+        command = [*self.command, *self.hosted, *settings, "--log-level", "warning", *self.options]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
 
     def stats(self) -> dict[str, Any]:

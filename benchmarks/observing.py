@@ -1,0 +1,179 @@
+"""What it costs the server to count, to name requests and to be watched: ``python -m benchmarks.observing``.
+
+Two servers: one as it is, and one that is blind. In the latter what is counted for each batch and request, the look at
+the totals once a second, and the ids of requests are replaced by nothing before it starts. One loader takes batches of
+`small`, the smallest there are, of either in turn, as fast as they come; then of the first while somebody watches
+``/stats/stream``. The ratios are formed within each round.
+
+What is compared is the processor time of the server's own process for a batch: it is the limit of small batches, and it
+says the same on a machine that has other things to do, where batches a second do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.contenders import Teleloader
+from benchmarks.measuring import Spread
+from benchmarks.processes import LoaderServer, end
+from benchmarks.workloads import SMALL
+
+HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
+BLIND: Final = (sys.executable, "-c", "from benchmarks.observing import serve_blindly; serve_blindly()")
+
+
+def serve_blindly() -> None:
+    """``teleloader-server`` without what this module is about."""
+    from teleloader_server import app, metrics, observing
+    from teleloader_server.cli import main
+    from teleloader_server.windows import Ongoing
+    from teleloader_shared.messages import ConsumerReport
+
+    def nothing(*_arguments: Any) -> Any:
+        return None
+
+    async def rest(_observer: observing.Observer) -> None:
+        await asyncio.Event().wait()
+
+    for owner, names in (
+        (metrics.ConsumerTally, ("sent", "asks", "waits", "has_waited")),
+        (metrics.PoolTally, ("computed",)),
+        (Ongoing, ("begin", "end")),
+    ):
+        for name in names:
+            setattr(owner, name, nothing)
+    setattr(ConsumerReport, "from_header", nothing)  # noqa: B010 - mypy would not have it assigned
+    setattr(observing.Observer, "run", rest)  # noqa: B010
+    setattr(app, "Identified", lambda application: application)  # noqa: B010
+    main()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a loader."""
+
+    cpu: float
+    """Seconds of processor time that the server's own process took for a batch."""
+    rate: float
+    """Batches a second."""
+
+
+class Contender:
+    """A loader of one server's, and that server's clock."""
+
+    def __init__(self, server: LoaderServer) -> None:
+        self.url = server.url
+        self._tasks = Path("/proc", str(server.process.pid), "task")
+        self._loader = Teleloader(SMALL, server.url, server.num_workers)
+
+    def turn(self, batches: int) -> Turn:
+        """Take so many, after a tenth of them."""
+        with self._loader.open() as coming:
+            for _ in islice(coming, batches // 10):
+                pass
+            cpu, began = self._cpu(), time.perf_counter()
+            for _ in islice(coming, batches):
+                pass
+            took = time.perf_counter() - began
+            return Turn((self._cpu() - cpu) / batches, batches / took)
+
+    def _cpu(self) -> float:
+        """In steps of nanoseconds; those of other clocks are as long as hundreds of batches."""
+        return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in self._tasks.iterdir()) / 1e9
+
+
+@contextmanager
+def watched(url: str) -> Iterator[None]:
+    """Somebody looks at the server meanwhile, as a dashboard does: once a second."""
+    begun, over = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with urllib.request.urlopen(f"{url}/stats/stream?interval=1", timeout=60) as events:
+            while not over.is_set():
+                events.readline()
+                begun.set()
+
+    watching = threading.Thread(target=read)
+    watching.start()
+    begun.wait(60)  # the first record costs more than those that follow
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
+
+
+@contextmanager
+def both() -> Iterator[tuple[Contender, Contender]]:
+    """The server as it is, and the blind one."""
+    servers = [LoaderServer(HOSTED, 1), LoaderServer(HOSTED, 1, command=BLIND)]
+    for server in servers:
+        server.start()
+    try:
+        for server in servers:
+            server.await_ready()
+        seeing, blind = map(Contender, servers)
+        yield seeing, blind
+    finally:
+        for server in servers:
+            end(server.process)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observing", description=__doc__.partition(":")[0])
+    parser.add_argument("--batches", type=int, default=20_000, help="of each turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="of three turns (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    console = machine.announce(machine.describe())
+    with both() as (seeing, blind):
+        turns: dict[str, list[Turn]] = {"blind": [], "as it is": [], "watched": []}
+
+        def watched_turn() -> Turn:
+            with watched(seeing.url):
+                return seeing.turn(options.batches)
+
+        takers: dict[str, Callable[[], Turn]] = {
+            "blind": lambda: blind.turn(options.batches),
+            "as it is": lambda: seeing.turn(options.batches),
+            "watched": watched_turn,
+        }
+        for number in range(options.rounds):
+            # whoever is first finds a machine that has rested
+            for name in sorted(takers, reverse=number % 2 == 1):
+                turns[name].append(takers[name]())
+    console.print(_table(turns))
+    return 0
+
+
+def _table(turns: dict[str, list[Turn]]) -> Table:
+    made = Table(title="the server's own process; median (least..most)", title_justify="left")
+    for heading in ("server", "us of processor time a batch", "to the blind one", "batches/s"):
+        made.add_column(heading, justify="left" if heading == "server" else "right")
+    for name, taken in turns.items():
+        ratios = [turn.cpu / blind.cpu for turn, blind in zip(taken, turns["blind"], strict=True)]
+        made.add_row(
+            name,
+            Spread.of([1e6 * turn.cpu for turn in taken]).text(".1f"),
+            Spread.of(ratios).text(".3f"),
+            Spread.of([turn.rate for turn in taken]).text(",.0f"),
+        )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
