@@ -167,6 +167,8 @@ class _LocalServer:
     def _run(self) -> None:
         try:
             import uvloop
+
+            import teleloader_server.app  # noqa: F401 - all that `_serve` needs is loaded here, or missed
         except ModuleNotFoundError as error:
             self._started.set_exception(
                 ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
