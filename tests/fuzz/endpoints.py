@@ -181,7 +181,10 @@ def _broken_body(random: Random, keys: list[str]) -> bytes:
 def _requests(keys: list[str]) -> list[bytes]:
     loader = f"/v1/loaders/{keys[0]}"
     spec = json.dumps(LoaderSpec(dataset="rows", batch_size=2).to_json()).encode()
-    chunked = b'POST /v1/loaders HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
+    chunked = (
+        b"POST /v1/loaders HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
+    )
     return [
         *(
             _request("GET", path)
