@@ -155,7 +155,7 @@ class ClientLimits:
     """Bytes a second that a body must have."""
     body_seconds: float = 10.0
     """Seconds over which the rate of a body is taken."""
-    max_pipelined: int = 100
+    max_pipelined: int = 16
     """Requests of one connection that are answered or wait for it."""
     max_requests_per_second: float = 5000.0
     """Requests of one principal, each second; what is too many is held for a second before it is refused."""

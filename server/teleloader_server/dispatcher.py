@@ -51,7 +51,7 @@ FORGET_AFTER: Final = 60.0
 QUEUE_SECONDS: Final = 0.01
 """Work that a busy worker is given beforehand, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
-LOSS_SECONDS: Final = 0.1
+LOSS_SECONDS: Final = 1.0
 """What the end of a worker is charged with: another one has to be started."""
 
 
@@ -562,7 +562,7 @@ class Dispatcher:
         at = {worker: self._batch(address) for worker, (address, _) in working.items()}
         for worker, batch in at.items():
             self._charge(batch, working[worker][1])
-        if self._in_turn or len(at) < len(self._queues):
+        if self._in_turn or not at or len(at) < len(self._queues):
             return None
         served = {batch.consumer for batch in at.values()}
         for consumer in self._active:

@@ -14,7 +14,9 @@ from teleloader_server.accounts import PATIENCE, Accounts, note
 from teleloader_server.problems import Refusal
 
 TOGETHER: Final = 16
-"""Requests of one principal that are begun in one round of the event loop; it hears the others between two rounds."""
+"""Requests that are begun in one round of the event loop while there is one principal; of several, one of each."""
+RECENT: Final = 1.0
+"""Seconds for which a principal counts as there after its last request."""
 
 
 class Pace:
@@ -38,7 +40,8 @@ class Pace:
         """
         account = self._accounts.of(principal)
         note(scope, account)
-        held = account.delay(time.monotonic(), self._rate)
+        now = time.monotonic()
+        held = account.delay(now, self._rate)
         if held:
             # also before it is refused: an answer at once would be asked for again at once
             await asyncio.sleep(min(held, PATIENCE))
@@ -49,7 +52,7 @@ class Pace:
                 f"{account.name!r} makes more than {self._rate:,.0f} requests a second, its limit on this server "
                 "(max_requests_per_second): ask less often",
             )
-        await self._turns.come(account.name)
+        await self._turns.come(account.name, now)
 
 
 class Turns:
@@ -59,13 +62,23 @@ class Turns:
         self._let_in: Counter[str] = Counter()
         """How many were, in this round."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._last = ""
+        """Whose request came last."""
+        self._several_until = 0.0
+        """When there is one principal again, if only that one asks."""
+        self._most = TOGETHER
+        """Of each principal, in a round."""
 
-    async def come(self, name: str) -> None:
+    async def come(self, name: str, now: float) -> None:
         """Wait for the turn of a principal, which may be now."""
         loop = asyncio.get_running_loop()
+        if name != self._last:
+            self._several_until = now + RECENT if self._last else 0.0
+            self._last = name
         if not self._let_in:
             loop.call_soon(self._next_round)
-        if self._let_in[name] < TOGETHER and name not in self._waiting:
+        self._most = 1 if now < self._several_until else TOGETHER
+        if self._let_in[name] < self._most and name not in self._waiting:
             self._let_in[name] += 1
             return
         turn: asyncio.Future[None] = loop.create_future()
@@ -75,7 +88,7 @@ class Turns:
     def _next_round(self) -> None:
         self._let_in.clear()
         for name, turns in list(self._waiting.items()):
-            while turns and self._let_in[name] < TOGETHER:
+            while turns and self._let_in[name] < self._most:
                 turn = turns.popleft()
                 if not turn.done():  # who waits no more has no turn
                     turn.set_result(None)

@@ -213,7 +213,7 @@ class LoaderService:
         self._loaders[key] = _Known(Loader(key, spec, length, batches, engine), info.length, account)
         account.counts["loaders"] += 1
         if account.counts["loaders"] > self.client_limits.max_loaders:
-            self._forget_a_loader(account)
+            self._forget_some_loaders(account)
 
     async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> Engine:
         own = self._host.own_pool(spec, info)
@@ -298,13 +298,16 @@ class LoaderService:
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
-    def _forget_a_loader(self, account: Account) -> None:
-        """Of a principal that has too many, the one that was asked longest ago and is not in use."""
+    def _forget_some_loaders(self, account: Account) -> None:
+        """Of a principal that has too many, those that were asked longest ago and are not in use; some at once."""
         in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
-        for key, known in list(self._loaders.items())[:-1]:
-            if known.account is account and key not in in_use and key not in self._sessions:
-                self._drop_loader(key)
-                return
+        idle = [
+            key
+            for key, known in list(self._loaders.items())[:-1]
+            if known.account is account and key not in in_use and key not in self._sessions
+        ]
+        for key in idle[: max(1, self.client_limits.max_loaders // 16)]:
+            self._drop_loader(key)
 
     def dataset(self, name: str) -> DatasetInfo:
         """What is known of a dataset.

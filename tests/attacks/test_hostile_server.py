@@ -144,7 +144,7 @@ def raw_server(handle: Callable[[socket.socket, str], object]) -> Iterator[str]:
         def serve(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
                 head = connection.recv(65536)
-                handle(connection, head.split(b" ")[1].decode() if b" " in head else "")
+                handle(connection, head.split(b" ")[1].decode("latin-1") if b" " in head else "")
 
         def accept() -> None:
             with contextlib.suppress(OSError):

@@ -136,7 +136,7 @@ def test_requests_beyond_the_rate_wait_and_then_are_refused() -> None:
         with ExitStack() as stack:
             many = [stack.enter_context(Raw(url)) for _ in range(80)]
             for one in many:
-                one.ask("/healthz")
+                one.ask("/v1/datasets")
             answers = [one.answer() for one in many]
         statuses = [answer.status for answer in answers]
         assert set(statuses) == {200, 429}
@@ -151,7 +151,7 @@ def test_connections_from_one_address_are_limited() -> None:
     with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
         mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(6)]
         for one in mine:
-            one.ask("/healthz")
+            one.ask("/v1/datasets")
         answers = [one.answer() for one in mine]
         assert [answer.status for answer in answers].count(200) == 5
         refused = next(answer for answer in answers if answer.status != 200)

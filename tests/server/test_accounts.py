@@ -192,6 +192,13 @@ def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool
     assert len(hung) == 2
 
 
+def test_without_workers_none_is_taken() -> None:
+    """All may have died at once."""
+    service = Service(workers=0)
+    service.ask("a", TRAIN, 0, 1)
+    assert stolen(service) is None
+
+
 def test_who_has_one_worker_keeps_it() -> None:
     """However long its batch takes: it would be begun again and again, and never be done."""
     service = Service(workers=2)
@@ -347,7 +354,7 @@ async def test_principals_are_let_in_by_turns() -> None:
     turns, order = Turns(), []
 
     async def come(name: str) -> None:
-        await turns.come(name)
+        await turns.come(name, 0.0)
         order.append(name)
 
     many = [asyncio.create_task(come("many")) for _ in range(20 * TOGETHER)]
@@ -367,7 +374,7 @@ async def test_principals_are_let_in_by_turns() -> None:
 async def test_who_waits_for_a_turn_may_leave() -> None:
     """The others go on."""
     turns = Turns()
-    tasks = [asyncio.create_task(turns.come("p")) for _ in range(3 * TOGETHER)]
+    tasks = [asyncio.create_task(turns.come("p", 0.0)) for _ in range(3 * TOGETHER)]
     await asyncio.sleep(0)
     for task in tasks[TOGETHER::2]:
         task.cancel()
