@@ -1,9 +1,9 @@
 """What attacks on a server cost a client beside them: ``python -m benchmarks.attacks``.
 
-The client takes batches that take a worker 4 ms of waiting, as fast as they come; in every other turn a process beside
-it attacks the server from another address, 127.0.0.2, which is another principal there. So each turn under attack
-stands between two without one, and the ratio is to the mean of these. An attacker takes processor time on the same
-machine: `control` is one that only computes.
+The client takes batches that take a worker 4 ms of waiting, as fast as they come. In every other turn a process beside
+it attacks the server with another token, as another principal. Each turn under attack stands between two without one,
+and the ratio is to the mean of these. An attacker takes processor time on the same machine: `control` is one that only
+computes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from benchmarks.processes import ROOT, await_idle, free_port
+from benchmarks.processes import await_idle, running
 from teleloader import DataLoader, RemoteDataset
 
-ATTACKER: Final = "127.0.0.2"
-START_TIMEOUT: Final = 60.0
-OPTIONS: Final = ("--memory-budget", "256MiB", "--batch-timeout", "30", "--log-level", "error")
+CLIENT, ATTACKER = "the-token-of-the-client", "the-token-of-the-attacker"
+TOKENS: Final = f"""
+[client]
+token = "{CLIENT}"
+memory_share = 0.5
+
+[attacker]
+token = "{ATTACKER}"
+memory_share = 0.5
+"""
+HEAD: Final = f"Host: localhost\r\nAuthorization: Bearer {ATTACKER}\r\n".encode()
+OPTIONS: Final = ("--memory-budget", "256MiB", "--batch-timeout", "30")
 
 # --- What is hosted -----------------------------------------------------------------------------------------------
 
@@ -87,52 +95,19 @@ class Stream:
 # --- The server ---------------------------------------------------------------------------------------------------
 
 
-class _ByAddress(NamedTuple):
-    name: str
-    memory_share: float = 0.5
-
-
-def _principals(app: ASGIApp) -> ASGIApp:
-    """Each address is a principal."""
-
-    async def by_address(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope.setdefault("state", {})["principal"] = _ByAddress(scope["client"][0])
-        await app(scope, receive, send)
-
-    return by_address
-
-
-def _serve(arguments: list[str]) -> None:
-    from teleloader_server import app
-    from teleloader_server.cli import main
-
-    create = app.create_app
-    app.create_app = lambda service: _principals(create(service))  # type: ignore[assignment,return-value]
-    sys.argv[1:] = arguments
-    main()
-
-
 @contextmanager
 def server(workers: int) -> Iterator[str]:
-    """One that knows principals by their address."""
-    port = free_port()
-    hosted = [
-        f"{name.lower()}=benchmarks.attacks:{name}" for name in ("Waited", "Large", "Hanging", "Deadly", "Stream")
-    ]
-    command = [sys.executable, "-m", "benchmarks.attacks", "--serve", *hosted, "--port", str(port), *OPTIONS]
-    process = subprocess.Popen([*command, "--num-workers", str(workers)], cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/readyz"):
-                break
-            time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    """One with two tokens."""
+    datasets = (Waited, Large, Hanging, Deadly, Stream)
+    hosted = [f"{dataset.__name__.lower()}={__spec__.name}:{dataset.__name__}" for dataset in datasets]
+    with TemporaryDirectory() as folder:
+        tokens = Path(folder, "tokens.toml")
+        tokens.touch(0o600)
+        tokens.write_text(TOKENS)
+        with running(hosted, workers, *OPTIONS, "--tokens", str(tokens)) as started:
+            os.environ["TELELOADER_TOKEN"] = CLIENT
+            yield started.url
+            del os.environ["TELELOADER_TOKEN"]
 
 
 # --- The attacks --------------------------------------------------------------------------------------------------
@@ -167,7 +142,6 @@ async def _connections(url: str, count: int, ask: Callable[[int], bytes], *, rea
                     sock = socket.socket()
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**21 if reads else 4096)
                     sock.setblocking(False)
-                    sock.bind((ATTACKER, 0))
                     await loop.sock_connect(sock, (host, int(port)))
                     protocol = functools.partial(_Connection, ask(number), reads=reads)
                     live[number], _ = await loop.create_connection(protocol, sock=sock)
@@ -176,13 +150,14 @@ async def _connections(url: str, count: int, ask: Callable[[int], bytes], *, rea
 
 def _key(url: str, **spec: Any) -> str:
     body = json.dumps({"batch_size": 1, **spec}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/loaders", body)) as answer:
+    request = urllib.request.Request(f"{url}/v1/loaders", body, {"Authorization": f"Bearer {ATTACKER}"})
+    with urllib.request.urlopen(request) as answer:
         key: str = json.load(answer)["key"]
     return key
 
 
 def _get(path: str, consumer: str = "") -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: x\r\nTeleloader-Consumer: {consumer}\r\n\r\n".encode()
+    return b"GET %b HTTP/1.1\r\n%bTeleloader-Consumer: %b\r\n\r\n" % (path.encode(), HEAD, consumer.encode())
 
 
 def _of(url: str, dataset: str, stop: int = 10**6) -> Callable[[int], bytes]:
@@ -207,7 +182,7 @@ async def _pipelined(url: str) -> None:
 async def _registering(url: str) -> None:
     def ask(number: int) -> bytes:
         body = json.dumps({"dataset": "waited", "seed": time.monotonic_ns() + number}).encode()
-        return b"POST /v1/loaders HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        return b"POST /v1/loaders HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (HEAD, len(body)) + body
 
     await _connections(url, 64, ask)
 
@@ -236,7 +211,7 @@ async def _sessions(url: str) -> None:
     def ask(number: int) -> bytes:
         spec = {"dataset": "stream", "session": f"s{number}", "num_workers": 4}
         body = json.dumps(spec).encode()
-        return b"POST /v1/loaders HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        return b"POST /v1/loaders HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (HEAD, len(body)) + body
 
     await _connections(url, 16, ask)
 
@@ -285,11 +260,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn, after 3 seconds of attack")
     parser.add_argument("--workers", type=int, default=2, help="of the server")
-    parser.add_argument("--server", metavar="URL", help="one that runs already and hosts the same")
     options = parser.parse_args()
     table = Table("attack", "what", "without, batches/s", "beside, batches/s", "ratio", box=None)
     for name in options.attacks or ATTACKS:
-        with contextlib.nullcontext(options.server) if options.server else server(options.workers) as url:
+        with server(options.workers) as url:
             turns = [measured(url, options.seconds)]
             for _ in range(options.rounds):
                 turns += [_beside(name, url, options.seconds), measured(url, options.seconds)]
@@ -320,7 +294,4 @@ def _beside(name: str, url: str, seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(sys.argv[2:])
-    else:
-        main()
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import signal
 import socket
@@ -20,6 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import psutil
+
+from teleloader.control import Server
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SERVER: Final = Path(sysconfig.get_path("scripts"), "teleloader-server")
@@ -108,8 +109,7 @@ def configured(num_workers: int, config: str) -> Iterator[LoaderServer]:
 
 def stats(url: str) -> dict[str, Any]:
     """What /stats of a server says now."""
-    with urllib.request.urlopen(f"{url}/stats", timeout=START_TIMEOUT) as answer:
-        found: dict[str, Any] = json.load(answer)
+    found: dict[str, Any] = Server(url, START_TIMEOUT).stats(1)
     return found
 
 

@@ -142,10 +142,11 @@ class Source:
         trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.trouble is not trouble:
             others = "the other servers go on, and it is tried now and then"
+            alone = f"trying again for {timeout:g} s" if isinstance(error, BROKEN) else "trying again would not help"
             logger.warning(
                 "batch %d does not come from %s (%s); %s",
                 self._inbox.session.received, server.url, sentence(str(error)) or type(error).__name__,
-                others if self._inbox.several else f"trying again for {timeout:g} s",
+                others if self._inbox.several else alone,
             )  # fmt: skip
         server.trouble = trouble
         if isinstance(error, BROKEN):

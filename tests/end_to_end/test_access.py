@@ -243,15 +243,17 @@ def test_tokens_are_replaced_while_training_goes_on(
     batches = iter(loader)
     seen = [next(batches).tolist() for _ in range(10)]
     second = table.add("second")
-    table.remove("first")
-    table.write()
-    with asker(server.url, second) as client:
-        while client.get("/v1/datasets").status_code != 200:
-            pass
-    file.write_text(second)
+    for change, token, status in ((None, second, 200), ("first", table.secrets["first"], 401)):
+        if change is not None:
+            file.write_text(second)
+            table.remove(change)
+        table.write()
+        with asker(server.url, token) as client:
+            while client.get("/v1/datasets").status_code != status:
+                pass
+    server.await_line(r"tokens\.toml was read again: 1 token \(second\)")
     seen += [batch.tolist() for batch in batches]
     assert [index for batch in seen for index in batch] == list(range(100_000))
-    server.await_line(r"tokens\.toml was read again: 1 token \(second\)")
 
 
 def test_a_token_that_is_taken_away_stops_its_owner(table: TokenTable, start_server: StartServer) -> None:
