@@ -46,7 +46,7 @@ _VARIES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _NUMBER = re.compile(r"\b\d[\d.,:-]*(?: ?(?:[numkKMGT]?s|[KMGT]?i?B))?\b")
 """With its unit: another machine may need another one."""
 _TOKEN = re.compile(r"\btl_[\w-]{40,}")
-_ANY_TOKEN: Final = "tl_..."  # noqa: S105 - what stands for one
+_ANY_TOKEN: Final = "tl_..."
 _networks = count(1)
 
 
