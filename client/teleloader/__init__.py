@@ -13,11 +13,13 @@ from teleloader.loader import DataLoader
 from teleloader.measures import LoaderStats
 from teleloader.remote import RemoteDataset
 from teleloader_shared.errors import (
+    AccessDenied,
     BatchOutOfRange,
     BatchTooLarge,
     CorruptFrame,
     DatasetChanged,
     EncodeError,
+    Forbidden,
     InvalidSpec,
     LoaderTimeout,
     ProtocolError,
@@ -25,6 +27,8 @@ from teleloader_shared.errors import (
     ServerUnavailable,
     StateMismatch,
     TeleloaderError,
+    TlsError,
+    Unauthorized,
     UnknownDataset,
     UnknownLoader,
     VersionMismatch,
@@ -33,12 +37,14 @@ from teleloader_shared.errors import (
 from teleloader_shared.version import VERSION as __version__
 
 __all__ = [
+    "AccessDenied",
     "BatchOutOfRange",
     "BatchTooLarge",
     "CorruptFrame",
     "DataLoader",
     "DatasetChanged",
     "EncodeError",
+    "Forbidden",
     "InvalidSpec",
     "LoaderStats",
     "LoaderTimeout",
@@ -48,6 +54,8 @@ __all__ = [
     "ServerUnavailable",
     "StateMismatch",
     "TeleloaderError",
+    "TlsError",
+    "Unauthorized",
     "UnknownDataset",
     "UnknownLoader",
     "VersionMismatch",

@@ -99,7 +99,7 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and error.filename:
         return f"Datasets are built where the server runs: {error.filename} must be there, seen from {Path.cwd()}"
     if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
         return (

@@ -1,14 +1,16 @@
 """Runs the code of a page of the documentation, from top to bottom, as its reader would.
 
 - A block that begins with a comment that names a file (``# my_package/data.py``) is that file.
-- TOML is read by the server's own reader.
+- TOML is read by the server's own reader, of tokens where it has a ``sha256``, else of configurations.
 - Shell commands run in the page's folder. A server is left running until the page ends, ``--watch`` is ended as Ctrl-C
   does it. What installs or builds is not run: the extras and targets that it names must be there.
+- ``export NAME=value`` is said on the machine that trains: it holds for all that follows but servers.
+- ``tl_...`` stands for the token that was shown last.
 - A ``text`` block is what the last command printed, but for the numbers; ``...`` stands for what differs otherwise.
 - Python runs in one namespace; ``>>>`` shows what comes out. ``<!-- skip: next -->`` before a block leaves it out.
 
 The addresses 10.0.0.x of a page become addresses of this machine's loopback network that are the page's own, and port
-8000 becomes a free one.
+8000 becomes a free one. Since a server on 10.0.0.x starts with tokens only, one without is complained of here too.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from teleloader_server.access import parse_tokens
 from teleloader_server.config import read_toml
 from tests.conftest import ROOT, ServerProcess
 
@@ -41,6 +45,8 @@ _FILE = re.compile(r"# ([\w./-]+\.(?:py|toml|json))\n")
 _VARIES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _NUMBER = re.compile(r"\b\d[\d.,:-]*(?: ?(?:[numkKMGT]?s|[KMGT]?i?B))?\b")
 """With its unit: another machine may need another one."""
+_TOKEN = re.compile(r"\btl_[\w-]{40,}")
+_ANY_TOKEN: Final = "tl_..."
 _networks = count(1)
 
 
@@ -66,11 +72,17 @@ class Page:
         self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{10 * next(_networks)}"
         self._port = port
         self._printed = ""
+        self._token = _ANY_TOKEN
+        self._exported = pytest.MonkeyPatch()
+        stack.callback(self._exported.undo)
+        for name in [name for name in os.environ if name.startswith("TELELOADER_")]:
+            self._exported.delenv(name)
         self._environment = {
             **os.environ,
             "PATH": f"{_commands(folder)}:{os.environ['PATH']}",
             "TELELOADER_PORT": str(port),
         }
+        self._on_the_trainer: dict[str, str] = {}
         # the code keeps its line numbers
         self._text = folder / path.name
         self._text.write_text(self.here(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -103,15 +115,20 @@ class Page:
         return path
 
     def _toml(self, example: Example) -> str | None:
-        named = _FILE.match(example.parsed)
-        read_toml(self._write(named[1] if named else "nameless.toml", example.parsed))
+        text = example.parsed.replace(_ANY_TOKEN, self._token)
+        if "sha256" in text:
+            parse_tokens(text, "the page")
+            return None
+        named = _FILE.match(text)
+        read_toml(self._write(named[1] if named else "nameless.toml", text))
         return None
 
     def _output(self, example: Example) -> str | None:
         return None if same_but(example.parsed, self._printed) else f"it prints something else:\n{self._printed}"
 
     def _shell(self, example: Example) -> str | None:
-        for command in example.parsed.replace("\\\n", " ").splitlines():
+        for line in example.parsed.replace("\\\n", " ").splitlines():
+            command = line.replace(_ANY_TOKEN, self._token)
             words = shlex.split(command, comments=True)
             if words and (complaint := self._command(command, words)):
                 return complaint
@@ -127,21 +144,31 @@ class Page:
             extras = re.findall(r"[\w-]+", " ".join(re.findall(r"\[([^]]*)\]", command)))
             missing = [extra for extra in extras if extra not in PROJECT["optional-dependencies"]]
             return f"no extra {missing}" if missing else None
-        if words[0] == "teleloader-server" and not {"check", "--help", "--version"} & set(words):
-            self._serve(words[1:])
+        if words[0] == "export":
+            for assignment in words[1:]:
+                name, _, value = assignment.partition("=")
+                self._exported.setenv(name, value)
+                self._on_the_trainer[name] = value
             return None
+        if words[0] == "teleloader-server" and not {"check", "token", "--help", "--version"} & set(words):
+            return self._serve(words[1:])
         return self._run(command, is_endless="--watch" in words)
 
-    def _serve(self, arguments: list[str]) -> None:
+    def _serve(self, arguments: list[str]) -> str | None:
         server = ServerProcess(*arguments, folder=self._folder, environment=self._environment)
         self._stack.callback(server.end)
         server.await_line("dashboard: ")  # the banner's last line
         self._printed = "".join(server.log)
+        reached = self._network.rpartition(".")[0] in server.url
+        if reached and "access: whoever reaches it" in self._printed:
+            return "it refuses to start: others reach it, and it has no tokens"
+        return None
 
     def _run(self, command: str, *, is_endless: bool) -> str | None:
         running = subprocess.Popen(
-            ["bash", "-c", command], cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            ["bash", "-c", command], cwd=self._folder, env={**self._environment, **self._on_the_trainer},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
         )  # fmt: skip
         assert running.stdout is not None
         with running:
@@ -149,6 +176,8 @@ class Page:
             if is_endless:
                 os.killpg(running.pid, signal.SIGINT)
             self._printed = first + running.stdout.read()
+        if shown := _TOKEN.search(self._printed):
+            self._token = shown[0]
         good = (0, 130) if is_endless else (0,)
         return None if running.wait() in good else f"{command!r} ends with {running.returncode}:\n{self._printed}"
 

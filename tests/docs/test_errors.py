@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -18,12 +20,15 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset, control
 from teleloader_server import serve
+from teleloader_server.config import ClientLimits
 from tests.conftest import ROOT, ServerProcess, StartServer, need
+from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 
 BROKEN: Final = "tests.docs.my_package.broken:"
 DATA: Final = "tests.docs.my_package.data:"
 PAGE: Final = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+SECRET: Final = "tl_a-token-of-the-tests"
 TEXTS: Final = dict(re.findall(r"^### (.+)\n+```none\n((?s:.*?))```$", PAGE, re.MULTILINE))
 
 Provoke = Callable[..., str]
@@ -60,6 +65,13 @@ def without(module: str, program: str) -> str:
     done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     return re.sub(r"^\w+\.(?:\w+\.)*", "", done.stderr.strip().splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests' own environment holds does not count."""
+    for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
+        monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +142,155 @@ def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
     return raised_by(lambda: next(iter(DataLoader(dataset, output="numpy"))))
 
 
+# -- being let in
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with tokens."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens.toml"
+    tokens.write_text(
+        f'[validation-only]\ntoken = "{SECRET}"\nscopes = ["read:validation"]\n'
+        f'[trainer]\ntoken = "{SECRET}-old"\nexpires = 2020-01-01T00:00:00Z\n'
+    )
+    tokens.chmod(0o600)
+    running = ServerProcess(
+        "--port", "0", "--num-workers", "1", "--tokens", str(tokens), f"{DATA}train", f"{DATA}validation"
+    )
+    yield running
+    running.end()
+
+
+@meets("No token came")
+def _(guarded: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(guarded.url, "train"))
+
+
+@meets("The token is none of the server's")
+def _(guarded: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(guarded.url, "train", token="tl_of-another-server"))
+
+
+@meets("The token has expired")
+def _(guarded: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(guarded.url, "train", token=f"{SECRET}-old"))
+
+
+@meets("The token is not for this")
+def _(guarded: ServerProcess) -> str:
+    return raised_by(lambda: RemoteDataset(guarded.url, "train", token=SECRET))
+
+
+@meets("A token in the address")
+def _() -> str:
+    return raised_by(lambda: RemoteDataset("http://trainer:password@10.0.0.5:8000", "train"))
+
+
+@meets("The server does not know its name")
+def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **options: resolve("127.0.0.1", *more, **options))
+    return raised_by(lambda: RemoteDataset(server.url.replace("127.0.0.1", "loader.example.com"), "train"))
+
+
+# -- TLS
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Certificates of a CA of the tests' own."""
+    return Files(tmp_path_factory.mktemp("certificates"))
+
+
+def with_certificate(start_server: StartServer, files: Files, name: str, *hosts: str, **made: Any) -> str:
+    """The URL of a server that has it."""
+    cert, key = files.make(name, *hosts, **made)
+    return start_server("--demo", "--num-workers", "1", "--ssl-certfile", cert, "--ssl-keyfile", key).url
+
+
+@meets("The certificate is of an unknown CA")
+def _(start_server: StartServer, files: Files) -> str:
+    url = with_certificate(start_server, files, "server", "127.0.0.1")
+    return raised_by(lambda: RemoteDataset(url))
+
+
+@meets("The certificate has expired")
+def _(start_server: StartServer, files: Files) -> str:
+    until = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    url = with_certificate(start_server, files, "expired", "127.0.0.1", until=until)
+    return raised_by(lambda: RemoteDataset(url, ca=files.ca))
+
+
+@meets("The certificate is for another name")
+def _(start_server: StartServer, files: Files) -> str:
+    url = with_certificate(start_server, files, "other", "loader.example.com")
+    return raised_by(lambda: RemoteDataset(url, ca=files.ca))
+
+
+@meets("`https://` where there is no TLS")
+def _(server: ServerProcess, files: Files) -> str:
+    return raised_by(lambda: RemoteDataset(server.url.replace("http:", "https:"), "train", ca=files.ca))
+
+
+@meets("`http://` where there is TLS")
+def _(start_server: StartServer, files: Files) -> str:
+    url = with_certificate(start_server, files, "server", "127.0.0.1")
+    return raised_by(lambda: RemoteDataset(url.replace("https:", "http:"), reconnect_timeout=0))
+
+
+# -- limits
+
+
+class Held:
+    """Its samples come when they are let go."""
+
+    def __init__(self) -> None:
+        self.asked_for = Event()
+        self.let_go = Event()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.asked_for.set()
+        self.let_go.wait()
+        return index
+
+
+@meets("Too many loaders with workers of their own")
+def _() -> str:
+    with serve([1, 2], num_workers=1, limits=ClientLimits(max_sessions_per_principal=1)) as url:
+        loader = DataLoader(RemoteDataset(url, reconnect_timeout=0.1), num_workers=1, output="numpy")
+        first = iter(loader)
+        next(first)
+        return raised_by(lambda: next(iter(loader)))
+
+
+@meets("Too many consumers")
+def _() -> str:
+    held = Held()
+    with serve(held, num_workers=0, limits=ClientLimits(max_consumers=1)) as url:
+        dataset = RemoteDataset(url, reconnect_timeout=0.1)
+        first = iter(DataLoader(dataset, seed=0, output="numpy"))
+        waiting = Thread(target=lambda: next(first))
+        waiting.start()
+        try:
+            assert held.asked_for.wait(60)
+            return raised_by(lambda: next(iter(DataLoader(dataset, seed=1, output="numpy"))))
+        finally:
+            held.let_go.set()
+            waiting.join()
+
+
+@meets("Too many requests")
+def _() -> str:
+    with serve([1, 2], num_workers=1, limits=ClientLimits(max_requests_per_second=2)) as url:
+        dataset = RemoteDataset(url, reconnect_timeout=0.1)
+        with ThreadPoolExecutor(16) as several:
+            asked = [several.submit(lambda: dataset[0]) for _ in range(16)]
+        return raised_by(lambda: [one.result() for one in asked])
+
+
 # -- something is not installed
 
 
@@ -168,6 +329,11 @@ def _(server: ServerProcess) -> str:
 
 
 # -- starting a server
+
+
+@meets("Others could come in without a token")
+def _() -> str:
+    return logged_by("--demo", "--host", "0.0.0.0")
 
 
 @meets("There is no such module")
@@ -280,20 +446,6 @@ def _(server: ServerProcess) -> str:
 @meets("A batch that hangs")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "stuck")
-
-
-class Held:
-    """Its samples come when they are let go."""
-
-    def __init__(self) -> None:
-        self.let_go = Event()
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        self.let_go.wait()
-        return index
 
 
 @meets("A batch that is late")

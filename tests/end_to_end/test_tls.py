@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
@@ -25,33 +24,12 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader.credentials import Credentials
 from teleloader_shared.errors import ServerUnavailable, TlsError
 from tests.conftest import ServerProcess, StartServer
+from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 
 NUMBERS = "tests.end_to_end.hosted:numbers"
 MANY = "tests.end_to_end.hosted:many"
 HEAVY = "tests.end_to_end.hosted:heavy"
-
-
-class Files:
-    """Certificates of a CA of the test's own, in files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.authority = trustme.CA()
-        self.ca = str(folder / "ca.pem")
-        self.authority.cert_pem.write_to_path(self.ca)
-
-    def make(self, name: str, *hosts: str, until: datetime.datetime | None = None) -> tuple[str, str]:
-        """The paths of a certificate and its key."""
-        since = None if until is None else until - datetime.timedelta(days=9)
-        made = self.authority.issue_cert(*hosts, not_before=since, not_after=until)
-        cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        for path, content in ((cert, b"".join(blob.bytes() for blob in made.cert_chain_pems)),
-                              (key, made.private_key_pem.bytes())):  # fmt: skip
-            new = path.with_suffix(".new")
-            new.write_bytes(content)
-            new.replace(path)
-        return str(cert), str(key)
 
 
 @pytest.fixture(scope="module")

@@ -50,4 +50,5 @@ no_dataset = object()
 
 def cannot_be_built() -> Images:
     """A factory whose data are not there."""
-    raise FileNotFoundError("/data/train.tar")
+    with open("/data/train.tar", "rb"):
+        return Images()
