@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from teleloader_shared.errors import TlsError
+from teleloader_shared.messages import NO_PAGE_HEADER
 
 TOKEN_VARIABLE: Final = "TELELOADER_TOKEN"  # noqa: S105 - where it is, not what
 TOKEN_FILE_VARIABLE: Final = "TELELOADER_TOKEN_FILE"  # noqa: S105 - as above
@@ -58,9 +59,9 @@ class Credentials:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that show it."""
+        """The headers that show it, and that it is no web page that asks."""
         token = self._token
-        return {} if token is None else {"Authorization": f"Bearer {token}"}
+        return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": f"Bearer {token}"})}
 
     def renew(self, refused: str | None) -> bool:
         """Read the token again, because a server refused one; whether it is another one now."""

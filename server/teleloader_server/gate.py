@@ -44,6 +44,7 @@ from teleloader_server.config import ConfigError
 from teleloader_server.pace import Pace
 from teleloader_server.problems import Refusal
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
+from teleloader_shared.messages import NO_PAGE_HEADER
 
 LOOK_EVERY: Final = 1.0
 """Seconds after which it is looked whether the file of tokens has changed."""
@@ -56,7 +57,10 @@ MAX_SESSIONS: Final = 1024
 LOG_EVERY: Final = 10.0
 """Seconds between two lines on requests that were refused: whoever makes them can make millions."""
 
-_LOOKED_AT: Final = frozenset({b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+_NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
+_LOOKED_AT: Final = frozenset({
+    b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", _NO_PAGE,
+})  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -301,12 +305,13 @@ class Gate:
 
     def _check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1")
-        if host and not is_known_host(host, self._hosts):
+        if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
             raise Refusal(
                 421,
                 "UnknownHost",
                 f"this server does not know that it is called {host[:200]!r}: if it is, start it with "
-                "--allowed-host and that name, or ask for it by its address",
+                "--allowed-host and that name, or ask for it by its address (clients of teleloader may call it "
+                "by any name)",
             )
         origin, site, mode = (
             headers[name].decode("latin-1") if name in headers else None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from teleloader_shared.messages import NO_PAGE_HEADER
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end.browser import CONTRAST, Visit, a_browser
 from tests.end_to_end.test_access import TokenTable
@@ -232,6 +233,14 @@ def test_a_forged_host_or_origin_is_refused(server: ServerProcess, table: TokenT
         origin = httpx.get(f"{server.url}{path}", headers={**headers, "Origin": "http://evil.example"})
         assert (origin.status_code, origin.json()["code"]) == (403, "CrossSite")
         assert "access-control-allow-origin" not in origin.headers
+
+
+def test_clients_may_call_the_server_by_any_name(server: ServerProcess, table: TokenTable) -> None:
+    """They say by a header that they are no page, whose script cannot send it; a page's Origin counts all the same."""
+    headers = {"Authorization": f"Bearer {table.secrets['anna']}", "Host": "loader.example", NO_PAGE_HEADER: "1"}
+    assert httpx.get(f"{server.url}/v1/datasets", headers=headers).status_code == 200
+    headers["Origin"] = "http://evil.example"
+    assert httpx.get(f"{server.url}/v1/datasets", headers=headers).status_code == 403
 
 
 def test_a_name_can_be_allowed(start_server: StartServer) -> None:
