@@ -68,8 +68,8 @@ class Turns:
         self._last = ""
         """Whose request came last."""
         self._several_until = 0.0
-        self._most = TOGETHER
         """When there is one principal again, if only that one asks."""
+        self._most = TOGETHER
 
     async def come(self, name: str, now: float) -> None:
         """Wait for the turn of a principal, which may be now."""
