@@ -208,7 +208,7 @@ class RemoteDataset:
                         server.dataset(name)  # it may be there, and not for this client: then the server says so
                 known = ", ".join(repr(known) for known in found)
                 asked = "no name was given" if name is None else f"{name!r} was asked for"
-                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, and {asked}: RemoteDataset(url, name)")
+                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, and {asked}: name one of these")
             hosted.append((server, found[wanted]))
         if not hosted:
             raise missing[0]

@@ -10,7 +10,7 @@ PROTOCOL_VERSION: Final = 1
 """Raised when an older peer would misunderstand; stated by both sides when a loader is registered."""
 
 NO_PAGE_HEADER: Final = "Sec-Teleloader"
-"""Sent by clients that are no web page: a script cannot send a header whose name begins with ``Sec-`` (Fetch, 2.2.2)."""
+"""Sent by clients that are no web page: a script can send no header whose name begins with ``Sec-`` (Fetch, 2.2.2)."""
 PROTOCOL_HEADER: Final = "Teleloader-Protocol"
 CONSUMER_HEADER: Final = "Teleloader-Consumer"
 """Names the consumer in /stats and in the server's fair sharing; without it a connection's address does."""

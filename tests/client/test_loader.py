@@ -163,7 +163,7 @@ def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:
         RemoteDataset("http://127.0.0.1:9", reconnect_timeout=0)
     with pytest.raises(UnknownDataset, match="hosts 'ten', 'none', and 'eleven' was asked for"):
         RemoteDataset(url, "eleven")
-    with pytest.raises(UnknownDataset, match="hosts 'ten', 'none', and no name was given: RemoteDataset"):
+    with pytest.raises(UnknownDataset, match="hosts 'ten', 'none', and no name was given: name one"):
         RemoteDataset(url)
 
 

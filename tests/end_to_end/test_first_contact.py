@@ -213,8 +213,8 @@ def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
     """The names that are, and where to write one."""
     server = start_server("--demo", "--num-workers", "1")
     hosted = f"{server.url} hosts 'digits-train', 'digits-test', and"
-    assert refusal(UnknownDataset, server.url, "train") == f"{hosted} 'train' was asked for: RemoteDataset(url, name)"
-    assert refusal(UnknownDataset, server.url) == f"{hosted} no name was given: RemoteDataset(url, name)"
+    assert refusal(UnknownDataset, server.url, "train") == f"{hosted} 'train' was asked for: name one of these"
+    assert refusal(UnknownDataset, server.url) == f"{hosted} no name was given: name one of these"
 
 
 def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

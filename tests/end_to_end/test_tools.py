@@ -83,7 +83,7 @@ def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: Se
     """What there is, and that one must be named."""
     done = tool("peek", hosting.url)
     assert done.code == 2
-    assert done.err.rstrip().endswith("'stream', and the name of one must be given")
+    assert done.err.rstrip().endswith("'stream', and no name was given: name one of these")
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
