@@ -266,7 +266,8 @@ def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]],
 
     def trace(event: str, info: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
-            sockets.append(info["return_value"].get_extra_info("socket"))
+            # a duplicate: TLS takes the socket itself over
+            sockets.append(info["return_value"].get_extra_info("socket").dup())
 
     def break_off() -> None:
         for one in sockets:
@@ -283,6 +284,8 @@ def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]],
         yield trace
     finally:
         watch.cancel()
+        for one in sockets:
+            one.close()
 
 
 def _body_of(answer: httpx.Response) -> bytes:

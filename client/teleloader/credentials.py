@@ -87,6 +87,9 @@ class Credentials:
     def __repr__(self) -> str:
         return "Credentials(...)"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Credentials:
+        return self  # a copy in the same process may have the token
+
     def __reduce__(self) -> tuple[Any, ...]:
         # whoever gets the pickle shall not get the token: there, the environment says it
         return Credentials, (None, self._ca, self._cert, self._key)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
-from teleloader_server.access import Principal
+from teleloader_server.access import ANYONE, Principal
 from teleloader_server.config import ClientLimits
 from teleloader_shared.errors import ServerUnavailable
 
@@ -46,12 +46,14 @@ class Account:
         name: The principal's.
         memory: Bytes that its frames may take.
         max_consumers: How many consumers it may be.
+        is_alone: Whether it is all clients together, so that nothing need be left to others.
     """
 
-    __slots__ = ("counts", "due", "frames", "max_consumers", "memory", "name", "sending")
+    __slots__ = ("counts", "due", "frames", "is_alone", "max_consumers", "memory", "name", "sending")
 
-    def __init__(self, name: str, memory: int, max_consumers: int) -> None:
+    def __init__(self, name: str, memory: int, max_consumers: int, *, is_alone: bool = False) -> None:
         self.name = name
+        self.is_alone = is_alone
         self.memory = memory
         self.max_consumers = max_consumers
         self.frames = 0
@@ -109,7 +111,7 @@ class Accounts:
         """The account of a principal, which may be new."""
         known = self._accounts.get(principal.name)
         if known is None:
-            known = Account(principal.name, 0, self._limits.max_consumers)
+            known = Account(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
             self._accounts[principal.name] = known
         known.memory = max(1, int(principal.memory_share * self._budget))
         return known

@@ -51,6 +51,8 @@ FORGET_AFTER: Final = 60.0
 QUEUE_SECONDS: Final = 0.01
 """Work that a busy worker is given beforehand, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
+LEAVE_SECONDS: Final = 10.0
+"""So long after the last ask of the others, who has had a worker taken from it may have all of them again."""
 LOSS_SECONDS: Final = 1.0
 """What the end of a worker is charged with: another one has to be started."""
 
@@ -582,12 +584,18 @@ class Dispatcher:
 
     def _takes_all_workers(self, consumer: Consumer) -> bool:
         """Whether the batch would leave no worker to others, of one that must leave one."""
-        if not (consumer.hogs or consumer.holder.hogs):
-            return False
         holder = consumer.holder
+        if not (consumer.hogs or holder.hogs):
+            return False
+
+        def is_mine(other: Consumer) -> bool:
+            return other is consumer or (holder.hogs and other.holder is holder)
+
+        lately = consumer.last_seen - LEAVE_SECONDS
+        if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):
+            return False  # nobody is there to leave it to
         busy = [self._batch(queue[0]).consumer for queue in self._queues.values() if queue]
-        mine = [other for other in busy if other is consumer or (holder.hogs and other.holder is holder)]
-        return len(mine) + 1 >= max(2, len(self._queues))
+        return sum(map(is_mine, busy)) + 1 >= max(2, len(self._queues))
 
     # -- memory
 
@@ -736,8 +744,11 @@ class Dispatcher:
 
     def _forget_some(self, account: Account) -> None:
         """Make room for a principal's next consumer: half of those that have no open request go, the idlest first."""
-        idle = [c for c in self._consumers.values() if c.holder.account is account and not c.asks]
+        mine = [c for c in self._consumers.values() if c.holder.account is account]
+        idle = [c for c in mine if not c.asks]
         if not idle:
+            if len(mine) < account.max_consumers:
+                return  # those of other dispatchers may be idle
             raise too_many(account, account.max_consumers, "consumers with open requests", "max_consumers")
         idle.sort(key=lambda consumer: consumer.last_seen)
         self._forget(idle[: len(idle) // 2 + 1])

@@ -124,6 +124,8 @@ class Engine:
 
     def __init__(self, pool: Pool, memory: Memory, metrics: Metrics, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
+        self._end: TeleloaderError | None = None
+        """Why no batch comes any more."""
         self._pool = pool
         self.tally: Final[PoolTally] = metrics.pool()
         """What was counted."""
@@ -162,7 +164,8 @@ class Engine:
 
     async def close(self) -> None:
         """End the workers."""
-        self.give_up(UnknownLoader("the session was ended"))
+        self._end = UnknownLoader("the session was ended")
+        self.give_up(self._end)
         await self._pool.close()
         # a lease that is kept keeps the pool, whose memory it is
         self._frames.clear()
@@ -200,7 +203,7 @@ class Engine:
         self._listed.update(listed.keys())
         self._requests[ask] = request_ids.current()
         self._decide_soon()
-        tally = self.tally.consumer(consumer, (key, epoch), loader.spec.dataset)
+        tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
         tally.asks(now, said.report)
         try:
             yield BatchStream(self, ask, tally, said.trace)
@@ -241,6 +244,8 @@ class Engine:
 
     async def _arrival(self, address: Address) -> None:
         if address not in self._frames:
+            if self._end is not None:
+                raise self._end
             arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting = self._waiting.setdefault(address, [])
             waiting.append(arrived)
@@ -342,6 +347,8 @@ class Engine:
 
     def _decide(self) -> None:
         self._decision_due = False
+        if self._end is not None:
+            return
         for action in self._dispatcher.decide():
             if isinstance(action, Evict):
                 del self._frames[action.address]

@@ -34,6 +34,7 @@ MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Bytes of a client's index list that are kept with a slow batch."""
+MAX_KEPT_LOOPS: Final = 4096
 KEEP_LOOPS: Final = 60.0
 """Seconds after its last ask for which a training loop is remembered between two passes."""
 STAGES: Final = ("fetch", "collate", "encode")
@@ -298,6 +299,9 @@ class ConsumerTally:
         self.window.mark(now, self.batches, self.nbytes)
 
 
+_Who = tuple[str, str, Run]
+
+
 class PoolTally:
     """What the workers of one pool did, and for whom."""
 
@@ -305,17 +309,18 @@ class PoolTally:
         self._metrics = metrics
         self.workers: defaultdict[int, WorkerTally] = defaultdict(lambda: WorkerTally(Window(time.monotonic(), 0.0)))
         self.loaders: dict[str, LoaderTally] = {}
-        self._consumers: dict[tuple[str, Run], ConsumerTally] = {}
+        self._consumers: dict[_Who, ConsumerTally] = {}
 
     # -- what happened
 
-    def consumer(self, name: str, run: Run, dataset: str) -> ConsumerTally:
+    def consumer(self, consumer: Consumer, dataset: str) -> ConsumerTally:
         """The counts of a consumer, which may be new."""
-        known = self._consumers.get((name, run))
+        who = _who(consumer)
+        known = self._consumers.get(who)
         if known is None:
-            self._loader(run[0], dataset)
-            loop = self._metrics.loop(name, dataset)
-            known = self._consumers[name, run] = ConsumerTally(self._metrics.dataset(dataset), loop, time.monotonic())
+            self._loader(consumer.run[0], dataset)
+            loop = self._metrics.loop(consumer, dataset)
+            known = self._consumers[who] = ConsumerTally(self._metrics.dataset(dataset), loop, time.monotonic())
         return known
 
     def _loader(self, key: str, dataset: str) -> LoaderTally:
@@ -363,7 +368,7 @@ class PoolTally:
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
         """Forget all consumers and loaders but these."""
-        known = {(consumer.name, consumer.run) for consumer in consumers}
+        known = set(map(_who, consumers))
         self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
 
@@ -371,7 +376,7 @@ class PoolTally:
 
     def of(self, consumer: Consumer) -> ConsumerTally:
         """The counts of a consumer that is known."""
-        return self._consumers[consumer.name, consumer.run]
+        return self._consumers[_who(consumer)]
 
     def mark(self, now: float) -> None:
         """Note all totals but those of loops and workers."""
@@ -388,8 +393,8 @@ class Metrics:
         self.datasets: dict[str, DatasetTally] = {}
         self.worker_restarts = 0
         """Workers that died."""
-        self._loops: WeakValueDictionary[tuple[str, str], LoopTally] = WeakValueDictionary()
-        """By what their passes' names begin with, and dataset. Passes that are known keep theirs."""
+        self._loops: WeakValueDictionary[tuple[str, str, str], LoopTally] = WeakValueDictionary()
+        """By principal, what their passes' names begin with, and dataset. Passes that are known keep theirs."""
         self._kept: list[LoopTally] = []
         """Those that asked lately: a session's workers, and what is known of its pass, go with its epoch."""
 
@@ -400,12 +405,12 @@ class Metrics:
             known = self.datasets[name] = DatasetTally(time.monotonic())
         return known
 
-    def loop(self, consumer: str, dataset: str) -> LoopTally:
+    def loop(self, consumer: Consumer, dataset: str) -> LoopTally:
         """The counts of the training loop that a consumer is a pass of, which may be new.
 
         Clients number their passes: what stands before the last ``#`` of their names is the loop's.
         """
-        key = consumer.rpartition("#")[0] or consumer, dataset
+        key = consumer.holder.account.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
         if known is None:
             known = self._loops[key] = LoopTally(time.monotonic())
@@ -419,11 +424,17 @@ class Metrics:
         known = list(self._loops.values())
         for loop in known:
             loop.mark(now)
-        self._kept = [loop for loop in known if now - loop.asked <= KEEP_LOOPS]
+        recent = sorted((loop for loop in known if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked)
+        self._kept = recent[-MAX_KEPT_LOOPS:]
 
     def pool(self) -> PoolTally:
         """Counts for the workers of a new pool."""
         return PoolTally(self)
+
+
+def _who(consumer: Consumer) -> _Who:
+    """Names are what clients say, so they count within a principal."""
+    return consumer.holder.account.name, consumer.name, consumer.run
 
 
 def _log(task: Task, failure: Failure) -> None:

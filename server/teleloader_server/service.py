@@ -242,11 +242,12 @@ class LoaderService:
 
     def _refuse_too_many(self, account: Account, num_workers: int) -> None:
         limits, counts = self.client_limits, account.counts
-        if counts["sessions"] >= (most := limits.max_sessions_per_principal):
-            raise too_many(account, most, "sessions", "max_sessions_per_principal")
-        if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
-            what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
-            raise too_many(account, most, what, "max_session_workers_per_principal")
+        if not account.is_alone:
+            if counts["sessions"] >= (most := limits.max_sessions_per_principal):
+                raise too_many(account, most, "sessions", "max_sessions_per_principal")
+            if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
+                what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
+                raise too_many(account, most, what, "max_session_workers_per_principal")
         if len(self._sessions) >= limits.max_sessions:
             raise ServerUnavailable(
                 f"the server has {limits.max_sessions:,} sessions, its limit (max_sessions): ask later, or another one"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from teleloader_shared.stats import WINDOW
 
 Values = tuple[float, ...]
+
+MAX_MARKS: Final = 64
+"""Of a window: a clock that a client states may stand still."""
 
 
 class Window:
@@ -20,7 +24,7 @@ class Window:
     __slots__ = ("_marks",)
 
     def __init__(self, now: float, *values: float) -> None:
-        self._marks: deque[tuple[float, Values]] = deque([(now, values)])
+        self._marks: deque[tuple[float, Values]] = deque([(now, values)], MAX_MARKS)
 
     def mark(self, now: float, *values: float) -> None:
         """Note the totals as they are now."""

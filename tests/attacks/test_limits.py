@@ -27,6 +27,9 @@ from tests.raw import Raw
 LENGTH = 64
 
 
+TOKEN = "a-token-of-the-tests"
+
+
 class Numbers:
     """0, 1, 2, ..., once a file is there, where a test says so."""
 
@@ -43,13 +46,15 @@ class Numbers:
 
 @contextmanager
 def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
-    """A server with such limits."""
+    """A server with such limits; where they are a principal's there is a token, for otherwise all are one."""
+    token = TOKEN if any(name.endswith("_per_principal") for name in limits) else None
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     with (
-        serve(Numbers(), num_workers=1, limits=ClientLimits(**limits)) as url,
-        httpx.Client(base_url=url, timeout=30) as client,
+        serve(Numbers(), num_workers=1, limits=ClientLimits(**limits), token=token) as url,
+        httpx.Client(base_url=url, timeout=30, headers=headers) as client,
     ):
         yield url, client
-        loader = DataLoader(RemoteDataset(url, reconnect_timeout=20), 8, seed=0, output="numpy")
+        loader = DataLoader(RemoteDataset(url, reconnect_timeout=20, token=token), 8, seed=0, output="numpy")
         taken = np.concatenate([np.asarray(batch) for batch in loader])
         assert taken.tolist() == list(range(LENGTH)), "whatever was refused, an epoch is as it should be"
 

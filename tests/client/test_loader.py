@@ -185,9 +185,9 @@ def test_ranks_come_from_torch_distributed(url: str, tmp_path: Any) -> None:
 def test_what_is_exported() -> None:
     """The public face changes on purpose only."""
     assert set(teleloader.__all__) == {
-        "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged", "EncodeError",
-        "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError", "RemoteDataset", "RemoteError",
-        "ServerUnavailable", "StateMismatch", "TeleloaderError", "UnknownDataset", "UnknownLoader", "VersionMismatch",
-        "WorkerDied", "__version__",
+        "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
+        "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError", "RemoteDataset",
+        "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError", "TlsError", "Unauthorized",
+        "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied", "__version__",
     }  # fmt: skip
     assert all(hasattr(teleloader, name) for name in teleloader.__all__)

@@ -9,6 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
+from teleloader_server.accounts import Account
+from teleloader_server.dispatcher import Consumer, Holder
 from teleloader_server.loading import Report, Task
 from teleloader_server.metrics import (
     KEEP_LOOPS,
@@ -166,13 +168,18 @@ def report_at(elapsed: float, waited: float) -> ConsumerReport:
     return ConsumerReport(elapsed, waited, 1, 0, 0)
 
 
+def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str = SPEC.key) -> Consumer:
+    """A pass through an epoch."""
+    return Consumer(Holder(Account(principal, 2**20, 10), 0.0), name, (loader, epoch), 0, 0.0, 0.0)
+
+
 def test_short_passes_of_a_loop_are_one_loop() -> None:
     """Each takes a tenth of a second, with a second of validation after it, which is no part of the loop's time."""
     metrics = Metrics()
     pool = metrics.pool()
     now = 0.0
     for epoch in range(50):
-        tally = pool.consumer(f"host:1/rank0/loader0#{epoch}", (SPEC.key, epoch), "data")
+        tally = pool.consumer(consumer(f"host:1/rank0/loader0#{epoch}", epoch), "data")
         for ask in range(2):
             elapsed = 0.1 * epoch + 0.05 * ask
             tally.asks(now, report_at(elapsed, 0.4 * elapsed))
@@ -188,11 +195,11 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
 
 
 def test_loops_are_told_apart() -> None:
-    """By process, rank, loader and dataset; whoever does not number its passes has one loop for all of them."""
+    """By principal, process, rank, loader and dataset; who does not number its passes has one loop for all."""
     pool = Metrics().pool()
 
     def loop(name: str, epoch: int = 0, dataset: str = "data") -> LoopTally:
-        return pool.consumer(name, (SPEC.key, epoch), dataset).loop
+        return pool.consumer(consumer(name, epoch), dataset).loop
 
     assert loop("host:1/rank0/loader0#1") is loop("host:1/rank0/loader0#2", 1)
     assert loop("10.0.0.7:5000") is loop("10.0.0.7:5000", 1)
@@ -200,7 +207,8 @@ def test_loops_are_told_apart() -> None:
     different = [
         loop("host:1/rank0/loader0#1"), loop("host:1/rank0/loader1#3"), loop("host:1/rank1/loader0#1"),
         loop("host:2/rank0/loader0#1"), loop("#1"), loop("#2"), loop(""), loop("other#1"),
-        pool.consumer("host:1/rank0/loader0#1", ("other", 0), "other").loop,
+        pool.consumer(consumer("host:1/rank0/loader0#1", loader="other"), "other").loop,
+        pool.consumer(consumer("host:1/rank0/loader0#1", principal="another"), "data").loop,
     ]  # fmt: skip
     assert len(set(different)) == len(different)
 
@@ -210,7 +218,7 @@ def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
     metrics = Metrics()
 
     def loop(epoch: int) -> LoopTally:
-        return metrics.pool().consumer(f"host:1/rank0/loader0#{epoch}", (f"session {epoch}", epoch), "data").loop
+        return metrics.pool().consumer(consumer(f"host:1/rank0/loader0#{epoch}", epoch), "data").loop
 
     first = weakref.ref(loop(0))
     began = time.monotonic()
@@ -225,10 +233,10 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
     """It may train for long before it asks again."""
     metrics = Metrics()
     pool = metrics.pool()
-    tally = pool.consumer("host:1/rank0/loader0#0", (SPEC.key, 0), "data")
+    tally = pool.consumer(consumer("host:1/rank0/loader0#0"), "data")
     metrics.mark(time.monotonic() + 10 * KEEP_LOOPS)
     gc.collect()
-    assert pool.consumer("host:1/rank0/loader0#1", (SPEC.key, 1), "data").loop is tally.loop
+    assert pool.consumer(consumer("host:1/rank0/loader0#1", 1), "data").loop is tally.loop
 
 
 def test_a_client_that_counts_from_the_beginning_of_each_pass_begins_anew() -> None:
