@@ -124,7 +124,7 @@ class Credentials:
             except OSError as error:
                 raise TlsError(
                     f"{cert} must hold a certificate and {key or 'the same file'} its key, in PEM format and not "
-                    f"encrypted: {_why(error)}"
+                    f"encrypted: {_why(error)}{'' if key else f'. Another file is named by {KEY_VARIABLE}, or key='}"
                 ) from None
         return context
 
@@ -137,7 +137,7 @@ def _checked(token: object, where: str) -> str:
 
 def _why(error: OSError) -> str:
     said = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    return said or type(error).__name__
+    return said or "that is not so"
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:

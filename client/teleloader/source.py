@@ -141,7 +141,7 @@ class Source:
             error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {sentence(str(error))}")
         trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.trouble is not trouble:
-            others = "the other servers go on, and it is tried now and then"
+            others = "the other servers are asked, and it is tried now and then"
             alone = f"trying again for {timeout:g} s" if isinstance(error, BROKEN) else "trying again would not help"
             logger.warning(
                 "batch %d does not come from %s (%s); %s",

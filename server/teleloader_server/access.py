@@ -108,6 +108,8 @@ def parse_tokens(text: str, where: str) -> Tokens:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        if TOKEN.fullmatch(text.strip()):
+            raise ConfigError(f"{where} holds one token, and no table of them: --token-file takes that") from None
         raise ConfigError(f"{where} is not valid TOML: {error}") from None
     if not tables:
         raise ConfigError(f"{where} lists no tokens; teleloader-server token NAME makes an entry")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -429,7 +430,7 @@ def token(name: str, scopes: tuple[str, ...], days: float | None, out: Path | No
     made = f"tl_{secrets.token_urlsafe(32)}"
     expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     lines = [
-        f"[{name}]",
+        f"[{name}]" if re.fullmatch(r"[\w-]+", name, re.ASCII) else f"[{json.dumps(name)}]",
         f'sha256 = "{hashlib.sha256(made.encode()).hexdigest()}"',
         f"scopes = {json.dumps(list(scopes))}",
         *(() if expires is None else (f"expires = {expires.isoformat().replace('+00:00', 'Z')}",)),

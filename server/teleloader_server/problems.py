@@ -154,9 +154,9 @@ def handle_problems(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Problem:
         detail = error.detail
         if error.status_code == HTTPStatus.NOT_FOUND:
-            detail = f"nothing is at {request.url.path[:200]!r}; /docs lists what there is"
+            detail = f"nothing is at {request.url.path[:200]!r}; /openapi.json lists what there is"
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            detail = f"{request.url.path[:200]!r} has no {request.method}; /docs lists what it has"
+            detail = f"{request.url.path[:200]!r} has no {request.method}; /openapi.json lists what it has"
         headers = dict(error.headers) if error.headers else None
         return Problem(error.status_code, HTTPStatus(error.status_code).name.title().replace("_", ""), detail, headers)
 

@@ -71,6 +71,7 @@ class Reloader:
     def run(self) -> int:
         """Start anew until told to stop; the server's last exit code."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
+        logger.info("the server is started anew whenever its datasets' code or configuration changes, until Ctrl-C")
         self._child = self._start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
