@@ -274,12 +274,10 @@ def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]],
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    if timeout is None:
-        yield trace
-        return
-    watch = threading.Timer(PATIENCE_FACTOR * timeout, break_off)
+    watch = threading.Timer(0 if timeout is None else PATIENCE_FACTOR * timeout, break_off)
     watch.daemon = True
-    watch.start()
+    if timeout is not None:
+        watch.start()
     try:
         yield trace
     finally:

@@ -249,6 +249,7 @@ class Dispatcher:
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self._move(consumer, start)
+        account.counts["asking"] += not consumer.asks
         consumer.asks.append(asked)
         for k in consumer.sent_beyond:
             if start <= k < stop:
@@ -285,6 +286,7 @@ class Dispatcher:
     def close(self, ask: Ask) -> None:
         """The request is answered, or its client has gone."""
         ask.consumer.asks.remove(ask)
+        ask.consumer.holder.account.counts["asking"] -= not ask.consumer.asks
         self._let_go(ask.consumer.run, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
@@ -747,8 +749,8 @@ class Dispatcher:
         mine = [c for c in self._consumers.values() if c.holder.account is account]
         idle = [c for c in mine if not c.asks]
         if not idle:
-            if len(mine) < account.max_consumers:
-                return  # those of other dispatchers may be idle
+            if account.counts["asking"] < account.max_consumers:
+                return  # those of other dispatchers are idle
             raise too_many(account, account.max_consumers, "consumers with open requests", "max_consumers")
         idle.sort(key=lambda consumer: consumer.last_seen)
         self._forget(idle[: len(idle) // 2 + 1])

@@ -260,8 +260,9 @@ class Held:
 
 @meets("Too many loaders with workers of their own")
 def _() -> str:
-    with serve([1, 2], num_workers=1, limits=ClientLimits(max_sessions_per_principal=1)) as url:
-        loader = DataLoader(RemoteDataset(url, reconnect_timeout=0.1), num_workers=1, output="numpy")
+    limits = ClientLimits(max_sessions_per_principal=1)
+    with serve([1, 2], num_workers=1, limits=limits, token=SECRET) as url:
+        loader = DataLoader(RemoteDataset(url, token=SECRET, reconnect_timeout=0.1), num_workers=1, output="numpy")
         first = iter(loader)
         next(first)
         return raised_by(lambda: next(iter(loader)))

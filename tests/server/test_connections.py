@@ -257,7 +257,7 @@ def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
 
 def test_connections_have_a_limit(start: Start) -> None:
     """One more is told so and closed, those that are open live on, and one that leaves makes room."""
-    running = start(max_connections=3)
+    running = start(max_connections=3, head_seconds=10)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url)) for _ in range(3)]
         for client in clients:
@@ -413,7 +413,7 @@ def masked(opcode: int, content: bytes) -> bytes:
 
 def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
     """As an answer is."""
-    running = start()
+    running = start(head_seconds=10)
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
         eventually(lambda: not client.is_open())
@@ -422,7 +422,7 @@ def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
 def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
     """Their answers would fill the memory; the batches are whole."""
     count = 50_000
-    running = start(unread_seconds=60)
+    running = start(unread_seconds=60, head_seconds=10)
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
         client.socket.recv(1, socket.MSG_PEEK)  # now there is something to read
