@@ -27,8 +27,6 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.processes import ROOT, await_idle, free_port
@@ -287,23 +285,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of the server")
     parser.add_argument("--server", metavar="URL", help="one that runs already and hosts the same")
     options = parser.parse_args()
-    table = Table("attack", "what", "without, batches/s", "beside, batches/s", "ratio", box=None)
+    print(f"{'attack':<12} {'alone':>7} {'beside':>7} {'ratio':>6}  (batches a second, medians)")
     for name in options.attacks or ATTACKS:
         with contextlib.nullcontext(options.server) if options.server else server(options.workers) as url:
             turns = [measured(url, options.seconds)]
             for _ in range(options.rounds):
                 turns += [_beside(name, url, options.seconds), measured(url, options.seconds)]
         alone, beside = turns[::2], turns[1::2]
-        means = [(a + b) / 2 for a, b in pairwise(alone)]
-        ratio = statistics.median(b / a for a, b in zip(means, beside, strict=True))
-        table.add_row(
-            name,
-            ATTACKS[name][1],
-            f"{statistics.median(alone):,.0f}",
-            f"{statistics.median(beside):,.0f}",
-            f"{ratio:.2f}",
-        )
-    Console().print(table)
+        ratio = statistics.median(2 * b / (a + c) for b, (a, c) in zip(beside, pairwise(alone), strict=True))
+        rates = f"{statistics.median(alone):>7,.0f} {statistics.median(beside):>7,.0f} {ratio:>6.2f}"
+        print(f"{name:<12} {rates}  {ATTACKS[name][1]}", flush=True)
 
 
 def _beside(name: str, url: str, seconds: float) -> float:
