@@ -163,7 +163,7 @@ class ClientLimits:
     """Batches for which a request may list indices, or that it may want to be made ahead."""
     max_consumers: int = 4096
     """Consumers of one principal that have an open request; idle ones are forgotten when there are more."""
-    max_loaders: int = 1024
+    max_loaders: int = 4096
     """Loaders of one principal that are remembered; who asks for a forgotten one registers it again by itself."""
     max_sessions: int = 256
     """Sessions with workers of their own."""
