@@ -176,7 +176,7 @@ class ClientLimits:
     unread_seconds: float = 60.0
     """Seconds in which a client must take something of its answer."""
     pressed_seconds: float = 2.0
-    """The same while answers take more memory than the budget once more."""
+    """The same while its principal leaves more unread than its share of the memory."""
     pressed_rate: float = 64 * 2**10
     """Bytes a second that a client must take of its answer meanwhile."""
     linger_seconds: float = 2.0

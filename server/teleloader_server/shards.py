@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
-MAX_STATE: Final = 16 * 1024
-"""Characters of a shard's state that travel with each of its batches."""
+from teleloader_shared.spec import MAX_STATE
 
 
 class Shard:

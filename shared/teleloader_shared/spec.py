@@ -20,6 +20,8 @@ MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
+MAX_STATE: Final = 16 * 1024
+"""Characters of a shard's state, which travels with each of its batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +169,10 @@ def _states(value: object, count: int) -> tuple[str | None, ...]:
     """As a tuple, because a spec can be a key."""
     if not isinstance(value, list | tuple) or len(value) != count:
         raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
-    if not all(state is None or isinstance(state, str) for state in value):
-        raise InvalidSpec(f"shard_states must hold strings and nulls, was {_shown(value)}")
+    if not all(state is None or (isinstance(state, str) and len(state) <= MAX_STATE) for state in value):
+        raise InvalidSpec(
+            f"shard_states must hold nulls and strings of up to {MAX_STATE:,} characters, was {_shown(value)}"
+        )
     return tuple(value)
 
 

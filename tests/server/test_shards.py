@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.shards import MAX_STATE, Shard
+from teleloader_server.shards import Shard
+from teleloader_shared.spec import MAX_STATE
 
 Outcome = list[Any] | str | None
 """What `fetch` said: samples, an exception's text, or that there are no more."""

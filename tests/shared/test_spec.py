@@ -290,7 +290,7 @@ def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
 def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
     """What a frame said of it."""
-    with pytest.raises(InvalidSpec, match="shard_states must hold strings and nulls, was "):
+    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 16,384 characters, was "):
         LoaderSpec(dataset="d", shard_states=states)
 
 
