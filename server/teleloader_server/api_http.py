@@ -99,8 +99,11 @@ class StreamResponse(Response):
         async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
-                while not stream.exhausted and is_still_admitted(scope):
-                    await self._send_frames(await unless(gone, ready_frames(stream)), stream, send)
+                while not stream.exhausted:
+                    frames = await unless(gone, ready_frames(stream))
+                    if not is_still_admitted(scope):
+                        break
+                    await self._send_frames(frames, stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_frames(self, frames: list[Lease], stream: BatchStream, send: Send) -> None:
@@ -280,7 +283,8 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         service.loader(principal, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
-        immutable = {"etag": etag, "cache-control": "public, max-age=31536000, immutable"}
+        shared = "private" if request.app.state.gate.has_tokens else "public"
+        immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
         who = consumer or address_of(request)

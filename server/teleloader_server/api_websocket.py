@@ -18,7 +18,7 @@ from teleloader_server.access import READ, needs
 from teleloader_server.api_http import address_of, index_lists, joined, ready_frames
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
-from teleloader_server.gate import enter
+from teleloader_server.gate import Gate, enter
 from teleloader_server.problems import Refusal, problem_of
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
@@ -85,6 +85,7 @@ class Conversation:
         self._service = service
         self._loader = loader
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
+        self._gate: Gate = socket.app.state.gate
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """What is to be sent, with what ends it; None after the last one."""
         self._outstanding = 0
@@ -152,6 +153,7 @@ class Conversation:
             async with ending:
                 while not stream.exhausted:
                     frames = await ready_frames(stream)
+                    self._gate.admit_still(self._socket.scope)
                     with self._service.sending(sum(map(len, frames)), stream):
                         for piece in joined(frames):
                             await self._socket.send({"type": "websocket.send", "bytes": piece})

@@ -60,6 +60,8 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
         openapi_url=None,
+        # a redirect would be answered without passing the gate
+        redirect_slashes=False,
         responses=DOCUMENTED,
     )
     app.state.gate = gate or Gate()
