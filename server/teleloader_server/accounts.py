@@ -7,7 +7,7 @@ refused what would be the others' share, and nobody else is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from teleloader_server.access import ANYONE, Principal
@@ -121,6 +121,46 @@ class Accounts:
         for name, account in list(self._accounts.items()):
             if account.has_nothing and account.due < now - 1.0:
                 del self._accounts[name]
+
+
+class Holdings:
+    """What clients have sent and the server keeps until it is answered: bodies of requests, and lists of indices.
+
+    Args:
+        limit: Bytes of all of it.
+        shared: Says whether there are several principals. Then one may have no more than it leaves to the others.
+    """
+
+    def __init__(self, limit: int, shared: Callable[[], bool]) -> None:
+        self._limit = limit
+        self._shared = shared
+        self._held: Counter[str] = Counter()
+        """Bytes of each principal."""
+
+    def has_room(self, name: str, nbytes: int) -> bool:
+        """Whether the principal of that name may have so many bytes more."""
+        left = self._limit - self._held.total() - nbytes
+        return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
+
+    def take(self, name: str, nbytes: int) -> None:
+        """Count so many bytes more, which are to be given back.
+
+        Raises:
+            ServerUnavailable: When there is no room for them.
+        """
+        if not self.has_room(name, nbytes):
+            raise ServerUnavailable(
+                f"the server holds {self._held.total():,} bytes of requests, {self._held[name]:,} of them of {name!r}, "
+                f"and may hold {self._limit:,} (held_bytes); where there are several tokens, the owner of each must "
+                "leave as much as it takes: try again later"
+            )
+        self._held[name] += nbytes
+
+    def give_back(self, name: str, nbytes: int) -> None:
+        """They are not kept any more."""
+        self._held[name] -= nbytes
+        if not self._held[name]:
+            del self._held[name]
 
 
 def account_of(scope: Mapping[str, Any]) -> Account | None:

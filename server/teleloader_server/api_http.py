@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.access import ADMIN, READ, allows, needs
+from teleloader_server.accounts import Holdings
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream, Said
 from teleloader_server.gate import GuardedRoute, check, is_still_admitted, principal_of
@@ -26,7 +27,7 @@ from teleloader_server.tracing import AnswerTrace
 from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import Address
-from teleloader_shared.errors import InvalidSpec, ProtocolError, ServerUnavailable, TeleloaderError, VersionMismatch
+from teleloader_shared.errors import InvalidSpec, ProtocolError, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -99,8 +100,11 @@ class StreamResponse(Response):
         async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
-                while not stream.exhausted and is_still_admitted(scope):
-                    await self._send_frames(await unless(gone, ready_frames(stream)), stream, send)
+                while not stream.exhausted:
+                    frames = await unless(gone, ready_frames(stream))
+                    if not is_still_admitted(scope):
+                        break
+                    await self._send_frames(frames, stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_frames(self, frames: list[Lease], stream: BatchStream, send: Send) -> None:
@@ -197,10 +201,10 @@ def _concatenated(frames: list[Lease]) -> memoryview:
     return np.concatenate(frames, out=_writes.take(sum(map(len, frames)))).data
 
 
-def make_router(service: LoaderService) -> APIRouter:
-    """The endpoints of `service`."""
+def make_router(service: LoaderService, holdings: Holdings) -> APIRouter:
+    """The endpoints of `service`; the bodies of their requests count among `holdings`."""
     router = APIRouter(route_class=GuardedRoute)
-    bodies = Bodies(service.client_limits)
+    bodies = Bodies(service.client_limits, holdings)
     _add_loaders(router, service, bodies)
     _add_batches(router, service, bodies)
     return router
@@ -280,7 +284,8 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         service.loader(principal, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
-        immutable = {"etag": etag, "cache-control": "public, max-age=31536000, immutable"}
+        shared = "private" if request.app.state.gate.has_tokens else "public"
+        immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
         who = consumer or address_of(request)
@@ -383,11 +388,11 @@ def index_lists(body: bytes, limits: ClientLimits) -> tuple[Address, dict[int, b
 
 
 class Bodies:
-    """The bodies of requests that are held now, which together have a limit: each connection may send one."""
+    """Reads the bodies of requests, which together have a limit: each connection may send one."""
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, holdings: Holdings) -> None:
         self._limits = limits
-        self._held = 0
+        self._holdings = holdings
 
     @asynccontextmanager
     async def read(self, request: Request, name: Literal["body_bytes", "spec_bytes"]) -> AsyncIterator[bytes]:
@@ -399,7 +404,7 @@ class Bodies:
 
         Raises:
             Refusal: When it is larger.
-            ServerUnavailable: When all bodies together are too large.
+            ServerUnavailable: When all bodies together are too large, or those of the same principal.
         """
         body = bytearray()
         limit = getattr(self._limits, name)
@@ -408,20 +413,16 @@ class Bodies:
         )
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
+        owner = principal_of(request).name
         try:
             async for piece in request.stream():
                 if len(body) + len(piece) > limit:
                     raise too_large
-                if self._held + len(piece) > self._limits.held_bytes:
-                    raise ServerUnavailable(
-                        f"the server holds {self._held:,} bytes of requests, and may hold {self._limits.held_bytes:,} "
-                        "(held_bytes): try again later"
-                    )
-                self._held += len(piece)
+                self._holdings.take(owner, len(piece))
                 body += piece
             yield bytes(body)
         finally:
-            self._held -= len(body)
+            self._holdings.give_back(owner, len(body))
 
 
 def parsed_json(body: bytes) -> object:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from teleloader_server.access import STATS, UNCHECKED, needs
 from teleloader_server.api_http import departure
 from teleloader_server.exposition import exposed
-from teleloader_server.gate import GuardedRoute, is_still_admitted
+from teleloader_server.gate import GuardedRoute, is_still_admitted, principal_of
 from teleloader_server.problems import Problem
 from teleloader_server.service import DEFAULT_CONSUMERS, LoaderService
 from teleloader_shared.errors import ServerUnavailable
@@ -36,18 +36,21 @@ class StatsStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: LoaderService, watchers: set[StatsStream], limit: int, offset: int, every: float):
+    def __init__(
+        self, service: LoaderService, watchers: dict[StatsStream, str], name: str, limit: int, offset: int, every: float
+    ) -> None:
         # a proxy that gathers answers would hold the events back
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service = service
         self._watchers = watchers
+        self._name = name
         self._page = limit, offset
         self._every = every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head, then events."""
-        self._watchers.add(self)
+        self._watchers[self] = self._name
         drained = asyncio.create_task(self._service.drained())
         try:
             async with departure(receive) as gone:
@@ -60,7 +63,7 @@ class StatsStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             drained.cancel()
-            self._watchers.discard(self)
+            self._watchers.pop(self, None)
 
 
 def make_status_router(service: LoaderService) -> APIRouter:
@@ -72,7 +75,8 @@ def make_status_router(service: LoaderService) -> APIRouter:
 
 
 def _add_stats(router: APIRouter, service: LoaderService) -> None:
-    watchers: set[StatsStream] = set()
+    watchers: dict[StatsStream, str] = {}
+    """With the name of the principal whose they are."""
 
     @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
     @needs(STATS)
@@ -87,15 +91,19 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     )
     @needs(STATS)
     async def stream(
+        request: Request,
         interval: Annotated[float, Query(ge=0.5, le=60, description="seconds between two events")] = 1.0,
         limit: Limit = DEFAULT_CONSUMERS,
         offset: Offset = 0,
     ) -> Response:
-        if len(watchers) >= MAX_WATCHERS:
+        name = principal_of(request).name
+        most = MAX_WATCHERS // 2 if request.app.state.gate.has_tokens else MAX_WATCHERS
+        if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
-                f"{MAX_WATCHERS} streams of /stats are open, and no more are allowed: ask for /stats now and then"
+                f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "
+                "them to one principal: ask for /stats now and then"
             )
-        return StatsStream(service, watchers, limit, offset, interval)
+        return StatsStream(service, watchers, name, limit, offset, interval)
 
     @router.get(
         "/metrics",

@@ -15,10 +15,11 @@ import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from teleloader_server.access import READ, needs
+from teleloader_server.accounts import Holdings
 from teleloader_server.api_http import address_of, index_lists, joined, ready_frames
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
-from teleloader_server.gate import enter
+from teleloader_server.gate import Gate, enter
 from teleloader_server.problems import Refusal, problem_of
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
@@ -78,17 +79,22 @@ class Conversation:
         socket: The connection, accepted.
         service: Who makes batches.
         loader: Key of the loader that the connection is for.
+        holdings: What clients have sent and is kept; lists of indices count there until they are answered.
     """
 
-    def __init__(self, socket: WebSocket, service: LoaderService, loader: str) -> None:
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, holdings: Holdings) -> None:
         self._socket = socket
         self._service = service
         self._loader = loader
+        self._holdings = holdings
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
+        self._gate: Gate = socket.app.state.gate
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """What is to be sent, with what ends it; None after the last one."""
         self._outstanding = 0
         """Batches that were asked for and not sent."""
+        self._kept = 0
+        """Bytes of the lists of indices that they came with."""
         self._sent = asyncio.Event()
 
     async def run(self) -> None:
@@ -127,15 +133,35 @@ class Conversation:
             principal = await enter(self._socket, READ)  # a token ends, or is replaced
             ask = parse_lists(message, self._loader, limits) if lists else parse_range(message, limits)
             count = ask.stop - ask.start
-            while self._outstanding + count > limits.max_window:
+            kept = sum(map(len, ask.indices.values())) if ask.indices else 0
+            while self._outstanding + count > limits.max_window or (
+                self._kept and not self._holdings.has_room(principal.name, kept)
+            ):
                 self._sent.clear()
                 await self._sent.wait()
-            self._outstanding += count
             ending = AsyncExitStack()
+            self._keep(principal.name, kept, ending)
+            self._outstanding += count
             asked = self._service.batches(
                 principal, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
             )
-            self._asked.put_nowait((await ending.enter_async_context(asked), ending))
+            try:
+                self._asked.put_nowait((await ending.enter_async_context(asked), ending))
+            except BaseException:
+                await ending.aclose()
+                raise
+
+    def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
+        """Count what lists of indices take, until the end of what they ask for."""
+
+        def give_back() -> None:
+            self._kept -= nbytes
+            self._holdings.give_back(name, nbytes)
+            self._sent.set()
+
+        self._holdings.take(name, nbytes)
+        self._kept += nbytes
+        ending.callback(give_back)
 
     async def _message(self) -> bytes:
         message = await self._socket.receive()
@@ -152,6 +178,7 @@ class Conversation:
             async with ending:
                 while not stream.exhausted:
                     frames = await ready_frames(stream)
+                    self._gate.admit_still(self._socket.scope)
                     with self._service.sending(sum(map(len, frames)), stream):
                         for piece in joined(frames):
                             await self._socket.send({"type": "websocket.send", "bytes": piece})
@@ -167,14 +194,14 @@ class Conversation:
             pass  # nobody wants to know
 
 
-def make_stream_router(service: LoaderService) -> APIRouter:
-    """The WebSocket of `service`."""
+def make_stream_router(service: LoaderService, holdings: Holdings) -> APIRouter:
+    """The WebSocket of `service`; the lists that come there count among `holdings`."""
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
         await socket.accept()  # refusals are told as everything else is, in a message
-        await Conversation(socket, service, key).run()
+        await Conversation(socket, service, key, holdings).run()
 
     return router

@@ -14,6 +14,7 @@ from typing import Final, cast
 import uvicorn
 from fastapi import FastAPI
 
+from teleloader_server.accounts import Holdings
 from teleloader_server.api_access import make_access_router
 from teleloader_server.api_http import make_router
 from teleloader_server.api_status import make_status_router
@@ -60,14 +61,17 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
         openapi_url=None,
+        # a redirect would be answered without passing the gate
+        redirect_slashes=False,
         responses=DOCUMENTED,
     )
     app.state.gate = gate or Gate()
     app.state.gate.dataset_of = service.dataset_of
     app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
     app.include_router(make_access_router(app.state.gate))
-    app.include_router(make_router(service))
-    app.include_router(make_stream_router(service))
+    holdings = Holdings(service.client_limits.held_bytes, lambda: len(app.state.gate.tokens.entries) > 1)
+    app.include_router(make_router(service, holdings))
+    app.include_router(make_stream_router(service, holdings))
     app.include_router(make_status_router(service))
     add_dashboard(app)
     handle_problems(app)

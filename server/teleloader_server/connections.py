@@ -25,6 +25,7 @@ import socket
 import struct
 import termios
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -122,7 +123,11 @@ class Watch:
             await asyncio.sleep(self._interval)
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
-                connection.check(now)
+                try:
+                    connection.check(now)
+                except Exception:  # the others are to be held to their limits all the same
+                    logger.exception("a connection could not be held to its limits, and is broken off")
+                    connection.break_off()
             if self._broken:
                 what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
                 logger.warning("connections were closed: %s", what)
@@ -416,22 +421,27 @@ class Connection(HttpToolsProtocol):
         return not waiting
 
     def _tell(self, refusal: Refusal) -> None:
-        request = request_ids.new_id()
-        content = encoded(refusal.status, refusal.code, refusal.detail, request)
-        head = [
-            *self.server_state.default_headers,
-            (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
-            (b"content-length", str(len(content)).encode()),
-            (request_ids.HEADER, request.encode()),
-            (b"connection", b"close"),
-            *((name.encode(), value.encode()) for name, value in refusal.headers.items()),
-        ]
-        lines = b"".join(b"%b: %b\r\n" % header for header in head)
-        self.transport.write(STATUS_LINE[refusal.status] + lines + b"\r\n" + content)
+        self.transport.write(last_answer(refusal, self.server_state.default_headers))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self.transport.close()  # TLS: what still comes is read and thrown away until the peer has taken note
+
+
+def last_answer(refusal: Refusal, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """An answer that says why a request is not read, after which its connection is closed."""
+    request = request_ids.new_id()
+    content = encoded(refusal.status, refusal.code, refusal.detail, request)
+    head = [
+        *default_headers,
+        (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
+        (b"content-length", str(len(content)).encode()),
+        (request_ids.HEADER, request.encode()),
+        (b"connection", b"close"),
+        *((name.encode(), value.encode()) for name, value in refusal.headers.items()),
+    ]
+    lines = b"".join(b"%b: %b\r\n" % header for header in head)
+    return STATUS_LINE[refusal.status] + lines + b"\r\n" + content
 
 
 class Unread:

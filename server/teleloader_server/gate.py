@@ -54,10 +54,14 @@ MAX_TOKENS_BYTES: Final = 2**20
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Browsers that are signed in; with one more, the one that signed in first is signed out."""
+MAX_SESSIONS_PER_TOKEN: Final = 128
+"""Those of one token; with one more, its first one is signed out, and nobody else's."""
 LOG_EVERY: Final = 10.0
 """Seconds between two lines on requests that were refused: whoever makes them can make millions."""
 
 _NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
+_ADMITTED: Final = "teleloader.admitted"
+"""Where a request's scope has what its endpoint needs, and of which dataset."""
 _LOOKED_AT: Final = frozenset({
     b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", _NO_PAGE,
 })  # fmt: skip
@@ -169,6 +173,9 @@ class Gate:
         fixed: Tokens that do not change.
         host: What the server was told to listen on, which may be a name.
         allowed_hosts: Further names that it is called by.
+
+    Raises:
+        ConfigError: When two tokens are the same, or called the same.
     """
 
     def __init__(
@@ -216,17 +223,27 @@ class Gate:
         headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
         try:
             self._check_site(scope.get("method", "GET"), headers)
+            dataset = self.dataset_of(params["key"]) if "key" in params else params.get("name")
+            # noted as it is now: a loader may be forgotten before its answer ends
+            scope[_ADMITTED] = need, dataset
             if need == OPEN or not self.has_tokens:
                 return ANYONE
             principal = self.principal(scope, headers)
-            dataset = None
-            if need == READ and READ not in principal.scopes:
-                dataset = self.dataset_of(params["key"]) if "key" in params else params.get("name")
             check(principal, need, dataset)
         except (Refusal, AccessDenied) as error:
             self._note(error, scope)
             raise
         return principal
+
+    def admit_still(self, scope: Scope) -> None:
+        """Let what was admitted go on: the token may have ended, or may be for less than it was.
+
+        Raises:
+            Unauthorized: When it is not good any more.
+            Forbidden: When it is not for this any more.
+        """
+        if self.has_tokens:
+            check(self.principal(scope), *scope[_ADMITTED])
 
     def principal(self, scope: Scope, headers: Mapping[bytes, bytes] | None = None) -> Principal:
         """Whose token or cookie came with a request.
@@ -265,6 +282,9 @@ class Gate:
         self._look()
         found = self._valid(token.encode(errors="replace"))
         name = secrets.token_urlsafe(32)
+        of_token = [key for key, session in self._sessions.items() if session.digest == found.digest]
+        if len(of_token) >= MAX_SESSIONS_PER_TOKEN:
+            del self._sessions[of_token[0]]
         expires = min(found.expires, time.time() + SESSION_SECONDS)
         self._sessions[_digest_of(name)] = _Session(found.digest, expires)
         if len(self._sessions) > MAX_SESSIONS:
@@ -286,7 +306,7 @@ class Gate:
             )
         session = self._sessions.get(_digest_of(name))
         token = None if session is None else self._tokens.has(session.digest)
-        if session is None or token is None or session.expires <= time.time():
+        if session is None or token is None or min(session.expires, token.expires) <= time.time():
             self._sessions.pop(_digest_of(name), None)
             raise Unauthorized("this browser is not signed in any more: sign in again at /")
         return token.principal
@@ -339,11 +359,25 @@ class Gate:
         self._looked = now
         changed = [source for source in self._sources if source.look()]
         if changed:
+            try:
+                self._tokens = self._all()
+            except ConfigError as error:
+                logger.error("the tokens stay as they were: %s", error)
+                return
             self._known.clear()
-            self._tokens = self._all()
 
     def _all(self) -> Tokens:
         entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]
+        names = Counter(entry.principal.name for entry in entries)
+        digests = Counter(entry.digest for entry in entries)
+        for entry in entries:
+            name = entry.principal.name
+            if names[name] > 1 or digests[entry.digest] > 1:
+                raise ConfigError(
+                    f"another token is called {name!r} as well, or is the same: --tokens, --token-file and "
+                    "TELELOADER_TOKEN may be given together only where no two of their tokens are the same or have the "
+                    "same name ('token' is that of the latter two)"
+                )
         return Tokens(tuple(entries))
 
     def _note(self, error: Exception, scope: Scope) -> None:
@@ -378,13 +412,11 @@ def principal_of(request: Request) -> Principal:
 
 
 def is_still_admitted(scope: Scope) -> bool:
-    """Whether who makes a request still has a token: for answers that do not end by themselves."""
+    """Whether who makes a request may still do so: for answers that do not end by themselves."""
     gate: Gate = scope["app"].state.gate
-    if not gate.has_tokens:
-        return True
     try:
-        gate.principal(scope)
-    except Unauthorized:
+        gate.admit_still(scope)
+    except AccessDenied:
         return False
     return True
 

@@ -117,3 +117,9 @@ class Renewal:
             logger.error("the certificate stays as it was: %s", error)
             return
         logger.info("%s was read again", self._files.certfile)
+        if self._files.ca_certs is not None:
+            logger.info(
+                "CAs that were added to %s are trusted now; those that were taken out are trusted until the server is "
+                "started again",
+                self._files.ca_certs,
+            )

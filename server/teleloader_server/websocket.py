@@ -10,7 +10,8 @@ from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
 from teleloader_server.accounts import account_of
-from teleloader_server.connections import Unread, Watch, break_off
+from teleloader_server.connections import Unread, Watch, break_off, last_answer
+from teleloader_server.problems import Refusal
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024
 """Of what a client sends: connections are many, and each may send one."""
@@ -27,6 +28,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def __init__(self, watch: Watch, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
+        # the lines of the library for debugging show all headers, and with them tokens and cookies
+        self.conn.debug = False
         self._watch = watch
         self._fragments = 0
         self._takes_more = asyncio.Event()
@@ -56,6 +59,20 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._takes_more.set()
 
     # -- what a client sends
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; the first of it is the head of the request, which the library may not take."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if not self.handshake_initiated:
+            self._refuse(f"the WebSocket cannot be opened: {self.conn.handshake_exc or 'its head is not complete'}")
+
+    def _refuse(self, why: str) -> None:
+        self._watch.count("400 BadRequest")
+        self.handshake_complete = self.close_sent = True
+        self.transport.write(last_answer(Refusal(400, "BadRequest", why), self.default_headers))
+        self.transport.close()
 
     def handle_cont(self, event: WebSocketFrame) -> None:
         """A further fragment of a message."""
@@ -101,7 +118,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def check(self, now: float) -> None:
         """Break the connection when its peer does not read."""
-        if self._unread.too_much(now, account_of(self.scope)):
+        # there is no scope where the request was refused
+        if self._unread.too_much(now, account_of(getattr(self, "scope", {}))):
             self._watch.count("WebSocket not read")
             self.break_off()
 

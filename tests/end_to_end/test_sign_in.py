@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import secrets
@@ -221,6 +222,37 @@ def test_pages_of_other_sites_can_do_nothing(browser: Browser, tmp_path: Path, s
     assert stats["server"]["num_workers"] == 1
     assert len(stats["workers"]) == 1, "no session was begun"
     server.await_line("requests were refused: .*CrossSite")
+
+
+def test_streams_of_figures_are_left_to_others(server: ServerProcess, table: TokenTable) -> None:
+    """One token has half of them at most."""
+    other = table.add("bob")
+    table.write()
+    with httpx.Client(base_url=server.url) as client, contextlib.ExitStack() as stack:
+
+        def opened(token: str) -> int:
+            headers = {"Authorization": f"Bearer {token}"}
+            return stack.enter_context(client.stream("GET", "/stats/stream", headers=headers)).status_code
+
+        assert [opened(table.secrets["anna"]) for _ in range(10)] == [200] * 8 + [503] * 2
+        while client.get("/stats", headers={"Authorization": f"Bearer {other}"}).status_code == 401:
+            pass
+        assert opened(other) == 200
+
+
+def test_batches_behind_a_token_are_for_no_shared_cache(server: ServerProcess, table: TokenTable) -> None:
+    """It would give them to everybody."""
+    headers = {"Authorization": f"Bearer {table.secrets['anna']}"}
+    with httpx.Client(base_url=server.url, headers=headers) as client:
+        key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
+        answer = client.get(f"/v1/loaders/{key}/epochs/0/batches/0")
+    assert answer.headers["cache-control"].startswith("private,")
+
+
+def test_a_path_with_a_slash_too_many_is_nothing(server: ServerProcess) -> None:
+    """A redirect would tell of what is there, whoever asks, and to wherever the header Host says."""
+    for path in ("/stats/", "/v1/datasets/"):
+        assert httpx.get(f"{server.url}{path}", headers={"Host": "evil.example"}).status_code in (404, 421)
 
 
 @pytest.mark.parametrize("path", ["/stats", "/v1/datasets", "/metrics", "/docs", "/session"])

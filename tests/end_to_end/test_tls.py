@@ -205,6 +205,20 @@ def test_clients_may_have_to_have_a_certificate(files: Files, start_server: Star
     assert "Traceback" not in "".join(server.log)
 
 
+def test_cas_of_clients_can_be_added_while_the_server_runs(
+    files: Files, start_server: StartServer, tmp_path: Path
+) -> None:
+    """One that is taken out is trusted until it is started again, and the log says so."""
+    other = Files(tmp_path)
+    cas = tmp_path / "clients.pem"
+    cas.write_text(Path(files.ca).read_text())
+    server = start_server(NUMBERS, *tls(*files.make("added", "127.0.0.1"), "--ssl-ca-certs", str(cas)))
+    cas.write_text(Path(other.ca).read_text())
+    server.await_line(r"taken out are trusted until the server is started again")
+    for cert, key in (files.make("client", "trainer-0"), other.make("client", "trainer-0")):
+        assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
+
+
 # -- the server's side
 
 

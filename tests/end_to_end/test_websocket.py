@@ -22,6 +22,7 @@ from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end import hosted
+from tests.end_to_end.test_access import TokenTable
 
 GONE = Address("0" * 32, 0, 0)
 
@@ -264,6 +265,35 @@ def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -
     assert server.process.wait(10) == 0
 
 
+def test_index_lists_that_are_kept_have_a_limit(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Together with the bodies of requests; those that come meanwhile wait, and are answered in their order."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1", "--limit", "held_bytes=5000")
+    key = register(server.url, dataset="slow", order="client", session="long", batch_size=2)
+    lists = [codec.to_bytes(Address(key, 0, k), [k % 8] * 500, checksum=False) for k in range(30)]
+    assert 500 < len(lists[0]) < 2500
+    body = json.dumps({"dataset": "slow", "batch_size": 8, "version": "x" * (5000 - len(lists[0]))})
+    with stream(server.url, key) as socket:
+        for frame in lists:
+            socket.send(frame)
+
+        def refused() -> bool:
+            answer = httpx.post(f"{server.url}/v1/loaders", content=body, trust_env=False)
+            return answer.status_code == 503 and "held_bytes" in answer.json()["detail"]
+
+        await_(refused)
+        gate.touch()
+        assert [frame.address.batch for frame in frames(socket, 30)] == list(range(30))
+        assert not refused()
+        socket.send(codec.to_bytes(Address(key, 0, 30), [1] * 20_000, checksum=False))
+        problem, code = refusal(socket)
+        assert (problem["code"], code) == ("ServerUnavailable", 1012)
+        assert "held_bytes" in problem["detail"]
+
+
 TOKENS = """
 [all]
 token = "a-token-for-all-datasets"
@@ -313,3 +343,51 @@ def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
     with stream(*guarded, Authorization="Bearer a-token-for-all-datasets") as socket:
         ask(socket, 0, 0, 1)
         assert frames(socket, 1)[0].address.batch == 0
+
+
+@pytest.mark.parametrize("instead", [None, ("read:other",)], ids=["removed", "for another dataset"])
+def test_a_token_that_is_taken_away_ends_the_stream(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, instead: tuple[str, ...] | None
+) -> None:
+    """Nothing more is sent, of what was asked for before neither."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    table = TokenTable(tmp_path / "tokens.toml")
+    table.add("other")
+    token = table.add("first")
+    server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1", "--tokens", table.write())
+    authorized = {"Authorization": f"Bearer {token}"}
+    with httpx.Client(base_url=server.url, headers=authorized, trust_env=False) as client:
+        answer = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1})
+        key = answer.raise_for_status().json()["key"]
+        with stream(server.url, key, **authorized) as socket:
+            ask(socket, 0, 0, 8)
+            await_(lambda: client.get("/stats").json()["workers"][0]["state"] == "busy")
+            table.remove("first")
+            if instead is not None:
+                table.add("first", *instead, token=f'"{token}"')
+            table.write()
+            await_(lambda: client.get(f"/v1/loaders/{key}").status_code == (401 if instead is None else 403))
+            gate.touch()
+            problem, code = refusal(socket)
+    assert (problem["code"], code) == ("Unauthorized" if instead is None else "Forbidden", 1008)
+
+
+def test_the_log_shows_no_token(start_server: StartServer, tmp_path: Path) -> None:
+    """However much is logged."""
+    table = TokenTable(tmp_path / "tokens.toml")
+    token = table.add("first")
+    server = start_server(
+        "tests.end_to_end.hosted:numbers", "--num-workers", "1", "--log-level", "debug", "--tokens", table.write()
+    )
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        client.post("/session", json={"token": token}).raise_for_status()
+        (cookie,) = client.cookies.items()
+        for headers in ({"Authorization": f"Bearer {token}"}, {"Cookie": "=".join(cookie)}):
+            with stream(server.url, "nobody", **headers) as socket:
+                assert refusal(socket)[0]["code"] == "UnknownLoader"
+    assert server.end() == 0
+    log = "".join(server.log)
+    assert "DEBUG" in log
+    assert token not in log
+    assert cookie[1] not in log

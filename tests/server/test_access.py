@@ -308,6 +308,50 @@ def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> Non
         gate.admit(scope(f"Bearer {SECRET}"), "read", {})
 
 
+def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path, clock: list[float]) -> None:
+    """Of the same dataset, though its loader was forgotten meanwhile."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    loaders = {"of-train": "train", "of-other": "other"}
+    gate.dataset_of = loaders.get
+    of_train, of_other, figures = (scope(f"Bearer {SECRET}") for _ in range(3))
+    gate.admit(of_train, "read", {"key": "of-train"})
+    gate.admit(of_other, "read", {"key": "of-other"})
+    gate.admit(figures, "stats", {})
+    loaders.clear()
+    (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
+    clock[0] += 2
+    gate.admit_still(of_train)
+    for ended in (of_other, figures):
+        with pytest.raises(Forbidden):
+            gate.admit_still(ended)
+    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
+    clock[0] += 2
+    with pytest.raises(Unauthorized):
+        gate.admit_still(of_train)
+
+
+@pytest.mark.parametrize(
+    ("name", "token"), [("token", "another-token-of-it"), ("trainer", SECRET)], ids=["a name", "a token"]
+)
+def test_tokens_of_several_sources_differ(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture, name: str, token: str
+) -> None:
+    """By name and by themselves; where a file that changes breaks this rule, the tokens stay as they were."""
+    fixed = access.single_token(SECRET, "TELELOADER_TOKEN")
+    twice = f'[{name}]\ntoken = "{token}"\n'
+    file = tmp_path / "tokens.toml"
+    file.write_text(twice)
+    with pytest.raises(ConfigError, match=f"another token is called '(token|{name})' as well, or is the same"):
+        Gate([TokenFile.table(file)], fixed)
+    file.write_text('[other]\ntoken = "a-third-token-of-it"\n')
+    gate = Gate([TokenFile.table(file)], fixed)
+    file.write_text(twice)
+    clock[0] += 2
+    assert gate.admit(scope("Bearer a-third-token-of-it"), "read", {}).name == "other"
+    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "token"
+    assert "the tokens stay as they were: another token" in caplog.text
+
+
 @pytest.mark.parametrize(
     "header",
     ["", "Bearer", "Bearer ", "Basic abc", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}", "Bearer \xff"],
@@ -380,6 +424,18 @@ def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> N
         gate.admit(asking, "stats", {})
 
 
+def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[float]) -> None:
+    """Though the token had longer when the session began."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    asking = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
+    (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
+    clock[0] += 2
+    assert gate.admit(asking, "stats", {}).name == "trainer"
+    clock[0] += 9
+    with pytest.raises(Unauthorized):
+        gate.admit(asking, "stats", {})
+
+
 def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
     """And is never sent in the clear."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
@@ -414,12 +470,24 @@ def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
 
 
 def test_sessions_are_bounded(tmp_path: Path) -> None:
-    """The oldest gives way."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    sessions = [scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1])) for _ in range(1025)]
+    """The oldest of the same token gives way, and of all when there are very many."""
+    tokens = [f"{number:020}" for number in range(10)]
+    gate = gate_of(tmp_path, "".join(f'[t{n}]\ntoken = "{token}"\n' for n, token in enumerate(tokens)))
+
+    def signed_in(token: str) -> dict[str, Any]:
+        return scope(cookie=cookie_of(gate.sign_in(token, scope())[1]))
+
+    other = signed_in(tokens[0])
+    sessions = [signed_in(tokens[1]) for _ in range(1100)]
     with pytest.raises(Unauthorized):
-        gate.admit(sessions[0], "stats", {})
-    assert gate.admit(sessions[1], "stats", {}).name == "trainer"
+        gate.admit(sessions[-129], "stats", {})
+    assert gate.admit(sessions[-128], "stats", {}).name == "t1"
+    assert gate.admit(other, "stats", {}).name == "t0"
+    for token in tokens[2:]:
+        for _ in range(128):
+            signed_in(token)
+    with pytest.raises(Unauthorized):
+        gate.admit(other, "stats", {})
 
 
 # -- where a server may stand

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_server.access import ALL_SCOPES, Principal
-from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts
+from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
 from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.datasets import host
 from teleloader_server.dispatcher import FORGET_AFTER, Run
@@ -391,6 +391,31 @@ def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
     busy.frames = 1
     accounts.forget_idle(now=10.0)
     assert list(accounts._accounts.values()) == [busy]
+
+
+# --- What clients have sent ---------------------------------------------------------------------------------------
+
+
+def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
+    """Each leaves as much as it has; what was given back can be taken again."""
+    holdings = Holdings(1000, lambda: True)
+    for name, most in (("a", 500), ("b", 250), ("c", 125)):
+        assert not holdings.has_room(name, most + 1)
+        with pytest.raises(ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(held_bytes\)"):
+            holdings.take(name, most + 1)
+        holdings.take(name, most)
+        assert not holdings.has_room(name, 1)
+    holdings.give_back("a", 500)
+    assert holdings.has_room("b", 180)
+    assert not holdings.has_room("b", 190)
+
+
+def test_who_is_alone_may_send_as_much_as_is_kept() -> None:
+    """There is nobody to leave it to."""
+    holdings = Holdings(1000, lambda: False)
+    holdings.take("anyone", 1000)
+    with pytest.raises(ServerUnavailable):
+        holdings.take("anyone", 1)
 
 
 # --- Sessions -----------------------------------------------------------------------------------------------------

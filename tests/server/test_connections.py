@@ -23,7 +23,7 @@ import uvloop
 from teleloader_server.access import ANYONE
 from teleloader_server.app import Server, bind, url_of
 from teleloader_server.config import ClientLimits, ConfigError, Limits
-from teleloader_server.connections import connections_for
+from teleloader_server.connections import Watched, connections_for
 from teleloader_server.datasets import host
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.service import LoaderService
@@ -72,6 +72,10 @@ class Running:
         spec = {"dataset": "images", "checksum": False}
         key = httpx.post(f"{self.url}/v1/loaders", json=spec).raise_for_status().json()["key"]
         return f"/v1/loaders/{key}/epochs/0/batches"
+
+    def connections(self) -> list[Watched]:
+        """Those that are open."""
+        return list(self._server._watch.connections)
 
     def stop(self) -> None:
         """Stop it."""
@@ -417,6 +421,44 @@ def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
         eventually(lambda: not client.is_open())
+
+
+UNREADABLE = {
+    "many headers": b"".join(b"X-%d: y\r\n" % n for n in range(150)),
+    "a long header": b"X: " + b"y" * 9000 + b"\r\n",
+    "a body": b"Transfer-Encoding: chunked\r\n",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_websocket_whose_request_cannot_be_read_is_refused(start: Start, name: str) -> None:
+    """Then its connection is closed; others are held to their limits as ever, and the server stops at once."""
+    running = start(linger_seconds=60)
+    head = HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    with Raw(running.url) as client, Raw(running.url) as other:
+        client.send(b"GET /v1/loaders/x/stream HTTP/1.1\r\n" + head + UNREADABLE[name] + b"\r\n")
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (400, "BadRequest")
+        assert client.rest() == b""
+        other.send(b"GET /hea")
+        assert other.answer().status == 408
+
+
+def test_a_connection_that_cannot_be_checked_is_broken_off(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the cause in the log; the others are held to their limits as ever."""
+    running = start()
+    with Raw(running.url) as client, Raw(running.url) as other:
+        assert client.get("/healthz").status == other.get("/healthz").status == 200
+        one, _ = running.connections()
+        monkeypatch.setattr(one, "check", lambda now: 1 / 0)
+        eventually(lambda: client.is_open() != other.is_open())
+        left = client if client.is_open() else other
+        left.send(b"GET /hea")
+        assert left.answer().status == 408
+    assert "could not be held to its limits" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
