@@ -104,7 +104,7 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("POST", "/v1/loaders", {"dataset": "dataset", "fingerprint": "x"}, 409, "DatasetChanged", "made for x"),
     ("POST", "/v1/loaders", [], 422, "InvalidSpec", "must be a JSON object"),
     ("GET", "/v1/datasets/nope", None, 404, "UnknownDataset", "no dataset 'nope'"),
-    ("GET", "/v1/datasets/..%2F..%2Fetc%2Fpasswd", None, 404, "NotFound", "/docs lists"),
+    ("GET", "/v1/datasets/..%2F..%2Fetc%2Fpasswd", None, 404, "NotFound", "/openapi.json lists"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches/7", None, 404, "BatchOutOfRange", "has the batches 0 to 6"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches/-1", None, 422, "InvalidRequest", "path.k"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches/x", None, 422, "InvalidRequest", "path.k"),
@@ -114,7 +114,7 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("GET", "/v1/loaders/{key}/epochs/0/batches", None, 422, "InvalidRequest", "query.start"),
     ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "POST its spec"),
     ("GET", f"/v1/loaders/{'0' * 32}", None, 404, "UnknownLoader", "POST its spec"),
-    ("GET", "/nothing/here", None, 404, "NotFound", "/docs lists"),
+    ("GET", "/nothing/here", None, 404, "NotFound", "/openapi.json lists"),
     ("DELETE", "/stats", None, 405, "MethodNotAllowed", "'/stats' has no DELETE"),
 ]
 
