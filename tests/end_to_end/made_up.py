@@ -181,7 +181,9 @@ class MadeUpServer:
 def serving(server: MadeUpServer) -> Iterator[MadeUpServer]:
     """Run it in a thread."""
     listening = bind("127.0.0.1", 0)
-    runner = uvicorn.Server(uvicorn.Config(server.app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    runner = uvicorn.Server(
+        uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=runner.run, args=([listening],))
     thread.start()
     try:

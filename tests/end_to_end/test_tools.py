@@ -13,10 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.cli.commands import teleloader
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
@@ -70,13 +68,13 @@ def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "ftp://cpu-box", "http://cpu-box:99999", "http://h:80.", ""])
-@pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
+@pytest.mark.parametrize("command", ["stats", "peek"])
 def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
     """And no traceback, whatever part of it is wrong."""
-    done = CliRunner().invoke(teleloader, [command, url])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"teleloader: the server's URL must look like http://host:8000, was {url!r}")
-    assert done.stderr.count("\n") == 1
+    done = tool(command, url)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"teleloader: the server's URL must look like http://host:8000, was {url!r}")
+    assert done.err.count("\n") == 1
 
 
 def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: ServerProcess) -> None:
