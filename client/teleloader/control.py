@@ -277,7 +277,8 @@ def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]],
     watch = threading.Timer(0 if timeout is None else PATIENCE_FACTOR * timeout, break_off)
     watch.daemon = True
     if timeout is not None:
-        watch.start()
+        with suppress(RuntimeError):  # when the interpreter ends, no thread starts any more
+            watch.start()
     try:
         yield trace
     finally:
