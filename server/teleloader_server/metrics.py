@@ -35,6 +35,8 @@ MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Bytes of a client's index list that are kept with a slow batch."""
 MAX_KEPT_LOOPS: Final = 4096
+OVERTAKEN: Final = 2.0
+"""Seconds by which a client's report may be late: asks are on several connections, and one may overtake another."""
 KEEP_LOOPS: Final = 60.0
 """Seconds after its last ask for which a training loop is remembered between two passes."""
 STAGES: Final = ("fetch", "collate", "encode")
@@ -208,9 +210,11 @@ class LoopTally:
 
         Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
         """
-        self._said_at = now
         if self._said is not None and report.elapsed < self._said_last[0]:
-            self._said = None  # it counts from the beginning of each pass
+            if self._said_at is not None and now - self._said_at < OVERTAKEN:
+                return
+            self._said = None  # a process of the same name counts anew
+        self._said_at = now
         if not report.taken:
             return
         last = (report.elapsed, report.waited, *self._totals(now))

@@ -239,17 +239,25 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
     assert pool.consumer(consumer("host:1/rank0/loader0#1", 1), "data").loop is tally.loop
 
 
-def test_a_client_that_counts_from_the_beginning_of_each_pass_begins_anew() -> None:
-    """Its totals fall: no share is taken over both passes, and none below 0."""
+def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
+    """Asks are on several connections, and arrive in any order."""
+    loop = LoopTally(0.0)
+    for second in (0, 1, 2, 3, 2.9):
+        loop.reported(report_at(second, 0.5 * second), 3.0 if second == 2.9 else second)
+    assert loop.recent(3.0) == Recent(3.0, 0.0, 0.0, 0.0, 0.0, 0.5)
+
+
+def test_a_client_that_counts_anew_begins_anew() -> None:
+    """Its process was started again, with the same name: no share is taken over both lives, and none below 0."""
     loop = LoopTally(0.0)
     for second in range(5):
         loop.reported(report_at(second, 0.5 * second), second)
         loop.mark(second)
     assert loop.recent(4.0).loop_waiting == pytest.approx(0.5)
-    loop.reported(report_at(0.0, 0.0), 5.0)
-    assert loop.recent(5.0).loop_waiting is None
-    loop.reported(report_at(3.0, 0.3), 8.0)
-    assert loop.recent(8.0).loop_waiting == pytest.approx(0.1)
+    loop.reported(report_at(0.0, 0.0), 7.0)
+    assert loop.recent(7.0).loop_waiting is None
+    loop.reported(report_at(3.0, 0.3), 10.0)
+    assert loop.recent(10.0).loop_waiting == pytest.approx(0.1)
 
 
 def test_a_loop_is_not_judged_by_its_start() -> None:
