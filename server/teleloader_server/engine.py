@@ -15,10 +15,12 @@ import numpy as np
 
 from teleloader_server import request_ids
 from teleloader_server.accounts import Account, Memory
-from teleloader_server.dispatcher import Ask, Consumer, Dispatcher, Evict
+from teleloader_server.demand import Ask, Consumer
+from teleloader_server.dispatcher import Dispatcher
 from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
 from teleloader_server.pool import Lease, Loss, Pool, WorkerState
+from teleloader_server.store import Evict
 from teleloader_server.tracing import AnswerTrace, Made
 from teleloader_shared import tracing
 from teleloader_shared.codec import MAX_INDICES, Address, Failure, to_bytes
@@ -225,7 +227,7 @@ class Engine:
         That is, one that is being made, whose worker may die, and one that a request waits for: though it is ready, it
         may have to be let go for want of memory before it is sent.
         """
-        if address not in self._listed and not self._dispatcher.is_unfinished(address):
+        if address not in self._listed and not self._dispatcher.store.is_unfinished(address):
             self._indices.pop(address, None)
 
     async def _take(self, ask: Ask, tally: ConsumerTally) -> ReadyFrame:
@@ -424,7 +426,7 @@ class Engine:
     @property
     def memory_used(self) -> int:
         """Bytes of the frames that are kept, and estimates of those that are being made."""
-        return self._dispatcher.memory_used
+        return self._dispatcher.store.used
 
     @property
     def memory_mapped(self) -> int:

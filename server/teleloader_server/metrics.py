@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from teleloader_server.dispatcher import Consumer, Run
+from teleloader_server.demand import Consumer, Run
 from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.pool import Lease
 from teleloader_server.windows import Ongoing, Window, as_share

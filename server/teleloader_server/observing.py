@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from teleloader_server import processes
 from teleloader_server.config import Limits, default_num_workers
-from teleloader_server.dispatcher import Consumer
+from teleloader_server.demand import Consumer
 from teleloader_server.engine import Engine, Loader
 from teleloader_server.metrics import ConsumerTally, LoopTally, Metrics
 from teleloader_server.pool import WorkerState

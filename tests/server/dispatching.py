@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sized
 
 import pytest
 
-from teleloader_server import dispatcher as module
+from teleloader_server import store
 from teleloader_server.accounts import Account, Memory
-from teleloader_server.dispatcher import FORGET_AFTER, Ask, Consumer, Dispatcher, Evict, Run
+from teleloader_server.demand import Ask, Consumer, Run
+from teleloader_server.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.pool import Blame
+from teleloader_server.store import Evict
 from teleloader_shared.codec import Address
 
 TRAIN: Run = ("train", 0)
@@ -156,7 +158,7 @@ class Service:
     def empty_cache(self) -> None:
         """Have all let go that nobody wants."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "CACHE_SHARE", -1)
+            patch.setattr(store, "CACHE_SHARE", -1)
             self.decide()
 
     def pass_time(self, seconds: float) -> list[str]:
@@ -192,8 +194,9 @@ def run_through(service: Service, ask: Ask, nbytes: int = 1) -> list[int]:
 
 
 def containers(dispatcher: Dispatcher) -> dict[str, int]:
-    """Names and sizes of what a dispatcher holds, as far as it holds anything."""
-    held = {name: len(value) for name, value in vars(dispatcher).items() if isinstance(value, Sized)}
+    """Names and sizes of what a dispatcher and its store hold, as far as they hold anything."""
+    attributes = vars(dispatcher) | vars(dispatcher.store)
+    held = {name: len(value) for name, value in attributes.items() if isinstance(value, Sized)}
     return {name: size for name, size in held.items() if size}
 
 

@@ -13,7 +13,8 @@ from teleloader_server.access import ALL_SCOPES, Principal
 from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
 from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.datasets import host
-from teleloader_server.dispatcher import FORGET_AFTER, Run
+from teleloader_server.demand import Run
+from teleloader_server.dispatcher import FORGET_AFTER
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.pace import TOGETHER, Turns
 from teleloader_server.service import LoaderService
@@ -290,7 +291,7 @@ def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]])
             service.answer(ask, 2)
         service.dispatcher.close(ask)
         accounts = service.accounts.values()
-        assert sum(account.frames for account in accounts) == service.memory.used == service.dispatcher.memory_used
+        assert sum(account.frames for account in accounts) == service.memory.used == service.dispatcher.store.used
         assert all(account.frames >= 0 for account in accounts)
         for account in accounts:
             assert account.frames <= account.memory + 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server import dispatcher as module
+from teleloader_server import dispatcher
 from teleloader_server.dispatcher import MAX_ATTEMPTS
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
@@ -161,7 +161,9 @@ def test_a_suspect_that_a_client_waits_for_is_not_starved_by_work_ahead() -> Non
             service.dispatcher.close(busy)
             k += 1
             busy = service.ask("b", OTHER, k, k + 1, ahead=50)
-    assert k * QUICK <= SLOW + module.LOSS_SECONDS + module.QUEUE_SECONDS, "the other one had what this one has had"
+    assert k * QUICK <= SLOW + dispatcher.LOSS_SECONDS + dispatcher.QUEUE_SECONDS, (
+        "the other one had what this one has had"
+    )
 
 
 def test_a_lost_worker_that_had_nothing_blames_nobody() -> None:

@@ -10,15 +10,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from teleloader_server import dispatcher as module
-from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS, Ask, Run
+from teleloader_server import dispatcher, store
+from teleloader_server.demand import Ask, Run
+from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_shared.codec import Address
 from tests.server.dispatching import Service, containers, let_go_of_all
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 EPOCH = 12
-SMALL_LIMITS = {"MAX_BATCHES": 9, "MAX_ASKED": 4, "MAX_BEHIND": 3, "MAX_QUEUE": 3}
+SMALL_LIMITS = [
+    (store, "MAX_BATCHES", 9),
+    (dispatcher, "MAX_ASKED", 4),
+    (dispatcher, "MAX_BEHIND", 3),
+    (dispatcher, "MAX_QUEUE", 3),
+]
 """Limits that short games meet."""
 
 pick = st.integers(0, 10**6)
@@ -43,7 +49,7 @@ class Game(RuleBasedStateMachine):
         self.recorded: dict[Address, int] = {}
         """The same, as far as nobody forgot it since."""
         self.patch = pytest.MonkeyPatch()
-        for name, limit in SMALL_LIMITS.items():
+        for module, name, limit in SMALL_LIMITS:
             self.patch.setattr(module, name, limit)
 
     # -- clients
@@ -238,10 +244,10 @@ class Game(RuleBasedStateMachine):
         for address in decided:
             self.estimates[address] = int(self.sizes.get(address.loader, 0))
         if not waited_for.issuperset(decided):
-            assert self.service.dispatcher.memory_used <= self.budget, "only what is waited for is begun at any price"
+            assert self.service.dispatcher.store.used <= self.budget, "only what is waited for is begun at any price"
         self.forget_suspects()
         for queue in self.service.queues.values():
-            assert len(queue) <= module.MAX_QUEUE + 1
+            assert len(queue) <= dispatcher.MAX_QUEUE + 1
             assert len(queue) == 1 or not any(address in self.recorded for address in queue), "suspects are alone"
         begun = {*self.service.ready, *self.service.running()}
         idle = any(
@@ -255,7 +261,7 @@ class Game(RuleBasedStateMachine):
     def memory_is_counted(self) -> None:
         """What is kept, and the estimates of what is being made."""
         if hasattr(self, "service"):
-            used = self.service.dispatcher.memory_used
+            used = self.service.dispatcher.store.used
             assert used == sum(self.service.ready.values()) + sum(self.estimates.values())
             assert used >= 0
             assert set(self.estimates) == set(self.service.running())
@@ -295,7 +301,7 @@ class Game(RuleBasedStateMachine):
                 self.done(worker, 1, 0.003)
         let_go_of_all(self.service)
         assert self.service.ready == {}
-        assert self.service.dispatcher.memory_used == 0
+        assert self.service.dispatcher.store.used == 0
         left: dict[str, Any] = containers(self.service.dispatcher)
         assert left == {}
 

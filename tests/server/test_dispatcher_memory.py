@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server import dispatcher as module
+from teleloader_server import dispatcher, store
 from teleloader_server.dispatcher import FORGET_AFTER
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
@@ -107,7 +107,7 @@ def test_who_jumps_forward_lets_go_of_what_it_left_out() -> None:
     service.dispatcher.close(left)
     service.ask("a", TRAIN, BATCHES - 1, BATCHES)
     service.decide()
-    assert service.dispatcher.memory_used <= 50
+    assert service.dispatcher.store.used <= 50
 
 
 def test_a_partial_answer_is_gone_on_with() -> None:
@@ -137,7 +137,7 @@ def test_a_consumer_is_forgotten_when_it_asks_no_more() -> None:
     assert len(service.ready) == 90
     assert service.pass_time(0.5) == ["a"]
     service.decide()
-    assert service.dispatcher.memory_used == 50
+    assert service.dispatcher.store.used == 50
     assert list(service.dispatcher.consumers()) == []
 
 
@@ -210,12 +210,12 @@ def test_lanes_that_answer_in_turns_are_one_passage() -> None:
             lanes.append(service.ask("a", TRAIN, stop, stop + 2, ahead=2))
     assert received == list(range(len(received)))
     assert [service.begun[Address(*TRAIN, k)] for k in received] == [1] * len(received)
-    assert service.dispatcher.memory_used <= 8
+    assert service.dispatcher.store.used <= 8
 
 
 def test_one_who_skips_batches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a consumer leaves out for long comes from elsewhere: its passage goes on without it."""
-    monkeypatch.setattr(module, "MAX_BEHIND", 20)
+    monkeypatch.setattr(dispatcher, "MAX_BEHIND", 20)
     service = Service()
     for k in range(0, 44, 2):
         run_through(service, service.ask("a", TRAIN, k, k + 1))
@@ -239,7 +239,7 @@ def test_what_was_sent_is_not_made_again_for_the_same_request() -> None:
     asks = [service.ask("a", TRAIN, 0, 8), service.ask("b", TRAIN, 0, 10)]
     while service.decide():
         service.finish()
-    assert service.dispatcher.memory_used == 8
+    assert service.dispatcher.store.used == 8
     late = service.ask("c", TRAIN, 0, 10)
     for ask in (*asks, late):
         assert service.answer(ask) == list(range(8))
@@ -254,7 +254,7 @@ def test_what_was_sent_beyond_a_gap_is_let_go() -> None:
     service = Service(budget=10)
     for k in range(0, 400, 2):
         run_through(service, service.ask("a", TRAIN, k, k + 1))
-        assert service.dispatcher.memory_used <= 10
+        assert service.dispatcher.store.used <= 10
 
 
 def test_work_ahead_leaves_out_what_was_sent() -> None:
@@ -305,7 +305,7 @@ def test_what_a_second_lane_waits_for_is_not_let_go_for_work_ahead() -> None:
     assert service.begun[Address(*TRAIN, 100)] == 1
 
 
-# --- Rule 4: memory -----------------------------------------------------------------------------------------------
+# --- Rule 5: memory -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -357,7 +357,7 @@ def test_work_ahead_does_not_take_the_place_of_what_is_wanted_sooner() -> None:
     service.ask("b", OTHER, 0, 20)
     while service.decide():
         service.finish_all()
-    assert service.dispatcher.memory_used == 10
+    assert service.dispatcher.store.used == 10
     assert service.evicted == []
     assert sorted(names(service.ready)) == sorted([f"{name} {k}" for name in ("train", "other") for k in range(5)])
 
@@ -371,7 +371,7 @@ def test_a_batch_that_is_being_made_is_never_let_go() -> None:
     service.ask("b", OTHER, 0, 9)
     assert names(service.decide()) == ["other 0"]
     assert service.evicted == []
-    assert service.dispatcher.memory_used == 4
+    assert service.dispatcher.store.used == 4
 
 
 def test_a_waiting_client_is_served_whatever_the_memory() -> None:
@@ -404,16 +404,16 @@ def test_memory_is_counted_by_estimates_until_sizes_are_known() -> None:
     service.teach(TRAIN, nbytes=40)
     service.ask("a", TRAIN, 0, 2)
     service.decide()
-    assert service.dispatcher.memory_used == 80
+    assert service.dispatcher.store.used == 80
     service.finish(0, nbytes=10)
-    assert service.dispatcher.memory_used == 10 + 40
+    assert service.dispatcher.store.used == 10 + 40
     service.lose(1)
-    assert service.dispatcher.memory_used == 10
+    assert service.dispatcher.store.used == 10
 
 
 def test_the_number_of_batches_is_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch is a mapping, and a process may have so many: beyond MAX_BATCHES only waiting clients are served."""
-    monkeypatch.setattr(module, "MAX_BATCHES", 20)
+    monkeypatch.setattr(store, "MAX_BATCHES", 20)
     service = Service()
     ask = service.ask("a", TRAIN, 0, 100)
     while service.decide():
@@ -482,7 +482,7 @@ def test_nothing_is_left_of_consumers_that_have_gone() -> None:
             service.answer(ask)
     let_go_of_all(service)
     assert service.ready == {}
-    assert service.dispatcher.memory_used == 0
+    assert service.dispatcher.store.used == 0
     assert containers(service.dispatcher) == {}
 
 

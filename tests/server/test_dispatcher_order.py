@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from teleloader_server import dispatcher as module
-from teleloader_server.dispatcher import MAX_ASKED, Run
+from teleloader_server import dispatcher
+from teleloader_server.demand import Run
+from teleloader_server.dispatcher import MAX_ASKED
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     BATCHES,
@@ -67,7 +68,7 @@ def test_two_connections_of_a_consumer_share_what_they_ask_for() -> None:
     assert set(service.begun.values()) == {1}
 
 
-# --- Rule 2: urgency ----------------------------------------------------------------------------------------------
+# --- Rule 3: urgency ----------------------------------------------------------------------------------------------
 
 
 def test_what_a_client_waits_for_goes_first_and_work_ahead_last() -> None:
@@ -173,7 +174,7 @@ def test_a_worker_is_given_several_short_batches() -> None:
     service.ask("a", TRAIN, 0, 100)
     service.decide()
     work = len(service.queues[0]) * QUICK
-    assert module.QUEUE_SECONDS <= work <= module.QUEUE_SECONDS + QUICK
+    assert dispatcher.QUEUE_SECONDS <= work <= dispatcher.QUEUE_SECONDS + QUICK
 
 
 def test_the_shortest_batches_are_queued_to_a_limit() -> None:
@@ -182,7 +183,7 @@ def test_the_shortest_batches_are_queued_to_a_limit() -> None:
     service.teach(TRAIN, seconds=0.0)
     service.ask("a", TRAIN, 0, 200)
     service.decide()
-    assert len(service.queues[0]) <= module.MAX_QUEUE + 1
+    assert len(service.queues[0]) <= dispatcher.MAX_QUEUE + 1
 
 
 def test_without_workers_nothing_is_begun_and_nothing_is_lost() -> None:
@@ -208,7 +209,7 @@ def test_a_worker_is_busy_while_it_has_a_batch() -> None:
     assert not service.dispatcher.is_busy(12)
 
 
-# --- Rule 3: fairness ---------------------------------------------------------------------------------------------
+# --- Rule 4: fairness ---------------------------------------------------------------------------------------------
 
 
 def begun_in_turns(

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS, Ask, Run
+from teleloader_server.demand import Ask, Run
+from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_shared.codec import Address
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
 
@@ -123,7 +124,7 @@ def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
     assert sorted(numbers(service.ready)) == [0, 1, 2, 3]
     assert service.answer(ask, limit=2) == [0, 1]
     assert numbers(service.decide()) == [4, 5]
-    assert service.dispatcher.memory_used <= 4
+    assert service.dispatcher.store.used <= 4
 
 
 def test_what_nobody_wants_any_more_makes_room() -> None:
@@ -135,7 +136,7 @@ def test_what_nobody_wants_any_more_makes_room() -> None:
         service.decide()
         service.finish_all()
         service.answer(ask)
-        assert service.dispatcher.memory_used <= 4
+        assert service.dispatcher.store.used <= 4
     assert ask.next == 100
     assert set(service.begun.values()) == {1}
     assert numbers(service.evicted) == sorted(numbers(service.evicted))

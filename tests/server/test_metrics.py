@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from teleloader_server.accounts import Account
-from teleloader_server.dispatcher import Consumer, Holder
+from teleloader_server.demand import Consumer, Holder, RunState
 from teleloader_server.loading import Report, Task
 from teleloader_server.metrics import (
     KEEP_LOOPS,
@@ -170,7 +170,7 @@ def report_at(elapsed: float, waited: float) -> ConsumerReport:
 
 def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str = SPEC.key) -> Consumer:
     """A pass through an epoch."""
-    return Consumer(Holder(Account(principal, 2**20, 10), 0.0), name, (loader, epoch), 0, 0.0, 0.0)
+    return Consumer(Holder(Account(principal, 2**20, 10), 0.0), name, (loader, epoch), RunState(), 0, 0.0, 0.0)
 
 
 def test_short_passes_of_a_loop_are_one_loop() -> None:
