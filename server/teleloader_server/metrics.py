@@ -205,22 +205,26 @@ class LoopTally:
         self._said_last: tuple[float, ...] = ()
         self._said_at: float | None = None
 
-    def reported(self, report: ConsumerReport, now: float) -> None:
+    def reported(self, report: ConsumerReport, now: float) -> bool:
         """Its client says how it fares, as it does with each ask.
 
         Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
+
+        Returns:
+            Whether that is news.
         """
         if self._said is not None and report.elapsed < self._said_last[0]:
             if self._said_at is not None and now - self._said_at < OVERTAKEN:
-                return
+                return False
             self._said = None  # a process of the same name counts anew
         self._said_at = now
         if not report.taken:
-            return
+            return True
         last = (report.elapsed, report.waited, *self._totals(now))
         if self._said is None:
             self._said = Window(*last)
         self._said_last = last
+        return True
 
     def _totals(self, now: float) -> tuple[float, ...]:
         return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
@@ -294,9 +298,8 @@ class ConsumerTally:
     def asks(self, now: float, report: ConsumerReport | None) -> None:
         """It asks for batches, and its client may say how it fares."""
         self.loop.asked = now
-        if report is not None:
+        if report is not None and self.loop.reported(report, now):
             self.report = report
-            self.loop.reported(report, now)
 
     def mark(self, now: float) -> None:
         """Note the totals."""
