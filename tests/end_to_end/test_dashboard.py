@@ -147,7 +147,8 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     }
     assert page.get_by_role("meter", name="Memory").get_attribute("aria-valuetext") == "512 MiB of 2 GiB"
     assert cells(page, "trainer-0") == [
-        *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %", "▲ loader-bound needs 8 workers")
+        *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %"),
+        f"▲ loader-bound {CONSUMER.verdict.advice}",
     ]
     assert row(page, "trainer-0").get_by_role("progressbar").get_attribute("aria-valuenow") == "30"
     assert cells(page, "0 process 5000") == [
@@ -340,7 +341,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     opened = row(page, "trainer-0").locator("details")
-    until(opened, "8 workers instead of 4")
+    until(opened.locator("p"), "1 reconnect; 0 hedges; 8 workers would keep up. Loader 0f1e2d3c.")
     # it would be the last one now, but the row with the focus does not go elsewhere
     calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, verdict=UNKNOWN)
     server.stats = dataclasses.replace(server.stats, consumers=[calm, *server.stats.consumers[1:]])
@@ -365,6 +366,20 @@ def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: 
     assert (max(ground) < 64) == (scheme == "dark")
     tones = page.locator("[data-tone]:not(section)").all_inner_texts()
     assert all(any(letter.isalpha() for letter in text) for text in tones)
+
+
+@pytest.mark.parametrize("width", [1280, 800, PHONE["width"]])
+def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, width: int) -> None:
+    """It is a sentence, which has the whole width of the table, below the figures, and is read without being opened."""
+    page = open_page(server.url, viewport={"width": width, "height": 800})
+    figures, sentence = (row(page, "trainer-0").get_by_role("cell").nth(n).bounding_box() for n in (6, 7))
+    table = page.get_by_role("table", name="Consumers").bounding_box()
+    assert figures is not None
+    assert sentence is not None
+    assert table is not None
+    assert sentence["width"] > 0.95 * table["width"]
+    assert sentence["y"] >= figures["y"] + figures["height"]
+    assert row(page, "trainer-0").get_by_text(CONSUMER.verdict.advice).is_visible()
 
 
 def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open) -> None:
@@ -451,7 +466,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
     servers.enter_context(training(url, step=0.01, batch_size=40))
     page = open_page(url)
     until(page.locator("#sentence"), "Loader-bound")
-    until(page.locator("#consumers tbody"), "needs")
+    until(page.locator("#consumers tbody"), "make the fetch faster")
 
 
 def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
