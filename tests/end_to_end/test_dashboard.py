@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -34,6 +33,7 @@ from tests.end_to_end.made_up import (
     made_up,
     serving,
 )
+from tests.end_to_end.training import training
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -399,27 +399,6 @@ def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open)
 # --- A real server ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def training(url: str, step: float, **options: Any) -> Iterator[None]:
-    """A training loop in a thread, which begins epoch after epoch and needs `step` seconds for each batch."""
-    over = threading.Event()
-
-    def train() -> None:
-        loader = DataLoader(RemoteDataset(url), output="numpy", seed=0, **options)
-        while not over.is_set():
-            for _ in loader:
-                if over.wait(step):
-                    break
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack, open_page: Open) -> None:
     """Of a consumer that rests in the middle of its epoch: counts and positions are the same in both."""
     url = servers.enter_context(serve(hosted.Samples(lambda i: np.full(1000, i), 4000), num_workers=2))
@@ -463,7 +442,7 @@ def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_p
 def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Open) -> None:
     """And the page says how many workers would keep up."""
     url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
-    servers.enter_context(training(url, step=0.01, batch_size=40))
+    servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
     until(page.locator("#sentence"), "Loader-bound")
     until(page.locator("#consumers tbody"), "make the fetch faster")
@@ -472,7 +451,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
 def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
     """The loader keeps up, and no more workers are needed."""
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
-    servers.enter_context(training(url, step=0.05, batch_size=10))
+    servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))
     page = open_page(url)
     until(page.locator("#sentence"), "Trainer-bound")
 
