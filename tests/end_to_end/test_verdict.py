@@ -41,13 +41,14 @@ def endless(loader: DataLoader) -> Iterator[Any]:
 
 def verdicts(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a verdict."""
-    for number, _ in enumerate(endless(loader)):
-        time.sleep(step)
-        if number % max(1, round(0.3 / step)) == 0:
-            stats = httpx.get(f"{url}/stats").json()
-            consumer = stats["consumers"][0]
-            if consumer["verdict"]["bound"] != "unknown":
-                yield consumer, stats
+    with httpx.Client(base_url=url) as client:  # one, so that to ask takes the loop little time
+        for number, _ in enumerate(endless(loader)):
+            time.sleep(step)
+            if number % max(1, round(0.3 / step)) == 0:
+                stats = client.get("/stats").json()
+                consumer = stats["consumers"][0]
+                if consumer["verdict"]["bound"] != "unknown":
+                    yield consumer, stats
 
 
 def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
