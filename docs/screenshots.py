@@ -7,19 +7,17 @@ takes batches faster than they come, the other one thinks for long.
 from __future__ import annotations
 
 import io
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from PIL import Image
 
-from teleloader import DataLoader, RemoteDataset
+from teleloader import RemoteDataset
 from tests.conftest import ServerProcess
 from tests.end_to_end.browser import a_browser
+from tests.end_to_end.training import training
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,50 +34,27 @@ PICTURES: Final[dict[str, dict[str, Any]]] = {
 
 
 class Photographs:
-    """Coloured noise, blurred, that takes a while to decode; one in a thousand is damaged."""
+    """Coloured noise, blurred, that takes a while to decode."""
 
     def __len__(self) -> int:
         return 60_000
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
         time.sleep(0.004)
-        if index % 1000 == 777:
-            raise OSError(f"image {index} is truncated")
         small = np.random.default_rng(index).integers(0, 256, (4, 4, 3), dtype=np.uint8)
         return np.asarray(Image.fromarray(small).resize((48, 48), Image.Resampling.BICUBIC)), index % 10
-
-
-@contextmanager
-def training(url: str, step: float, seed: int) -> Iterator[None]:
-    """Meanwhile a loop trains, `step` seconds for each batch."""
-    ended = threading.Event()
-
-    def train() -> None:
-        loader = DataLoader(RemoteDataset(url, "train"), batch_size=32, shuffle=True, seed=seed, output="numpy")
-        while not ended.is_set():
-            batches = iter(loader)
-            while not ended.wait(step):
-                try:
-                    next(batches)
-                except OSError:  # a damaged image: the next batch follows
-                    continue
-                except StopIteration:
-                    break
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def main() -> None:
     """Serve, train, look."""
     server = ServerProcess("train=docs.screenshots:Photographs", "--num-workers", "4", "--port", "0")
     try:
-        with training(server.url, 0.01, 1), training(server.url, 0.4, 2), a_browser() as browser:
+        photographs = RemoteDataset(server.url, "train")
+        with (
+            training(photographs, 0.01, batch_size=32, shuffle=True, seed=1),
+            training(photographs, 0.4, batch_size=32, shuffle=True, seed=2),
+            a_browser() as browser,
+        ):
             pages = {name: browser.new_page(**options) for name, options in PICTURES.items()}
             for page in pages.values():
                 page.goto(server.url)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command, or say what is missing to run it."""
+    _open_standard_streams()
     try:
         from teleloader_server.commands import check, server, token
     except ModuleNotFoundError as error:
@@ -20,3 +22,17 @@ def main() -> None:
     if sys.argv[1:2] == ["token"]:
         token(sys.argv[2:], prog_name="teleloader-server token")
     server(auto_envvar_prefix="TELELOADER")
+
+
+def _open_standard_streams() -> None:
+    """Lead those of stdin, stdout and stderr nowhere that were closed when the command was started.
+
+    The server's sockets would get their numbers else, and libuv aborts when it closes one of these.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free, which is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))

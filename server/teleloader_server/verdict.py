@@ -142,36 +142,61 @@ def _needed(by: Workforce) -> int | None:
 
 
 def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
+    if seen.loop_waiting is None or seen.takes_all:
+        needed = None
     waits = _waits(seen, "for batches that are not ready")
-    stage = _faster(seen.stages)
-    if seen.takes_all and seen.pace >= LEAST_PACE:
-        return Verdict("loader", None, f"{waits} and takes all that come: {_enough_for(seen, by)}, or {stage}.")
-    if needed is None or seen.loop_waiting is None or seen.takes_all:
-        return Verdict("loader", None, f"{waits}: more workers ({by.setting.format('N')}) make more, or {stage}.")
-    if needed <= by.workers:
+    if _has_other_causes(seen, by):
         return Verdict(
-            "loader", needed,
-            f"{waits}, though {_workers(needed)} would do if all batches took the same time: let more be fetched ahead "
-            f"(prefetch_factor), or {stage}.",
-        )  # fmt: skip
+            "loader", needed, f"{waits}, though the workers rest {_percent(1 - by.busy)} of it: {_others(by)}."
+        )
+    return Verdict("loader", needed, f"{waits}{_of_workers(seen, by, needed)}, or {_faster(seen.stages)}.")
+
+
+def _has_other_causes(seen: Consumption, by: Workforce) -> bool:
+    """Whether most of what it waits for is not the workers' work: all together they are at work for less time."""
+    waiting = seen.waiting if seen.loop_waiting is None else seen.loop_waiting
+    return by.workers > 0 and seen.pace >= LEAST_PACE and by.busy * by.workers < SERVERS_SHARE * waiting
+
+
+def _others(by: Workforce) -> str:
+    """What helps where the workers' work is not what is waited for."""
+    if by.loop_lag >= LATE_LOOP:
+        return _late(by)
+    return (
+        "more or faster ones do not help, but longer epochs (each begins with a wait), larger batches where they are "
+        "tiny, or more ahead (prefetch_factor) where other programs take the processors"
+    )
+
+
+def _late(by: Workforce) -> str:
+    return f"the server's own process is late by {1000 * by.loop_lag:.0f} ms, so add another server"
+
+
+def _of_workers(seen: Consumption, by: Workforce, needed: int | None) -> str:
+    """How many workers would do, and what helps where there are as many."""
+    if seen.takes_all and seen.pace >= LEAST_PACE:
+        return f" and takes all that come: {_enough_for(seen, by)}"
+    if needed is None:
+        return f": more workers ({by.setting.format('N')}) make more"
+    if needed > by.workers:
+        return f": {_workers(needed)}{_instead(by, needed)}"
+    ahead = "let more be fetched ahead (prefetch_factor), for those that take longer"
+    return f", though {_workers(needed)} would do on average: {_late(by) if by.loop_lag >= LATE_LOOP else ahead}"
+
+
+def _instead(by: Workforce, needed: int) -> str:
+    """Whether to have so many workers, who are more than there are."""
     whom = "keep up" if by.consumers == 1 else f"keep up with all {by.consumers} consumers"
     if needed > by.cpus and by.cpu >= CPUS_BUSY * by.cpus:
-        return Verdict(
-            "loader", needed,
-            f"{waits}: {_workers(needed)} would {whom}, but {_processors(by)} are busy already: add "
-            f"another server, or {stage}.",
-        )  # fmt: skip
+        return f" would {whom}, but {_processors(by)} are busy already: add another server"
     if needed > (most := WORKERS_PER_CPU * by.cpus):
-        return Verdict(
-            "loader", needed,
-            f"{waits}: {_workers(needed)} would {whom}, which are many for {_processors(by)}: try "
-            f"{max(most, by.workers)} and look again ({by.setting.format(max(most, by.workers))}), or {stage}.",
-        )  # fmt: skip
+        at_once = max(most, by.workers)
+        return (
+            f" would {whom}, which are many for {_processors(by)}: try {at_once} and look again "
+            f"({by.setting.format(at_once)})"
+        )
     instead = f" instead of {by.workers}" if by.workers else ""
-    return Verdict(
-        "loader", needed,
-        f"{waits}: {_workers(needed)}{instead} would {whom} ({by.setting.format(needed)}), or {stage}.",
-    )  # fmt: skip
+    return f"{instead} would {whom} ({by.setting.format(needed)})"
 
 
 def _enough_for(seen: Consumption, by: Workforce) -> str:
@@ -195,10 +220,11 @@ def _of_network(seen: Consumption, by: Workforce) -> str:
     if seen.loop_waiting is None:
         waits += f"{_percent(seen.sending)} of the time"
     if by.loop_lag >= LATE_LOOP:
-        return f"{waits}: the server's own process is late by {1000 * by.loop_lag:.0f} ms, so add another server."
+        return f"{waits}: {_late(by)}."
     return (
-        f"{waits}: {seen.nbytes / 1e6:,.1f} MB/s arrive, so use a faster network, or send less (smaller dtypes, "
-        "compression)."
+        f"{waits}: {seen.nbytes / 1e6:,.1f} MB/s arrive; if the network carries no more, use a faster one or send less "
+        "(smaller dtypes, compression), else the way is long: let more be fetched ahead (prefetch_factor), and epochs "
+        "be longer."
     )
 
 

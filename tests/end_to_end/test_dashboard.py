@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -34,6 +33,7 @@ from tests.end_to_end.made_up import (
     made_up,
     serving,
 )
+from tests.end_to_end.training import training
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -147,7 +147,8 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     }
     assert page.get_by_role("meter", name="Memory").get_attribute("aria-valuetext") == "512 MiB of 2 GiB"
     assert cells(page, "trainer-0") == [
-        *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %", "▲ loader-bound needs 8 workers")
+        *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %"),
+        f"▲ loader-bound {CONSUMER.verdict.advice}",
     ]
     assert row(page, "trainer-0").get_by_role("progressbar").get_attribute("aria-valuenow") == "30"
     assert cells(page, "0 process 5000") == [
@@ -340,7 +341,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     opened = row(page, "trainer-0").locator("details")
-    until(opened, "8 workers instead of 4")
+    until(opened.locator("p"), "1 reconnect; 0 hedges; 8 workers would keep up. Loader 0f1e2d3c.")
     # it would be the last one now, but the row with the focus does not go elsewhere
     calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, verdict=UNKNOWN)
     server.stats = dataclasses.replace(server.stats, consumers=[calm, *server.stats.consumers[1:]])
@@ -367,6 +368,20 @@ def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: 
     assert all(any(letter.isalpha() for letter in text) for text in tones)
 
 
+@pytest.mark.parametrize("width", [1280, 800, PHONE["width"]])
+def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, width: int) -> None:
+    """It is a sentence, which has the whole width of the table, below the figures, and is read without being opened."""
+    page = open_page(server.url, viewport={"width": width, "height": 800})
+    figures, sentence = (row(page, "trainer-0").get_by_role("cell").nth(n).bounding_box() for n in (6, 7))
+    table = page.get_by_role("table", name="Consumers").bounding_box()
+    assert figures is not None
+    assert sentence is not None
+    assert table is not None
+    assert sentence["width"] > 0.95 * table["width"]
+    assert sentence["y"] >= figures["y"] + figures["height"]
+    assert row(page, "trainer-0").get_by_text(CONSUMER.verdict.advice).is_visible()
+
+
 def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open) -> None:
     """Nothing is wider than 360 pixels, long names and open details among it; tables stay tables to a screen reader."""
     long = dataclasses.replace(CONSUMER, consumer="a-very-long-name-of-a-run-without-any-space-" * 3)
@@ -382,27 +397,6 @@ def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open)
 
 
 # --- A real server ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def training(url: str, step: float, **options: Any) -> Iterator[None]:
-    """A training loop in a thread, which begins epoch after epoch and needs `step` seconds for each batch."""
-    over = threading.Event()
-
-    def train() -> None:
-        loader = DataLoader(RemoteDataset(url), output="numpy", seed=0, **options)
-        while not over.is_set():
-            for _ in loader:
-                if over.wait(step):
-                    break
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack, open_page: Open) -> None:
@@ -448,16 +442,16 @@ def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_p
 def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Open) -> None:
     """And the page says how many workers would keep up."""
     url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
-    servers.enter_context(training(url, step=0.01, batch_size=40))
+    servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
     until(page.locator("#sentence"), "Loader-bound")
-    until(page.locator("#consumers tbody"), "needs")
+    until(page.locator("#consumers tbody"), "make the fetch faster")
 
 
 def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
     """The loader keeps up, and no more workers are needed."""
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
-    servers.enter_context(training(url, step=0.05, batch_size=10))
+    servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))
     page = open_page(url)
     until(page.locator("#sentence"), "Trainer-bound")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import httpx
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from tests.conftest import StartServer
+from tests.conftest import ROOT, StartServer
 from tests.end_to_end.terminal import SERVER, piped, terminal
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -57,6 +59,28 @@ def test_in_a_pipe_the_banner_is_lines_of_the_log(start_server: StartServer) -> 
     server.await_line(r"^[\d-]+ [\d:,]+ INFO +dataset: numbers, map-style, 100 samples$")
     server.await_line(rf"INFO +watch: teleloader stats {server.url} --watch")
     assert not any("\x1b" in line for line in server.log)
+
+
+# -- closed streams
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_a_server_needs_no_standard_streams(closed: str, free_port: int) -> None:
+    """Whoever starts it may have closed stdin, stdout and stderr: no socket takes their numbers, and it ends well."""
+    closing = " ".join(f"{number}>&-" for number in closed)
+    command = [sys.executable, "-c", SERVER, HOSTED + "numbers", "--port", str(free_port), "--num-workers", "1"]
+    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT)
+    try:
+        url = f"http://127.0.0.1:{free_port}"
+        while length_at(url) is None:
+            assert process.poll() is None
+        streams = [Path(f"/proc/{process.pid}/fd/{number}").readlink() for number in closed]
+        assert streams == [Path(os.devnull)] * len(closed)
+        assert len(list(DataLoader(RemoteDataset(url, "numbers"), batch_size=10, output="numpy"))) == 10
+    finally:
+        process.terminate()
+        code = process.wait(60)
+    assert code == 0
 
 
 # -- the log as JSON

@@ -125,11 +125,18 @@ def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
 
 
 def test_a_token_that_is_not_for_figures_is_told_of(visit: Open, table: TokenTable) -> None:
-    """With the scope that it lacks."""
-    one = visit()
-    until(one.page, "#state", "Signed out")
-    sign_in(one.page, table.secrets["trainer"])
-    until(one.page, "#sign-in-status", "The token trainer is not for figures: that needs the scope stats.")
+    """With the scope that it lacks; who is signed in can sign out, and is not said to have."""
+    page = visit().page
+    until(page, "#state", "Signed out")
+    sign_in(page, table.secrets["trainer"])
+    until(page, "#sign-in-status", "The token trainer is not for figures: that needs the scope stats.")
+    for _ in range(2):  # also when the page is loaded again
+        until(page, "#state", "Signed in, not for figures")
+        assert page.get_by_role("button", name="Sign out trainer").is_visible()
+        page.reload()
+    page.get_by_role("button", name="Sign out trainer").click()
+    until(page, "#state", "Signed out")
+    assert not page.get_by_role("button", name="Sign out").is_visible()
 
 
 def test_the_form_comes_back_when_the_token_is_removed(visit: Open, table: TokenTable) -> None:

@@ -57,7 +57,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
     ),
     "some batches take long": (
         {"loop_waiting": 0.3, "waiting": 0.4, "pace": 10.0}, {"busy": 0.5}, "loader", 2,
-        "though 2 workers would do if all batches took the same time",
+        "The loop waits 30 % of the time for batches that are not ready, though 2 workers would do on average: let "
+        "more be fetched ahead (prefetch_factor), for those that take longer, or make the fetch faster, which takes "
+        "80 % of a batch's time.",
+    ),
+    "the workers are enough, and the server's process is late": (
+        {"loop_waiting": 0.3, "waiting": 0.4, "pace": 10.0}, {"busy": 0.5, "loop_lag": 0.03}, "loader", 2,
+        "though 2 workers would do on average: the server's own process is late by 30 ms, so add another server, or",
+    ),
+    "epochs are short": (
+        {"loop_waiting": 0.08, "waiting": 0.06, "stages": {"fetch": 15e-5, "encode": 9e-5}, "pace": 84.0},
+        {"workers": 2, "busy": 0.01}, "loader", 1,
+        "The loop waits 8 % of the time for batches that are not ready, though the workers rest 99 % of it: more or "
+        "faster ones do not help, but longer epochs (each begins with a wait), larger batches where they are tiny, or "
+        "more ahead (prefetch_factor) where other programs take the processors.",
+    ),
+    "the server's process is late, and its workers rest": (
+        {"loop_waiting": 0.5, "waiting": 0.5, "stages": {"fetch": 1e-4}, "pace": 900.0},
+        {"busy": 0.03, "loop_lag": 0.02}, "loader", 1,
+        "though the workers rest 97 % of it: the server's own process is late by 20 ms, so add another server.",
+    ),
+    "the loop does nothing but wait, and the workers rest": (
+        {"loop_waiting": 0.99, "waiting": 0.9, "stages": {"fetch": 1e-4}, "pace": 900.0}, {"busy": 0.03},
+        "loader", None,
+        "more or faster ones do not help",
+    ),
+    "a client that says nothing waits for workers that rest": (
+        {"loop_waiting": None, "waiting": 0.9, "stages": {"fetch": 1e-4}, "pace": 900.0}, {"busy": 0.03},
+        "loader", None,
+        "What it asks for is not ready 90 % of the time, though the workers rest 97 % of it: more or faster",
     ),
     "the server's own process loads": (
         {"loop_waiting": 0.5, "waiting": 0.5, "pace": 10.0}, {"workers": 0}, "loader", 2,
@@ -88,7 +116,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
     ),
     "batches are ready, and on their way": (
         {"loop_waiting": 0.4, "waiting": 0.05}, {"busy": 0.1}, "network", 4,
-        "The loop waits 40 % of the time though batches are ready: 20.0 MB/s arrive",
+        "The loop waits 40 % of the time though batches are ready: 20.0 MB/s arrive; if the network carries no more, "
+        "use a faster one or send less (smaller dtypes, compression), else the way is long: let more be fetched ahead "
+        "(prefetch_factor), and epochs be longer.",
     ),
     "the server's process is what is late": (
         {"loop_waiting": 0.4, "waiting": 0.05}, {"loop_lag": 0.03}, "network", 4, "own process is late by 30 ms",
@@ -158,6 +188,21 @@ def test_the_number_of_workers_is_what_a_model_of_both_needs(
         assert found.bound == ("balanced" if busy >= WORKERS_BUSY else "trainer")
         assert found.workers is not None
         assert found.workers <= max(1, math.ceil(needed))
+
+
+@given(
+    waits=st.floats(LOOP_WAITS, 1.0), late=st.floats(0.5, 1.0), pace=st.floats(0.1, 1e4),
+    workers=st.integers(1, 64), work=st.floats(0.0, 0.49), lag=st.sampled_from([0.0, 0.1]),
+)  # fmt: skip
+def test_work_that_is_less_than_the_waits_is_not_to_be_faster(
+    waits: float, late: float, pace: float, workers: int, work: float, lag: float
+) -> None:
+    """Nor to be done by more: it cannot be what the loop waits for."""
+    busy = work * waits / workers
+    one = consumption(pace=pace, loop_waiting=waits, waiting=late * waits, stages={"fetch": busy * workers / pace})
+    advice = verdict(one, workforce(one, workers=workers, busy=busy, loop_lag=lag)).advice
+    assert "make the" not in advice
+    assert "--num-workers" not in advice
 
 
 SHARE = st.floats(0, 1)

@@ -10,6 +10,7 @@ const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s",
 
 // Everything about it that has no column.
 function more(consumer) {
+  const { workers } = consumer.verdict;
   const parts = [
     `Waited ${duration(consumer.waiting)} in all for batches that were not ready`,
     `asked and waiting ${percent(consumer.waiting_share)} of the time`,
@@ -19,29 +20,21 @@ function more(consumer) {
   ];
   if (consumer.reconnects !== null) parts.push(plural(consumer.reconnects, "reconnect"));
   if (consumer.hedges !== null) parts.push(plural(consumer.hedges, "hedge"));
+  if (workers !== null) parts.push(`${plural(workers, "worker")} would keep up`);
   return `${parts.join("; ")}. Loader ${consumer.loader.slice(0, 8)}.`;
 }
 
 class Verdict {
   #badge = make("span", { class: "badge" });
-  #workers = make("span", { class: "quiet" });
-  #advice = make("p");
+  #advice = make("span");
   #more = make("p", { class: "quiet" });
-  element = make(
-    "details",
-    { class: "verdict" },
-    make("summary", {}, this.#badge, " ", this.#workers),
-    this.#advice,
-    this.#more,
-  );
+  element = make("details", { class: "verdict" }, make("summary", {}, this.#badge, " ", this.#advice), this.#more);
 
   update(consumer) {
     const { name, tone, sign } = boundOf(consumer);
-    const { workers, advice } = consumer.verdict;
     say(this.#badge, `${sign} ${name}`);
     this.#badge.dataset.tone = tone;
-    say(this.#workers, workers === null ? "" : `needs ${plural(workers, "worker")}`);
-    say(this.#advice, advice);
+    say(this.#advice, consumer.verdict.advice);
     say(this.#more, more(consumer));
   }
 }

@@ -60,7 +60,7 @@ export class SignIn {
       say(byId("api"), "/openapi.json");
     }
     if (!sees) {
-      say(byId("state"), "Signed out");
+      say(byId("state"), signedIn ? "Signed in, not for figures" : "Signed out");
       byId("state").dataset.tone = "idle";
       this.#form.elements.token.focus();
     }
