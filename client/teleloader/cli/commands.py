@@ -118,7 +118,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
     "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
-    help="How long, from the first batch on.",
+    help="How long, from the first batch on; a verdict takes 3.",
 )  # fmt: skip
 @click.option(
     "--step", type=click.FloatRange(0), default=0.0, show_default=True, metavar="S",
