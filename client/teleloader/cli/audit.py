@@ -16,6 +16,7 @@ from teleloader_shared import plan
 from teleloader_shared.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import harmless
+from teleloader_shared.units import counted
 
 SHOWN = 10
 """Indices that are named of those that are missing or repeated."""
@@ -49,7 +50,9 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
     console = to_people()
     console.print(
         Text(
-            harmless(f"epoch {epoch} of {name}: {found.visits:,} visits{ranks} to {found.length:,} samples"),
+            harmless(
+                f"epoch {epoch} of {name}: {counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
+            ),
             style="bold",
         )
     )
