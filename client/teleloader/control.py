@@ -339,7 +339,8 @@ def error_of(status: int, body: bytes, server: str, path: str = "") -> Teleloade
     """
     problem = _problem_of(body)
     code, detail = problem.get("code", ""), sentence(problem.get("detail", body[:200].decode(errors="replace")))
-    doubt = "" if code else ". Is that the address and port of a loader server?"
+    # any web server has addresses where nothing is
+    doubt = "" if code and status != httpx.codes.NOT_FOUND else ". Is that the address and port of a loader server?"
     error = known_error(code, detail) or ProtocolError(
         f"{server}{path} answered {status}{f': {detail}' if detail else ''}{doubt}"
     )

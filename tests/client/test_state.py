@@ -139,15 +139,13 @@ def test_an_answer_has_a_limit() -> None:
 
 def test_what_a_server_refuses_names_the_server() -> None:
     """Of several, one may be without the token, or full; what says so is a loader server without a doubt."""
-    for code, kind in (
-        ("Unauthorized", Unauthorized),
-        ("Forbidden", Forbidden),
-        ("ServerUnavailable", ServerUnavailable),
-    ):
-        error = error_of(401, json.dumps({"code": code, "detail": "why"}).encode(), "http://server", "/v1/datasets")
+    for kind in (Unauthorized, Forbidden, ServerUnavailable):
+        body = json.dumps({"code": kind.__name__, "detail": "why"}).encode()
+        error = error_of(401, body, "http://server", "/v1/datasets")
         assert type(error) is kind
         assert str(error) == "http://server refuses: why"
     failed = error_of(500, json.dumps({"code": "InternalError", "detail": "why"}).encode(), "http://server", "/v1/x")
     assert str(failed) == "http://server/v1/x answered 500: why"
-    doubtful = error_of(404, b"nothing is here", "http://server", "/v1/x")
-    assert str(doubtful).startswith("http://server/v1/x answered 404: nothing is here. Is that the address")
+    for body in (b"why", json.dumps({"code": "NotFound", "detail": "why"}).encode()):
+        doubtful = error_of(404, body, "http://server", "/v1/x")
+        assert str(doubtful).startswith("http://server/v1/x answered 404: why. Is that the address and port")

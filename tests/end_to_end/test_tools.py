@@ -17,6 +17,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader.cli.bench import Measured, show
 from teleloader.remote import consumers_prefix
+from teleloader_server import serve
 from teleloader_shared.stats import Verdict
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
@@ -434,14 +435,25 @@ def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) 
     """Exit code 1: whether that is well, the user knows."""
     dropped = tool("audit", hosting.url, "numbers", "--batch-size", "9", "--drop-last")
     assert dropped.code == 1
-    assert "1 are never visited: 99 (left out by --drop-last)" in dropped.out
+    assert "never visited: 1 sample (99), left out by --drop-last" in dropped.out
     padded = tool("audit", hosting.url, "numbers", "--world-size", "3")
     assert padded.code == 1
-    assert "2 are repeated: 0, 1 (so that all trainers have as many: --tail pad)" in padded.out
+    assert "visited again: 2 samples (0, 1), so that all trainers have as many (--tail pad)" in padded.out
 
 
-def test_audit_of_a_dataset_without_numbers(hosting: ServerProcess) -> None:
-    """An iterable-style dataset has no plan."""
-    done = tool("audit", hosting.url, "stream")
+class Sized:
+    """Iterable-style, and says how many it has."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_audit_of_a_dataset_without_numbers() -> None:
+    """An iterable-style dataset has no plan, also where it says its length."""
+    with serve(Sized(), num_workers=1) as url:
+        done = tool("audit", url)
     assert done.code == 2
-    assert "has no len()" in done.err
+    assert "is iterable-style" in done.err

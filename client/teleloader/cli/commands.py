@@ -205,6 +205,8 @@ def audit(
     and 8 bytes a sample are needed. The exit code is 0 when each sample is visited exactly once.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
+    if remote.iterable:
+        raise TypeError(f"dataset {remote.name!r} is iterable-style: what an epoch visits is seen only by loading it")
     spec = LoaderSpec(
         dataset=remote.name, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed,
         world_size=world_size, tail=tail,
