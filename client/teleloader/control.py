@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import ssl
 import threading
@@ -20,6 +21,7 @@ from teleloader.failures import known_error
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import (
+    AccessDenied,
     ProtocolError,
     ServerUnavailable,
     TeleloaderError,
@@ -29,6 +31,7 @@ from teleloader_shared.errors import (
     WorkerDied,
 )
 from teleloader_shared.messages import (
+    CONSUMER_HEADER,
     DATASETS_PATH,
     FRAME_MEDIA_TYPE,
     HEALTH_PATH,
@@ -57,7 +60,13 @@ END_TIMEOUT: Final = 2.0
 PROBE: Final = 1.0
 """Seconds after which a server that says nothing counts as one that waits for a request."""
 
+logger = logging.getLogger("teleloader")
+
 _Record = TypeVar("_Record", DatasetInfo, Registration)
+
+
+class Unreached(ServerUnavailable):
+    """There was not even a connection."""
 
 
 class Server:
@@ -78,6 +87,12 @@ class Server:
         self.credentials = Credentials() if credentials is None else credentials
         self.trouble: type[Exception] | None = None
         """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
+
+    def answered(self) -> None:
+        """It did what it was asked for: the user, who was told that it does not, is told so."""
+        if self.trouble is not None:
+            logger.warning("%s answers again", self.url)
+            self.trouble = None
 
     def datasets(self) -> list[DatasetInfo]:
         """What it hosts."""
@@ -120,13 +135,21 @@ class Server:
         with suppress(TeleloaderError):
             self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
 
-    def batch(self, key: str, epoch: int, k: int, listed: bytes | None = None) -> bytes:
-        """The frame of one batch; `listed` is the frame of its indices, for an order of the client's own."""
-        path = batches_path(key, epoch)
+    def batch(self, key: str, epoch: int, k: int, listed: bytes | None = None, *, consumer: str) -> bytes:
+        """The frame of one batch.
+
+        Args:
+            key: The loader's.
+            epoch: The epoch.
+            k: Number of the batch.
+            listed: The frame of its indices, for an order of the client's own.
+            consumer: What the server calls whoever asks.
+        """
+        path, options = batches_path(key, epoch), {"timeout": None, "headers": {CONSUMER_HEADER: consumer}}
         frame: bytes = (
-            self._request("GET", f"{path}/{k}", timeout=None)
+            self._request("GET", f"{path}/{k}", **options)
             if listed is None
-            else self._request("POST", f"{path}?start={k}", timeout=None, content=listed)
+            else self._request("POST", f"{path}?start={k}", content=listed, **options)
         )
         return frame
 
@@ -198,8 +221,11 @@ class Server:
         return self._ask(method, path, **options)
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
-        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers}
-        options = {"timeout": self.timeout, "headers": headers, **options}
+        headers = {
+            PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers,
+            **options.get("headers", {}),
+        }  # fmt: skip
+        options = {"timeout": self.timeout, **options, "headers": headers}
         verify = self.credentials.context() if self._is_secure else False
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
@@ -211,19 +237,23 @@ class Server:
             ):
                 body = _body_of(answer)
         except httpx.TransportError as error:
-            raise self.broke(error) or ServerUnavailable(
-                f"no loader server answers at {self.url}: {sentence(str(error)) or type(error).__name__}"
-            ) from None
+            raise self.broke(error) or self._unanswered(error) from None
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
         if answer.status_code != httpx.codes.OK:
-            raise error_of(answer.status_code, body, str(answer.url))
+            raise error_of(answer.status_code, body, self.url, path)
         if answer.headers.get("content-type") == FRAME_MEDIA_TYPE:
             return body
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
+
+    def _unanswered(self, error: httpx.TransportError) -> ServerUnavailable:
+        why = sentence(str(error)) or type(error).__name__
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return Unreached(f"no loader server answers at {self.url}: {why}")
+        return ServerUnavailable(f"no loader server answers at {self.url}, though something listens there: {why}")
 
 
 def _parsed(url: object) -> httpx.URL:
@@ -298,16 +328,32 @@ def _body_of(answer: httpx.Response) -> bytes:
     return bytes(body)
 
 
-def error_of(status: int, body: bytes, url: str) -> TeleloaderError:
-    """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now."""
+def error_of(status: int, body: bytes, server: str, path: str = "") -> TeleloaderError:
+    """The error that an answer other than 200 stands for; a 5xx, which may be a proxy's, means: not now.
+
+    Args:
+        status: The answer's.
+        body: The answer's; a loader server says in it what is wrong, with a code.
+        server: URL of the server that was asked, which is named where it lets somebody not do something.
+        path: Below that.
+    """
     problem = _problem_of(body)
-    detail = sentence(problem.get("detail", body[:200].decode(errors="replace")))
-    error = known_error(problem.get("code", ""), detail) or ProtocolError(
-        f"{url} answered {status}{f': {detail}' if detail else ''}. Is that the address and port of a loader server?"
+    code, detail = problem.get("code", ""), sentence(problem.get("detail", body[:200].decode(errors="replace")))
+    # any web server has addresses where nothing is
+    doubt = "" if code and status != httpx.codes.NOT_FOUND else ". Is that the address and port of a loader server?"
+    error = known_error(code, detail) or ProtocolError(
+        f"{server}{path} answered {status}{f': {detail}' if detail else ''}{doubt}"
     )
+    if isinstance(error, AccessDenied | ServerUnavailable):
+        return type(error)(f"{refusing(server)}{error}")
     if status >= httpx.codes.INTERNAL_SERVER_ERROR and not isinstance(error, WorkerDied):
         return ServerUnavailable(str(error))
     return error
+
+
+def refusing(server: str) -> str:
+    """How an error begins that says why a server does not do something."""
+    return f"{server} refuses: "
 
 
 def _problem_of(body: bytes) -> dict[str, str]:

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import itertools
 import os
-import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from teleloader.inbox import Inbox, timed_out
 from teleloader.lengths import Lengths
 from teleloader.measures import Measures
 from teleloader.receiver import Receiver
-from teleloader.remote import RemoteDataset
+from teleloader.remote import RemoteDataset, consumers_prefix
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
 from teleloader.staging import AHEAD, Staging
@@ -304,11 +303,6 @@ async def _arrival(inbox: Inbox) -> None:
     finally:
         inbox.call_when_arrived(None)
     inbox.wait(0)  # raises what has come in place of a batch
-
-
-def consumers_prefix() -> str:
-    """What the names of all consumers of this process begin with."""
-    return f"{socket.gethostname()}:{os.getpid()}/"
 
 
 _passes: set[Pass] = set()

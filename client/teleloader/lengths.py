@@ -10,6 +10,7 @@ import numpy as np
 from teleloader_shared.codec import End
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import ArrayLeaf, flatten
+from teleloader_shared.units import counted
 
 _IN_NEXT, _IN_FINISH = 3, 4
 """The line of the training loop, seen from here through `LoaderIterator`."""
@@ -73,7 +74,7 @@ class Lengths:
         if self._samples is not None and total < self._samples:
             warnings.warn(
                 f"Length of IterableDataset {self._dataset} was reported to be {self._samples}, but only {total} "
-                f"samples have been fetched from its {len(ends)} shard{'s' if len(ends) > 1 else ''}. If that is not "
+                f"samples have been fetched from its {counted(len(ends), 'shard')}. If that is not "
                 "meant, look at how the shards divide the dataset: samples are lost where they do not meet.",
                 stacklevel=_IN_FINISH,
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,14 +15,14 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from teleloader.backoff import Backoff
-from teleloader.control import Server
+from teleloader.control import Server, Unreached
 from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
 from teleloader.output import array_maker, choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
-from teleloader_shared.messages import DatasetInfo, Registration
+from teleloader_shared.messages import LOOKING, DatasetInfo, Registration
 from teleloader_shared.spec import LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
@@ -130,7 +132,8 @@ class RemoteDataset:
         position = operator.index(index) + (length if operator.index(index) < 0 else 0)
         if not 0 <= position < length:
             raise IndexError(f"sample {operator.index(index)} is out of range: dataset {self.name!r} has {length}")
-        frame = self.batch(LoaderSpec(dataset=self.name, batch_size=None), 0, position)
+        spec = LoaderSpec(dataset=self.name, batch_size=None)
+        frame = self._batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
         if isinstance(frame.content, Failure):
             raise exception_of(frame.content, frame.address, self.url)
         return frame.content
@@ -147,12 +150,14 @@ class RemoteDataset:
         Raises:
             BatchOutOfRange: When the epoch has no such batch.
         """
+        return self._batch(spec, epoch, k, indices, consumer=LOOKING)
+
+    def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
         number, registered = self.register(spec)
         server, key = self.servers[number], registered.key
         try:
-            raw = server.batch(
-                key, epoch, k, None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
-            )
+            listed = None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
+            raw = server.batch(key, epoch, k, listed, consumer=consumer)
         finally:
             if spec.session is not None:
                 server.end_session(key)
@@ -184,10 +189,12 @@ class RemoteDataset:
             try:
                 registered = server.register(spec)
             except TeleloaderError as error:
-                server.trouble = type(error)
+                if count > 1 and server.trouble is None:
+                    logger.warning("%s; the other servers are asked", error)
+                server.trouble = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
                 errors.append(error)
                 continue
-            server.trouble = None
+            server.answered()
             return number, registered
         raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
@@ -196,10 +203,11 @@ class RemoteDataset:
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[ServerUnavailable] = []
         for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
-            server.trouble = ServerUnavailable if isinstance(answer, ServerUnavailable) else None
             if isinstance(answer, ServerUnavailable):
+                server.trouble = ServerUnavailable
                 missing.append(answer)
                 continue
+            server.answered()
             found = {info.name: info for info in answer}
             wanted = next(iter(found)) if name is None and len(found) == 1 else name
             if wanted not in found:
@@ -230,18 +238,23 @@ class RemoteDataset:
             try:
                 return request()
             except ServerUnavailable as error:
-                if backoff.first:
+                if backoff.first and self.reconnect_timeout > 0:
                     logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
                 if not backoff.pause():
-                    raise ServerUnavailable(
-                        f"{error} (tried for {self.reconnect_timeout:g} s). Is teleloader-server running there, and is "
-                        f"the address right?{self._hint_of_host()}"
-                    ) from None
+                    tried = f" (tried for {self.reconnect_timeout:g} s)" if self.reconnect_timeout > 0 else ""
+                    hint = self._hint() if isinstance(error, Unreached) else ""
+                    raise ServerUnavailable(f"{error}{tried}{hint}") from None
 
-    def _hint_of_host(self) -> str:
-        """What keeps other machines from a server that is running, unless it is this machine that is asked."""
+    def _hint(self) -> str:
+        """What may be wrong where nobody takes a connection."""
         here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
-        return "" if here else " Other machines than its own reach it only if it was started with --host."
+        others = "" if here else " Other machines than its own reach it only if it was started with --host."
+        return f". Is teleloader-server running there, and is the address right?{others}"
+
+
+def consumers_prefix() -> str:
+    """What the names of all consumers of this process begin with."""
+    return f"{socket.gethostname()}:{os.getpid()}/"
 
 
 def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from teleloader.backoff import Backoff
-from teleloader.control import Server
+from teleloader.control import Server, refusing
 from teleloader.inbox import BROKEN, Inbox
 from teleloader.session import Range
 from teleloader.tracing import PassTrace
@@ -145,7 +145,7 @@ class Source:
             alone = f"trying again for {timeout:g} s" if isinstance(error, BROKEN) else "trying again would not help"
             logger.warning(
                 "batch %d does not come from %s (%s); %s",
-                self._inbox.session.received, server.url, sentence(str(error)) or type(error).__name__,
+                self._inbox.session.received, server.url, self._reason(error),
                 others if self._inbox.several else alone,
             )  # fmt: skip
         server.trouble = trouble
@@ -179,6 +179,8 @@ class Source:
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), len(buffer))
             self._has_received = True
+            # not before: who lets a loader be registered may still refuse its batches
+            self._servers[0].answered()
             rest = self._inbox.deliver(self._number, self._servers[0].url, frames, len(buffer))
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
             if rest is not None:
@@ -194,9 +196,6 @@ class Source:
         with self._calling():
             registered = server.register(self._wanted.spec)
         self._heard = time.monotonic()
-        if server.trouble is not None:
-            logger.warning("%s answers again", server.url)
-        server.trouble = None
         self._is_registered = True
         self.registered_at.add(server)
         self._inbox.joined(self._number, server.url, registered.num_workers)
@@ -286,6 +285,10 @@ class Source:
     def _unavailable(self, error: Exception) -> ServerUnavailable:
         return ServerUnavailable(
             f"{self._servers[0].url} did not send batch {self._inbox.session.received} of epoch {self._wanted.epoch}: "
-            f"{sentence(str(error)) or type(error).__name__} (tried for {self._wanted.reconnect_timeout:g} s). "
+            f"{self._reason(error)} (tried for {self._wanted.reconnect_timeout:g} s). "
             "loader.state_dict() says where to go on, here or on another server"
         )
+
+    def _reason(self, error: Exception) -> str:
+        """What is wrong, for a sentence that names the server already."""
+        return sentence(str(error)).removeprefix(refusing(self._servers[0].url)) or type(error).__name__

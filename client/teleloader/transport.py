@@ -114,6 +114,7 @@ class BatchConnection:
     def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
         parts = urlsplit(server.url)
         self._server = server
+        self._below = path
         self._path = parts.path + path
         self.trace: AskTrace | None = None
         """Of the last request."""
@@ -194,7 +195,7 @@ class BatchConnection:
                 raise ConnectionError("the token was replaced")
             if answer.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
-                raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._path)
+                raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below)
             size = answer.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(

@@ -180,6 +180,6 @@ _KEY: Final = "teleloader.account"
 def too_many(account: Account, limit: int, what: str, option: str) -> ServerUnavailable:
     """The refusal of one more."""
     return ServerUnavailable(
-        f"{account.name!r} has {limit:,} {what}, its limit on this server: end some, or raise {option} in the server's "
-        "[limits]"
+        f"{account.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
+        f"{option} in the server's [limits]"
     )

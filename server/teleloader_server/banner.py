@@ -12,7 +12,7 @@ from teleloader_server.app import Server
 from teleloader_server.config import default_num_workers
 from teleloader_server.gate import said_tokens
 from teleloader_server.service import LoaderService
-from teleloader_shared.units import size
+from teleloader_shared.units import counted, size
 from teleloader_shared.version import VERSION
 
 logger = logging.getLogger("teleloader_server")
@@ -43,11 +43,11 @@ def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str
     """What the start banner says: labels and texts."""
     facts = []
     for info in service.datasets.values():
-        length = "no stated length" if info.length is None else f"{info.length:,} samples"
+        length = "no stated length" if info.length is None else counted(info.length, "sample")
         facts.append(("dataset", f"{info.name}, {info.kind}-style, {length}"))
     count = service.limits.num_workers
-    workers = "none: this process loads" if count == 0 else f"{count} process{'es' if count > 1 else ''}"
-    facts.append(("workers", f"{workers}; this machine has {default_num_workers()} CPUs for them"))
+    workers = "none: this process loads" if count == 0 else counted(count, "process", "processes")
+    facts.append(("workers", f"{workers}; this machine has {counted(default_num_workers(), 'CPU')} for them"))
     facts.append(("memory", f"at most {size(service.limits.memory_budget)} for batches that are made ahead"))
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         facts.append(("address", "all addresses of this machine"))

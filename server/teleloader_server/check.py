@@ -17,7 +17,7 @@ from teleloader_server.config import DatasetConfig, Limits
 from teleloader_server.probe import Checked, Problem
 from teleloader_shared.outline import Part
 from teleloader_shared.stats import Latency
-from teleloader_shared.units import number, seconds, size
+from teleloader_shared.units import counted, number, seconds, size
 
 
 def check(config: DatasetConfig, limits: Limits, batch_size: int, batches: int, tell: Callable[[str], None]) -> Checked:
@@ -74,7 +74,7 @@ def _ended(status: int, step: str) -> Problem:
 def _lines(found: Checked) -> Iterator[tuple[str, str]]:
     """What was found, for people: a label and what it says, the label empty where a line goes on."""
     if found.kind is not None:
-        length = "no stated length" if found.length is None else f"{found.length:,} samples"
+        length = "no stated length" if found.length is None else counted(found.length, "sample")
         yield "dataset", f"{found.kind}-style, {found.type}, {length}"
     if found.built_in is not None and found.memory is not None:
         yield "built in", f"{seconds(found.built_in)}, with {size(found.memory)} of memory for it and what it imports"
@@ -109,7 +109,7 @@ def show(found: Checked) -> None:
     if sys.stderr.isatty():
         click.echo("\r\x1b[2K", nl=False, err=True)
     warnings = sum(problem.severity == "warning" for problem in found.problems)
-    verdict = "fine" if not found.problems else f"{warnings} warning{'s' if warnings > 1 else ''}"
+    verdict = "fine" if not found.problems else counted(warnings, "warning")
     colour = "yellow" if found.problems else "green"
     if found.failed:
         verdict, colour = "cannot be depended on", "red"

@@ -37,6 +37,7 @@ from teleloader_server.accounts import Account, account_of
 from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
+from teleloader_shared.units import counted
 
 OWN_FILES: Final = 64
 """Descriptors for the event loop, the datasets' files and whatever comes up."""
@@ -101,10 +102,11 @@ class Watch:
         self._by_address[address] += 1
         limits = self.limits
         if len(self.connections) > limits.max_connections:
-            return f"the server has {limits.max_connections:,} connections, its limit (max_connections): try later"
+            most = counted(limits.max_connections, "connection")
+            return f"the server has {most}, its limit (max_connections): try later"
         if self._by_address[address] > limits.max_connections_per_address:
             return (
-                f"{address} has {limits.max_connections_per_address:,} connections, its limit on this server "
+                f"{address} has {counted(limits.max_connections_per_address, 'connection')}, its limit on this server "
                 "(max_connections_per_address): close some"
             )
         return None
@@ -524,7 +526,7 @@ def connections_for(num_workers: int) -> int:
     kept = max(OWN_FILES + FILES_PER_WORKER * num_workers, limit // 8)
     if limit - kept < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the limit of open files (RLIMIT_NOFILE) is {limit}, and a server with {num_workers} workers needs "
-            f"{kept + MIN_CONNECTIONS}: raise it with ulimit -n"
+            f"the limit of open files (RLIMIT_NOFILE) is {limit}, and a server with {counted(num_workers, 'worker')} "
+            f"needs {kept + MIN_CONNECTIONS}: raise it with ulimit -n"
         )
     return limit - kept

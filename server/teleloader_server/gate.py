@@ -45,6 +45,7 @@ from teleloader_server.pace import Pace
 from teleloader_server.problems import Refusal
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
+from teleloader_shared.units import counted
 
 LOOK_EVERY: Final = 1.0
 """Seconds after which it is looked whether the file of tokens has changed."""
@@ -151,7 +152,7 @@ def said_tokens(tokens: Tokens) -> str:
     """The names of tokens, as a line of the log has them."""
     names = [entry.principal.name for entry in tokens.entries]
     more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
-    return f"{len(names)} token{'s' if len(names) != 1 else ''} ({', '.join(names[:5])}{more})"
+    return f"{counted(len(names), 'token')} ({', '.join(names[:5])}{more})"
 
 
 class _Known(NamedTuple):

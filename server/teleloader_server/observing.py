@@ -24,7 +24,7 @@ from teleloader_server.processes import NO_MEMORY, CpuUse, Memory
 from teleloader_server.verdict import Consumption, Workforce, total_demand, verdict
 from teleloader_server.windows import Window, as_share
 from teleloader_shared.codec import Address
-from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.messages import LOOKING, DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
@@ -228,12 +228,12 @@ class Observer:
 
     @staticmethod
     def _consumers(looks: list[_Look], server: ServerStats, now: float) -> list[tuple[_Seen, Workforce]]:
-        """All of them, with who makes their batches; those who asked last come first.
+        """All that train, with who makes their batches; those who asked last come first.
 
         Of a training loop there is the latest pass, and those before it only while they ask for something: with short
         epochs a minute has hundreds.
         """
-        known = [(look, *pair) for look in looks for pair in look.engine.consumers()]
+        known = [(look, *pair) for look in looks for pair in look.engine.consumers() if pair[0].name != LOOKING]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
         latest: dict[LoopTally, _Seen] = {}
         found: list[tuple[Engine, _Seen]] = []

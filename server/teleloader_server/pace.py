@@ -12,6 +12,7 @@ from starlette.types import Scope
 from teleloader_server.access import Principal
 from teleloader_server.accounts import PATIENCE, Accounts, note
 from teleloader_server.problems import Refusal
+from teleloader_shared.units import number
 
 TOGETHER: Final = 16
 """Requests that are begun in one round of the event loop while there is one principal; of several, one of each."""
@@ -49,8 +50,8 @@ class Pace:
             raise Refusal(
                 429,
                 "ServerUnavailable",
-                f"{account.name!r} makes more than {self._rate:,.0f} requests a second, its limit on this server "
-                "(max_requests_per_second): ask less often",
+                f"{account.name!r} makes more requests a second than {number(self._rate)}, its limit on this "
+                "server (max_requests_per_second): ask less often",
             )
         await self._turns.come(account.name, now)
 

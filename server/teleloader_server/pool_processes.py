@@ -31,6 +31,7 @@ from teleloader_server.worker import WorkerSettings, exit_reason
 from teleloader_server.worker_process import WorkerProcess
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class ProcessPool:
             self._put(process, ["loader", address.loader, task.spec.to_json(), task.length])
         self._put(process, ["task", task_id, address.loader, address.epoch, address.batch, task.indices])
         if process.given == self._limits.max_batches_per_worker:
-            self._wear_out(process, f"was given {process.given} batches")
+            self._wear_out(process, f"was given {counted(process.given, 'batch', 'batches')}")
 
     def take(self, worker: int, reason: str) -> None:
         """End a worker's process; its tasks are left to others."""

@@ -32,6 +32,7 @@ from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.stats import Stats
+from teleloader_shared.units import counted
 
 SESSION_IDLE: Final = 60.0
 """Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
@@ -250,13 +251,15 @@ class LoaderService:
                 raise too_many(account, most, what, "max_session_workers_per_principal")
         if len(self._sessions) >= limits.max_sessions:
             raise ServerUnavailable(
-                f"the server has {limits.max_sessions:,} sessions, its limit (max_sessions): ask later, or another one"
+                f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): ask later, or "
+                "another one"
             )
         running = sum(session.num_workers for session in self._sessions.values())
         if running + num_workers > limits.max_session_workers:
             raise ServerUnavailable(
-                f"the server's sessions have {running:,} workers, and with {num_workers:,} more they would have more "
-                f"than {limits.max_session_workers:,}, its limit (max_session_workers): ask for fewer, or later"
+                f"the server's sessions have {counted(running, 'worker')}, and with {num_workers:,} more they would "
+                f"have more than {limits.max_session_workers:,}, its limit (max_session_workers): ask for fewer, or "
+                "later"
             )
 
     def _drop_session(self, key: str) -> _Session | None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """So many things: ``1 worker``, ``12,345 workers``; `many` is the plural where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
 def size(nbytes: float) -> str:
     """Bytes in powers of 1024: ``512 B``, ``1.5 MiB``, ``120 GiB``."""
     unit = "B"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from teleloader import DataLoader, ProtocolError, RemoteDataset, source, transport
+from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable, source, transport
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
 RIGHT = [[k, k, k] for k in range(8)]
@@ -72,6 +73,39 @@ def test_a_proxy_whose_server_restarts_is_asked_again() -> None:
         lambda request: 502 if request.number == 2 else request.right(), registering=lambda: next(left, 200)
     ) as url:
         assert [batch[0].tolist() for batch in DataLoader(RemoteDataset(url), output="numpy")] == RIGHT
+
+
+def said(caplog: pytest.LogCaptureFixture, url: str) -> list[str]:
+    """What was logged, in order: that a server is in trouble, and that it is not any more."""
+    logged = [record.getMessage() for record in caplog.records if url in record.getMessage()]
+    caplog.clear()
+    return ["answers again" if line == f"{url} answers again" else "trouble" for line in logged]
+
+
+def test_a_log_says_when_trouble_began_and_when_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the only server too, before an epoch and in the middle of one; once each, however often it is asked."""
+    caplog.set_level(logging.WARNING, "teleloader")
+    registering = iter([503, 503, 200, 503, 503])
+    refused = iter([False, True, True, True])
+
+    def answer(request: Request) -> bytes | int:
+        return 503 if next(refused, False) else request.right()
+
+    with fake_server(answer, registering=lambda: next(registering, 200)) as url:
+        loader = DataLoader(RemoteDataset(url), output="numpy", prefetch_factor=2, num_workers=1)
+        assert [batch[0].tolist() for batch in loader] == RIGHT
+        assert said(caplog, url) == ["trouble", "answers again"] * 2
+        assert [batch[0].tolist() for batch in loader] == RIGHT
+        assert said(caplog, url) == []
+
+
+def test_whoever_is_refused_is_not_asked_whether_a_server_runs() -> None:
+    """It says why; that it cannot be reached is another matter."""
+    with fake_server(Request.right, registering=lambda: 503) as url, pytest.raises(ServerUnavailable) as refused:
+        next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0.1), output="numpy")))
+    assert str(refused.value).endswith("(tried for 0.1 s)")
+    with pytest.raises(ServerUnavailable, match=r"\(tried for 0\.1 s\)\. Is teleloader-server running there"):
+        RemoteDataset(url, reconnect_timeout=0.1)
 
 
 def test_an_end_where_there_are_no_shards_is_damage() -> None:

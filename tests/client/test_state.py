@@ -15,7 +15,7 @@ import pytest
 
 from teleloader import state
 from teleloader.control import MAX_JSON_BYTES, Server, error_of
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, StateMismatch
+from teleloader_shared.errors import Forbidden, ProtocolError, ServerUnavailable, StateMismatch, Unauthorized
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO
 
@@ -135,3 +135,17 @@ def test_an_answer_has_a_limit() -> None:
         pytest.raises(ProtocolError, match="more than 16,777,216"),
     ):
         server.datasets()
+
+
+def test_what_a_server_refuses_names_the_server() -> None:
+    """Of several, one may be without the token, or full; what says so is a loader server without a doubt."""
+    for kind in (Unauthorized, Forbidden, ServerUnavailable):
+        body = json.dumps({"code": kind.__name__, "detail": "why"}).encode()
+        error = error_of(401, body, "http://server", "/v1/datasets")
+        assert type(error) is kind
+        assert str(error) == "http://server refuses: why"
+    failed = error_of(500, json.dumps({"code": "InternalError", "detail": "why"}).encode(), "http://server", "/v1/x")
+    assert str(failed) == "http://server/v1/x answered 500: why"
+    for body in (b"why", json.dumps({"code": "NotFound", "detail": "why"}).encode()):
+        doubtful = error_of(404, body, "http://server", "/v1/x")
+        assert str(doubtful).startswith("http://server/v1/x answered 404: why. Is that the address and port")

@@ -35,7 +35,7 @@ def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
     ("arguments", "words"),
     [
         ([], "name at least one dataset as module:name, or host the embedded one with --demo"),
-        (["numbers"], "'numbers' names no dataset: write module:name"),
+        (["numbers"], "'numbers' names no dataset: write numbers:NAME"),
         (["nosuch:thing"], "there is no module 'nosuch'"),
         (["json:nothing"], "module 'json' has no 'nothing'"),
         ([HOSTED + "nothing"], "dataset 'nothing' (int) is no dataset: it needs __getitem__ and __len__, or __iter__"),

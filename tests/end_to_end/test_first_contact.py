@@ -68,7 +68,8 @@ def said(folder: Path, program: str, *arguments: str, **environment: str) -> str
 @pytest.mark.parametrize(
     ("dataset", "next_step"),
     [
-        ("my_data", "'my_data' names no dataset: write module:name (the module must be importable from here)"),
+        ("my_data", "'my_data' names no dataset: write my_data:NAME, where NAME is a dataset in that module"),
+        ("./my_data.py:train", "'./my_data.py:train' names no dataset: write my_data:train"),
         ("my_data.py:train", "name the module, not its file: my_data:train"),
         ("my_dta:train", "there is no module 'my_dta'. It is looked for in the current folder, {folder}, and among"),
         ("my_data:trian", "module 'my_data' has no 'trian'; did you mean 'train'?"),
@@ -194,7 +195,7 @@ def test_the_port_of_some_other_web_server() -> None:
 
 
 def test_the_port_of_something_that_speaks_no_http() -> None:
-    """As if nobody was there."""
+    """That it takes connections: whether a server runs there is not the question."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:
@@ -206,7 +207,8 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         text = refusal(ServerUnavailable, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    assert "Is teleloader-server running there, and is the address right?" in text
+    assert "though something listens there" in text
+    assert "Is teleloader-server running there" not in text
 
 
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:

@@ -15,6 +15,10 @@ import httpx
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
+from teleloader.cli.bench import Measured, show
+from teleloader.remote import consumers_prefix
+from teleloader_server import serve
+from teleloader_shared.stats import Verdict
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
@@ -313,6 +317,16 @@ def test_peek_at_what_is_not_there(arguments: list[str], words: str, hosting: Se
     assert words in done.err
 
 
+def test_whoever_only_looks_is_no_consumer(hosting: ServerProcess) -> None:
+    """Figures are of training loops; the samples that a program takes one by one are one consumer."""
+    tool("peek", hosting.url, "dicts", "3")
+    tool("peek", hosting.url, "dicts", "--indices", "1,2")
+    samples = RemoteDataset(hosting.url, "dicts")
+    assert [samples[number]["label"] for number in range(3)] == [samples[number]["label"] for number in range(3)]
+    found = [one["consumer"] for one in hosting.stats()["consumers"] if one["dataset"] == "dicts"]
+    assert found == [f"{consumers_prefix()}samples"]
+
+
 # -- bench
 
 
@@ -342,6 +356,21 @@ def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
     assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
     assert "verdict: trainer-bound" in thinking.out
+
+
+def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run that was too short for one; a longer one tells what the server says."""
+    short = Measured(
+        dataset="train", step=0.1, seconds=1.0, batches=1, samples=1, batch_bytes=1, first_batch=0.1, waited=0.5,
+        wait_p50=0.1, wait_p95=0.1, wait_max=0.1,
+    )  # fmt: skip
+    unknown = Verdict("unknown", None, "It is too early to say.")
+    show(short, unknown, as_json=False)
+    said = capsys.readouterr().out
+    assert said.startswith("train: 1 batch in 1 s\n")
+    assert said.endswith("verdict: none after so short a time, --seconds 3 is enough\n")
+    show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
+    assert capsys.readouterr().out.endswith("verdict: unknown. It is too early to say.\n")
 
 
 def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:
@@ -406,14 +435,25 @@ def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) 
     """Exit code 1: whether that is well, the user knows."""
     dropped = tool("audit", hosting.url, "numbers", "--batch-size", "9", "--drop-last")
     assert dropped.code == 1
-    assert "1 are never visited: 99 (left out by --drop-last)" in dropped.out
+    assert "never visited: 1 sample (99), left out by --drop-last" in dropped.out
     padded = tool("audit", hosting.url, "numbers", "--world-size", "3")
     assert padded.code == 1
-    assert "2 are repeated: 0, 1 (so that all trainers have as many: --tail pad)" in padded.out
+    assert "visited again: 2 samples (0, 1), so that all trainers have as many (--tail pad)" in padded.out
 
 
-def test_audit_of_a_dataset_without_numbers(hosting: ServerProcess) -> None:
-    """An iterable-style dataset has no plan."""
-    done = tool("audit", hosting.url, "stream")
+class Sized:
+    """Iterable-style, and says how many it has."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_audit_of_a_dataset_without_numbers() -> None:
+    """An iterable-style dataset has no plan, also where it says its length."""
+    with serve(Sized(), num_workers=1) as url:
+        done = tool("audit", url)
     assert done.code == 2
-    assert "has no len()" in done.err
+    assert "is iterable-style" in done.err

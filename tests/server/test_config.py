@@ -244,13 +244,31 @@ def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: s
     assert DatasetConfig.parse(text) == DatasetConfig(name=name, factory=factory)
 
 
-@pytest.mark.parametrize("text", ["", "train", "data.py", "data/train.py:x", "a=", "a=b", "data:train()", "a:b=c"])
+@pytest.mark.parametrize("text", ["", "1", ":train", "a=", "data:train()", "../data.py:train", "my-data.py:train"])
 def test_what_names_no_dataset_is_refused(text: str) -> None:
     """The sentence says how to write it."""
     assert refusal(DatasetConfig.parse, text) == (
         f"{text!r} names no dataset: write module:name (the module must be importable from here), "
         "or chosen-name=module:name"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("my_package.data", "my_package.data:NAME"),
+        ("my_package.data:", "my_package.data:NAME"),
+        ("data.py", "data:NAME"),
+        ("my_package/data.py:train", "my_package.data:train"),
+        ("./data.py:train", "data:train"),
+        (f"{Path.cwd()}/my_package/data.py:train", "my_package.data:train"),
+        ("a=my_package/data:Sets.train", "my_package.data:Sets.train"),
+    ],
+)
+def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:
+    """The module as it is imported from the current folder, and a name in it."""
+    which = ", where NAME is a dataset in that module, or a function that makes one" if "NAME" in meant else ""
+    assert refusal(DatasetConfig.parse, text) == f"{text!r} names no dataset: write {meant}{which}"
 
 
 @pytest.mark.parametrize(("text", "name"), [("=m:x", ""), ("a b=m:x", "a b"), ("a=b=m:x", "a=b")])

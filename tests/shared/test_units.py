@@ -41,6 +41,18 @@ def test_times_are_in_the_unit_that_fits(value: float, text: str) -> None:
     assert units.seconds(value) == text
 
 
+@pytest.mark.parametrize(
+    ("count", "names", "text"),
+    [
+        (0, ("worker",), "0 workers"), (1, ("worker",), "1 worker"), (12345, ("worker",), "12,345 workers"),
+        (1, ("batch", "batches"), "1 batch"), (2, ("batch", "batches"), "2 batches"),
+    ],
+)  # fmt: skip
+def test_one_thing_is_no_plural(count: int, names: tuple[str, ...], text: str) -> None:
+    """With an s, or whatever the plural is."""
+    assert units.counted(count, *names) == text
+
+
 @pytest.mark.parametrize(("value", "text"), [(0, "0 %"), (0.003, "0.3 %"), (0.07, "7 %"), (1, "100 %")])
 def test_shares_are_in_percent(value: float, text: str) -> None:
     """What is little is not nothing."""

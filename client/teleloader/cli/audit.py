@@ -16,6 +16,7 @@ from teleloader_shared import plan
 from teleloader_shared.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import harmless
+from teleloader_shared.units import counted
 
 SHOWN = 10
 """Indices that are named of those that are missing or repeated."""
@@ -49,16 +50,18 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
     console = to_people()
     console.print(
         Text(
-            harmless(f"epoch {epoch} of {name}: {found.visits:,} visits{ranks} to {found.length:,} samples"),
+            harmless(
+                f"epoch {epoch} of {name}: {counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
+            ),
             style="bold",
         )
     )
     if found.exact:
         console.print(Text("each sample is visited exactly once", style="green"))
     if found.missing.size:
-        console.print(Text(f"{found.missing.size:,} are never visited: {_some(found.missing)}{_why_missing(spec)}"))
+        console.print(Text(f"never visited: {_some(found.missing)}{_why_missing(spec)}"))
     if found.repeated.size:
-        console.print(Text(f"{found.repeated.size:,} are repeated: {_some(found.repeated)}{_why_repeated(spec)}"))
+        console.print(Text(f"visited again: {_some(found.repeated)}{_why_repeated(spec)}"))
 
 
 def facts(found: Coverage) -> dict[str, Any]:
@@ -76,13 +79,13 @@ def facts(found: Coverage) -> dict[str, Any]:
 
 def _some(indices: NDArray[np.int64]) -> str:
     more = ", ..." if indices.size > SHOWN else ""
-    return ", ".join(map(str, indices[:SHOWN].tolist())) + more
+    return f"{counted(indices.size, 'sample')} ({', '.join(map(str, indices[:SHOWN].tolist()))}{more})"
 
 
 def _why_missing(spec: LoaderSpec) -> str:
     reasons = [name for name, holds in (("--drop-last", spec.drop_last), ("--tail drop", spec.tail == "drop")) if holds]
-    return f" (left out by {' and '.join(reasons)})" if reasons else ""
+    return f", left out by {' and '.join(reasons)}" if reasons else ""
 
 
 def _why_repeated(spec: LoaderSpec) -> str:
-    return " (so that all trainers have as many: --tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""
+    return ", so that all trainers have as many (--tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""

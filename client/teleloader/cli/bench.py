@@ -14,19 +14,21 @@ from rich.text import Text
 from teleloader.cli.showing import print_json, progress_bar, to_people
 from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.control import Server
-from teleloader.iterator import consumers_prefix
 from teleloader.loader import DataLoader
+from teleloader.remote import consumers_prefix
 from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import Stats, Verdict
 from teleloader_shared.text import harmless
 from teleloader_shared.tree import ArrayLeaf, flatten
-from teleloader_shared.units import number, seconds, share, size
+from teleloader_shared.units import counted, number, seconds, share, size
 
 MAX_CONSUMERS: Final = 1000
 """Consumers among which this one is looked for."""
 SHOWN_EVERY: Final = 0.2
 LULL: Final = 2.0
 """Seconds after its last ask when a consumer takes nothing of the workers any more."""
+VERDICT_AFTER: Final = 3
+"""Seconds after which a server can surely say what holds a loop back: it notes once a second how the loop fares."""
 
 
 class BatchFailed(Exception):
@@ -202,7 +204,12 @@ def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
         return
     console = to_people()
     console.print(
-        Text(harmless(f"{measured.dataset}: {measured.batches:,} batches in {seconds(measured.seconds)}"), style="bold")
+        Text(
+            harmless(
+                f"{measured.dataset}: {counted(measured.batches, 'batch', 'batches')} in {seconds(measured.seconds)}"
+            ),
+            style="bold",
+        )
     )
     rows = [
         ("batches/s", number(measured.batches_per_second)),
@@ -218,7 +225,9 @@ def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
         rows.insert(2, ("a worker makes", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
-    if verdict is not None:
+    if verdict is not None and verdict.bound == "unknown" and measured.seconds < VERDICT_AFTER:
+        console.print(Text(f"verdict: none after so short a time, --seconds {VERDICT_AFTER} is enough"))
+    elif verdict is not None:
         console.print(sentence("verdict", verdict))
     if not measured.step:
         console.print(Text(_without_step(measured)))
@@ -231,6 +240,6 @@ def _without_step(measured: Measured) -> str:
         return read
     step, workers = measured.shortest_step, measured.workers
     return (
-        f"{read} {workers} worker{'s' if workers > 1 else ''} keep{'' if workers > 1 else 's'} up with steps of "
+        f"{read} {counted(workers, 'worker')} keep{'' if workers > 1 else 's'} up with steps of "
         f"{seconds(step)}; for other steps, the number of workers is {seconds(workers * step)} / step."
     )

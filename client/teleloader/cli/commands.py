@@ -118,7 +118,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
     "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
-    help="How long, from the first batch on.",
+    help="How long, from the first batch on; a verdict takes 3.",
 )  # fmt: skip
 @click.option(
     "--step", type=click.FloatRange(0), default=0.0, show_default=True, metavar="S",
@@ -205,6 +205,8 @@ def audit(
     and 8 bytes a sample are needed. The exit code is 0 when each sample is visited exactly once.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
+    if remote.iterable:
+        raise TypeError(f"dataset {remote.name!r} is iterable-style: what an epoch visits is seen only by loading it")
     spec = LoaderSpec(
         dataset=remote.name, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed,
         world_size=world_size, tail=tail,

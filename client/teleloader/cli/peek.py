@@ -13,7 +13,7 @@ from teleloader.remote import RemoteDataset
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.outline import outline
 from teleloader_shared.text import harmless
-from teleloader_shared.units import size
+from teleloader_shared.units import counted, size
 
 
 def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
@@ -49,9 +49,9 @@ def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
 def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
     where = f"batch {frame.address.batch} of epoch {frame.address.epoch} of {dataset.name} on {dataset.url}"
     if isinstance(frame.content, End):
-        console.print(Text(f"{where}: there is none, its shard ended after {frame.content.samples:,} samples"))
+        console.print(Text(f"{where}: there is none, its shard ended after {counted(frame.content.samples, 'sample')}"))
         return
-    padding = f", the last {frame.padding} samples are repetitions" if frame.padding else ""
+    padding = f", with {counted(frame.padding, 'repeated sample')} at its end" if frame.padding else ""
     console.print(Text(harmless(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)
     columns = (
         Column("part", lambda part: part.path, is_words=True),

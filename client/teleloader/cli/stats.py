@@ -29,7 +29,7 @@ from teleloader_shared.stats import (
     WorkerStats,
 )
 from teleloader_shared.text import harmless
-from teleloader_shared.units import number, seconds, share, size
+from teleloader_shared.units import counted, number, seconds, share, size
 
 TIMEOUT: Final = 10.0
 """Seconds that a server has to say how it is."""
@@ -133,15 +133,14 @@ def shown(stats: Stats, width: int) -> Group:
 
 def _headline(server: ServerStats) -> list[Text]:
     state = "STOPPING" if server.draining else f"up {seconds(server.uptime)}"
-    count = server.worker_restarts
-    restarts = f", {count:,} restart{'s' if count > 1 else ''}" if count else ""
+    restarts = f", {counted(server.worker_restarts, 'restart')}" if server.worker_restarts else ""
     first = Text(f"teleloader-server {harmless(server.version)} on {harmless(server.host)}", style="bold")
-    first.append(f", {state}, {server.num_workers} workers{restarts}", style="not bold")
+    first.append(f", {state}, {counted(server.num_workers, 'worker')}{restarts}", style="not bold")
     return [
         first,
         Text(
             f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
-            f"{server.cpu:.1f} of {server.cpus} CPUs; batches take {size(server.memory_used)} of "
+            f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batches take {size(server.memory_used)} of "
             f"{size(server.memory_budget)}, all processes {size(server.pss)}"
         ),
     ]
@@ -155,7 +154,7 @@ def sentences(stats: Stats) -> list[Text]:
     by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bound(consumer.verdict)))
     found = [sentence(harmless(consumer.consumer), consumer.verdict) for consumer in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
-        found.append(Text(f"... and {stats.consumers_total - len(found):,} more consumers", style="dim"))
+        found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
 
 
