@@ -91,7 +91,7 @@ class Server:
     def answered(self) -> None:
         """It did what it was asked for: the user, who was told that it does not, is told so."""
         if self.trouble is not None:
-            logger.warning("%s answers again", self.url)
+            logger.warning("%s answers now", self.url)
             self.trouble = None
 
     def datasets(self) -> list[DatasetInfo]:
