@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +334,28 @@ def test_garbage_in_the_place_of_a_handshake_is_let_go(server: ServerProcess, fi
 def secured(url: str, files: Files) -> ssl.SSLSocket:
     """A connection on which the handshake is done."""
     return ssl.create_default_context(cafile=files.ca).wrap_socket(connected(url), server_hostname="127.0.0.1")
+
+
+def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
+    """Each of its bytes comes in time, but they never stop."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*files.make("dripping", "127.0.0.1"))
+    sent = 0
+
+    def drip() -> None:
+        nonlocal sent
+        with suppress(OSError), context.wrap_socket(listening.accept()[0], server_side=True) as to:
+            for byte in itertools.cycle(b"HTTP/1.1 200 OK\r\n"):
+                to.sendall(bytes([byte]))
+                sent += 1
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"https://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerUnavailable, match="though something listens there"):
+            RemoteDataset(url, "data", ca=files.ca, reconnect_timeout=0, stall_timeout=2.0)
+    assert sent > 1
 
 
 def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess, files: Files) -> None:
