@@ -37,6 +37,12 @@ def label(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))[:60]
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Leave how the tests ended beside what pytest remembers of those that failed, for ``.ci/failed.py``."""
+    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
+        session.config.cache.set("teleloader/exitstatus", int(exitstatus))
+
+
 class ServerProcess:
     """A ``teleloader-server`` of its own, on a free port."""
 

@@ -227,17 +227,18 @@ class Server:
         }  # fmt: skip
         options = {"timeout": self.timeout, **options, "headers": headers}
         verify = self.credentials.context() if self._is_secure else False
+        connected: list[socket.socket] = []
         try:
             # a client for each of these few requests: no socket is left open between them. What the environment says
             # of proxies is ignored, because the batches themselves do not go through one either
             with (
                 httpx.Client(verify=verify, trust_env=False) as client,
-                _deadline(options["timeout"]) as trace,
+                _deadline(options["timeout"], connected) as trace,
                 client.stream(method, self.url + path, extensions={"trace": trace}, **options) as answer,
             ):
                 body = _body_of(answer)
         except httpx.TransportError as error:
-            raise self.broke(error) or self._unanswered(error) from None
+            raise self.broke(error) or self._unanswered(error, is_reached=bool(connected)) from None
         if answer.status_code == httpx.codes.NO_CONTENT:
             return None
         if answer.status_code != httpx.codes.OK:
@@ -249,11 +250,11 @@ class Server:
         except (ValueError, RecursionError):
             raise ProtocolError(f"{answer.url} answers with something that is not JSON: no loader server?") from None
 
-    def _unanswered(self, error: httpx.TransportError) -> ServerUnavailable:
+    def _unanswered(self, error: httpx.TransportError, *, is_reached: bool) -> ServerUnavailable:
         why = sentence(str(error)) or type(error).__name__
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return Unreached(f"no loader server answers at {self.url}: {why}")
-        return ServerUnavailable(f"no loader server answers at {self.url}, though something listens there: {why}")
+        if is_reached:
+            return ServerUnavailable(f"no loader server answers at {self.url}, though something listens there: {why}")
+        return Unreached(f"no loader server answers at {self.url}: {why}")
 
 
 def _parsed(url: object) -> httpx.URL:
@@ -287,20 +288,23 @@ def _without_secrets(url: object) -> str:
 
 
 @contextmanager
-def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator[Callable[[str, dict[str, Any]], None]]:
     """What tells of a connection, which is broken when the answer is not there after a few times the timeout.
 
     The timeout is for each byte: a server that sends one now and then would be waited for without end.
+
+    Args:
+        timeout: In seconds.
+        connected: Where the connection is put when there is one.
     """
-    sockets: list[socket.socket] = []
 
     def trace(event: str, info: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
             # a duplicate: TLS takes the socket itself over
-            sockets.append(info["return_value"].get_extra_info("socket").dup())
+            connected.append(info["return_value"].get_extra_info("socket").dup())
 
     def break_off() -> None:
-        for one in sockets:
+        for one in connected:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
@@ -313,7 +317,7 @@ def _deadline(timeout: float | None) -> Iterator[Callable[[str, dict[str, Any]],
         yield trace
     finally:
         watch.cancel()
-        for one in sockets:
+        for one in connected:
             one.close()
 
 

@@ -158,6 +158,9 @@ class RemoteDataset:
         try:
             listed = None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
             raw = server.batch(key, epoch, k, listed, consumer=consumer)
+            server.answered()
+        except Unreached as error:
+            raise ServerUnavailable(f"{error}{self._hint()}") from None
         finally:
             if spec.session is not None:
                 server.end_session(key)
@@ -182,6 +185,7 @@ class RemoteDataset:
 
     def _register(self, spec: LoaderSpec) -> tuple[int, Registration]:
         errors: list[TeleloaderError] = []
+        news: list[TeleloaderError] = []
         count = len(self.servers)
         in_turn = [(spec.rank + i) % count for i in range(count)]  # not the shards of all ranks on the same server
         for number in sorted(in_turn, key=lambda number: self.servers[number].trouble is not None):
@@ -189,12 +193,13 @@ class RemoteDataset:
             try:
                 registered = server.register(spec)
             except TeleloaderError as error:
-                if count > 1 and server.trouble is None:
-                    logger.warning("%s; the other servers are asked", error)
+                if server.trouble is None:
+                    news.append(error)
                 server.trouble = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
                 errors.append(error)
                 continue
-            server.answered()
+            for trouble in news:
+                logger.warning("%s; another server is asked", trouble)
             return number, registered
         raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
@@ -221,7 +226,7 @@ class RemoteDataset:
         if not hosted:
             raise missing[0]
         for error in missing:
-            logger.warning("%s; going on without it until it does", error)
+            logger.warning("%s; going on without it until it answers", error)
         if len({info.fingerprint for _, info in hosted}) > 1:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "

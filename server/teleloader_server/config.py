@@ -80,7 +80,7 @@ class DatasetConfig:
         """The dataset that a command line names: ``module:name`` or ``name=module:name``."""
         name, equals, target = text.rpartition("=")
         if not _TARGET.fullmatch(target):
-            raise ConfigError(f"{text!r} names no dataset: write {_meant(target)}")
+            raise ConfigError(f"{text!r} names no dataset: write {_meant(name + equals, target)}")
         return cls(name=name if equals else target.partition(":")[2].replace(".", "-"), factory=target)
 
 
@@ -278,12 +278,12 @@ def _number(name: str, text: str) -> float:
             raise ConfigError(f"{name} of [limits] must be a number, or a size such as 64MiB, was {text!r}") from None
 
 
-def _meant(target: str) -> str:
+def _meant(chosen: str, target: str) -> str:
     """What to write in place of a module without a name, or of the path of its file."""
     module, _, name = target.partition(":")
-    dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
+    dotted = chosen + ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"
-    if not _is_target(meant):
+    if not _is_target(meant.removeprefix(chosen)):
         return "module:name (the module must be importable from here), or chosen-name=module:name"
     return meant if name else f"{meant}, where NAME is a dataset in that module, or a function that makes one"
 

@@ -146,16 +146,16 @@ def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdi
         needed = None
     waits = _waits(seen, "for batches that are not ready")
     if _has_other_causes(seen, by):
+        enough = needed if needed is not None and needed <= by.workers else None
         return Verdict(
-            "loader", needed, f"{waits}, though the workers rest {_percent(1 - by.busy)} of it: {_others(by)}."
+            "loader", enough, f"{waits}, though the workers rest {_percent(1 - by.busy)} of it: {_others(by)}."
         )
     return Verdict("loader", needed, f"{waits}{_of_workers(seen, by, needed)}, or {_faster(seen.stages)}.")
 
 
 def _has_other_causes(seen: Consumption, by: Workforce) -> bool:
     """Whether most of what it waits for is not the workers' work: all together they are at work for less time."""
-    waiting = seen.waiting if seen.loop_waiting is None else seen.loop_waiting
-    return by.workers > 0 and seen.pace >= LEAST_PACE and by.busy * by.workers < SERVERS_SHARE * waiting
+    return by.workers > 0 and seen.pace >= LEAST_PACE and by.busy * by.workers < SERVERS_SHARE * seen.waiting
 
 
 def _others(by: Workforce) -> str:
@@ -163,7 +163,7 @@ def _others(by: Workforce) -> str:
     if by.loop_lag >= LATE_LOOP:
         return _late(by)
     return (
-        "more or faster ones do not help, but longer epochs (each begins with a wait), larger batches where they are "
+        "more or faster ones help little, but longer epochs (each begins with a wait), larger batches where they are "
         "tiny, or more ahead (prefetch_factor) where other programs take the processors"
     )
 

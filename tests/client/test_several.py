@@ -79,7 +79,7 @@ def said(caplog: pytest.LogCaptureFixture, url: str) -> list[str]:
     """What was logged, in order: that a server is in trouble, and that it is not any more."""
     logged = [record.getMessage() for record in caplog.records if url in record.getMessage()]
     caplog.clear()
-    return ["answers now" if line == f"{url} answers again" else "trouble" for line in logged]
+    return ["answers now" if line == f"{url} answers now" else "trouble" for line in logged]
 
 
 def test_a_log_says_when_trouble_began_and_when_it_ended(caplog: pytest.LogCaptureFixture) -> None:

@@ -210,15 +210,6 @@ def test_who_reads_nothing_is_told_how_to(server: MadeUpServer, open_page: Open)
     assert not page.get_by_role("table", name="Consumers").is_visible()
 
 
-def test_who_only_looks_has_no_part_in_the_answer(server: MadeUpServer, open_page: Open) -> None:
-    """The page itself is a consumer after a look at a batch: it stands in the table, and trains nothing."""
-    page = open_page(server.url)
-    itself = dataclasses.replace(CONSUMER, consumer="dashboard", verdict=UNKNOWN)
-    server.stats = dataclasses.replace(server.stats, consumers=[itself], consumers_total=1)
-    until(page.locator("#consumers tbody"), "dashboard")
-    until(page.locator("#sentence"), "Nobody reads.")
-
-
 def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: Open) -> None:
     """How often, what ended it, and how long it took to replace it; the last minute shows when."""
     page = open_page(server.url)
@@ -510,6 +501,7 @@ def test_a_batch_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
     assert page.locator("#content canvas").first.evaluate(values) == [200, 0, 0, 255] * 120
     grey = page.locator("#content canvas").last.evaluate(values)
     assert (grey[:4], grey[-4:]) == ([0, 0, 0, 255], [255] * 4)
+    assert httpx.get(f"{url}/stats").json()["consumers"] == [], "who only looks trains nothing"
 
 
 def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from prometheus_client.samples import Sample
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server import serve
+from teleloader_server import metrics, serve
 from teleloader_server.api_status import MAX_WATCHERS
 from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
@@ -165,8 +165,9 @@ def test_a_killed_worker_is_told(start_server: StartServer) -> None:
     assert stats["server"]["worker_restarts"] == 1
 
 
-def test_a_report_that_is_none_is_ignored(url: str) -> None:
-    """No request is refused for it; a right one is shown."""
+def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is refused for it, a right one is shown, and one that comes after a later one is not."""
+    monkeypatch.setattr(metrics, "OVERTAKEN", 60.0)
     key = registered(url)
     path = f"{url}{batches_path(key, 0)}/0"
 

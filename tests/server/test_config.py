@@ -262,7 +262,8 @@ def test_what_names_no_dataset_is_refused(text: str) -> None:
         ("my_package/data.py:train", "my_package.data:train"),
         ("./data.py:train", "data:train"),
         (f"{Path.cwd()}/my_package/data.py:train", "my_package.data:train"),
-        ("a=my_package/data:Sets.train", "my_package.data:Sets.train"),
+        ("a=my_package/data:Sets.train", "a=my_package.data:Sets.train"),
+        ("a=data", "a=data:NAME"),
     ],
 )
 def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:

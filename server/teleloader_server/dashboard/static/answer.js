@@ -2,7 +2,7 @@
 
 import { byId, make, say } from "./dom.js";
 import { plural } from "./format.js";
-import { boundOf, byNeed, OWN_NAME, summary } from "./verdicts.js";
+import { boundOf, byNeed, summary } from "./verdicts.js";
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
@@ -21,11 +21,9 @@ export class Answer {
   }
 
   show(stats, consumers) {
-    const training = consumers.filter(({ consumer }) => consumer !== OWN_NAME);
-    const total = stats.consumers_total - (consumers.length - training.length);
-    this.#example.hidden = training.length > 0;
-    if (training.length === 0) this.#showNobody(stats);
-    else this.#showWorst(training.sort(byNeed)[0], training, total);
+    this.#example.hidden = consumers.length > 0;
+    if (consumers.length === 0) this.#showNobody(stats);
+    else this.#showWorst([...consumers].sort(byNeed)[0], consumers, stats.consumers_total);
   }
 
   #showNobody(stats) {
@@ -37,12 +35,12 @@ export class Answer {
     say(byId("counts"), "");
   }
 
-  #showWorst(worst, training, total) {
+  #showWorst(worst, consumers, total) {
     const { name, tone, sign } = boundOf(worst);
     const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
     this.#say(`${sign} ${capital(name)}`, `${worst.consumer}${rank} of ${worst.dataset}:`, worst.verdict.advice, tone);
-    const known = training.length < total ? ` (${training.length} heard of so far)` : "";
-    say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(training)}.`);
+    const known = consumers.length < total ? ` (${consumers.length} heard of so far)` : "";
+    say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(consumers)}.`);
   }
 
   #say(bound, who, advice, tone) {

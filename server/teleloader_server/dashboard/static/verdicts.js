@@ -7,9 +7,6 @@ const BOUNDS = {
   trainer: { name: "trainer-bound", tone: "good", sign: "●" },
   unknown: { name: "no verdict yet", tone: "idle", sign: "…" },
 };
-// What this page calls itself when it asks for a batch to look at. It trains nothing, so it has no part in the answer.
-export const OWN_NAME = "dashboard";
-
 const ORDER = Object.keys(BOUNDS);
 
 export const boundOf = (consumer) => BOUNDS[consumer.verdict.bound] ?? BOUNDS.unknown;
