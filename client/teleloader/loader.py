@@ -487,8 +487,8 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator stands, or the next one will begin, as JSON can hold it.
 
-        For the plan it has about 120 bytes as JSON. It counts the samples that all ranks together have been given, so it is
-        the same on each rank, and fits another number of ranks when ``batch_size * world_size`` divides it. For a
+        For the plan it has about 120 bytes as JSON. It counts the samples that all ranks together have been given, so
+        it is the same on each rank, and fits another number of ranks when ``batch_size * world_size`` divides it. For a
         sampler it holds the random state that the epoch's order was drawn with besides, 10 KB; for an iterable-style
         dataset the batches that its shards gave.
         """
