@@ -153,18 +153,20 @@ class RemoteDataset:
         return self._batch(spec, epoch, k, indices, consumer=LOOKING)
 
     def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
-        number, registered = self.register(spec)
+        raw = self._persistently(lambda: self._raw_batch(spec, epoch, k, indices, consumer))
+        return codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
+
+    def _raw_batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None, consumer: str) -> bytes:
+        number, registered = self._register(spec)
         server, key = self.servers[number], registered.key
         try:
             listed = None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
             raw = server.batch(key, epoch, k, listed, consumer=consumer)
             server.answered()
-        except Unreached as error:
-            raise ServerUnavailable(f"{error}{self._hint()}") from None
         finally:
             if spec.session is not None:
                 server.end_session(key)
-        return codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
+        return raw
 
     def __repr__(self) -> str:
         where = [server.url for server in self.servers]
