@@ -85,21 +85,22 @@ class Measures:
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
         self._waits = Histogram()
-        self._waited = 0.0
-        self._waiting_since: float | None = None
+        self._waited: tuple[float, float | None] = (0.0, None)
+        """Seconds, and since when besides, if it does now; replaced as one, because other threads look at it."""
 
     # -- in the training loop's thread
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Meanwhile the loop waits for a batch."""
-        began = self._waiting_since = time.perf_counter()
+        began = time.perf_counter()
+        before, _ = self._waited
+        self._waited = before, began
         try:
             yield
         finally:
             seconds = time.perf_counter() - began
-            self._waiting_since = None
-            self._waited += seconds
+            self._waited = before + seconds, None
             self._waits.note(seconds)
 
     def end(self) -> None:
@@ -144,5 +145,5 @@ class Measures:
         return time.perf_counter() if self._ended is None else self._ended
 
     def _waited_until(self, now: float) -> float:
-        since = self._waiting_since
-        return self._waited + (0.0 if since is None else now - since)
+        waited, since = self._waited
+        return waited + (0.0 if since is None else max(0.0, now - since))

@@ -126,22 +126,22 @@ def test_iterators_of_one_loader_do_not_share_memory_that_is_in_use() -> None:
 
 def test_a_server_that_was_left_gives_its_memory_back() -> None:
     """No mapping of shared memory outlives the block."""
+    before = _shared_mappings()
     with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
         list(DataLoader(RemoteDataset(url), seed=0, output="numpy"))
-        assert _shared_mappings()
-    gc.collect()
-    assert _shared_mappings() == 0
+        assert _shared_mappings() > before
+    assert _shared_mappings() <= before
 
 
 def test_a_session_that_was_ended_gives_its_memory_back() -> None:
     """Workers of a loader's own take it, and it goes with them, while the server goes on."""
+    before = _shared_mappings()
     with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
         batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
         next(batches)
-        assert _shared_mappings()
+        assert _shared_mappings() > before
         assert len(list(batches)) == 39
-        gc.collect()
-        assert _shared_mappings() == 0
+        assert _shared_mappings() <= before
         assert httpx.get(f"{url}/stats").json()["workers"] == []
 
 
@@ -156,6 +156,8 @@ def test_loops_that_are_left_are_no_errors_of_the_server(caplog: pytest.LogCaptu
 
 
 def _shared_mappings() -> int:
+    """Those of this process; other tests of the same one may have left some to the collector."""
+    gc.collect()
     return sum("memfd:teleloader" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
