@@ -21,7 +21,7 @@ def announce(facts: Mapping[str, str], heading: str = "") -> Console:
     """A console for what is measured, on which it is said what and on which machine."""
     console = Console()
     if not console.is_terminal:
-        console.width = 150
+        console.width = 200  # no cell is cut
     console.print(heading + ", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
     return console
 
