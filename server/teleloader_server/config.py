@@ -281,11 +281,12 @@ def _number(name: str, text: str) -> float:
 def _meant(chosen: str, target: str) -> str:
     """What to write in place of a module without a name, or of the path of its file."""
     module, _, name = target.partition(":")
-    dotted = chosen + ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
+    dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"
-    if not _is_target(meant.removeprefix(chosen)):
+    if not _is_target(meant):
         return "module:name (the module must be importable from here), or chosen-name=module:name"
-    return meant if name else f"{meant}, where NAME is a dataset in that module, or a function that makes one"
+    which = "" if name else ", where NAME is a dataset in that module, or a function that makes one"
+    return f"{chosen}{meant}{which}"
 
 
 def _is_target(target: object) -> bool:

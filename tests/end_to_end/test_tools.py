@@ -72,7 +72,7 @@ def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "ftp://cpu-box", "http://cpu-box:99999", "http://h:80.", ""])
-@pytest.mark.parametrize("command", ["stats", "peek"])
+@pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
 def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
     """And no traceback, whatever part of it is wrong."""
     done = tool(command, url)
