@@ -86,13 +86,13 @@ def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | Non
         raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
 
 
-def warn_of_pinning(device: str, *, found: bool, stacklevel: int = 3) -> None:
+def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> None:
     """Warn as torch does when an iteration begins whose batches are to be pinned.
 
     Args:
         device: The loader's pin_memory_device.
-        found: Whether there is an accelerator.
-        stacklevel: Whom to show; by default the caller of the method that calls this.
+        accelerator: The torch.device that torch would pin for; None if there is none.
+        stacklevel: Of the warnings; by default they show the caller of the method that calls this.
     """
     if device:
         warnings.warn(
@@ -100,10 +100,15 @@ def warn_of_pinning(device: str, *, found: bool, stacklevel: int = 3) -> None:
             f"ignore pin_memory_device='{device}'.",
             stacklevel=stacklevel,
         )
-    if not found:
+    if accelerator is None:
         warnings.warn(
             "'pin_memory' argument is set as true but no accelerator is found, "
             "then device pinned memory won't be used.",
+            stacklevel=stacklevel,
+        )
+    elif accelerator.type == "mps":
+        warnings.warn(
+            "'pin_memory' argument is set as true but not supported on MPS now, device pinned memory won't be used.",
             stacklevel=stacklevel,
         )
 

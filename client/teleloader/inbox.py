@@ -6,8 +6,8 @@ import http.client
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 from teleloader.measures import Measures
 from teleloader.session import HEDGE_LEAST, Range, Session
@@ -22,6 +22,16 @@ from teleloader_shared.errors import (
 
 BROKEN: Final = (OSError, http.client.HTTPException, CorruptFrame, UnknownLoader, ServerUnavailable)
 """What asking again mends."""
+
+
+class Arrived(NamedTuple):
+    """A batch that the loop may take."""
+
+    frame: Frame
+    url: str
+    """The server that sent it."""
+    total: int
+    """Bytes of memory of all batches from the first one of the iterator up to this one."""
 
 
 class Inbox:
@@ -41,12 +51,19 @@ class Inbox:
     ) -> None:
         self.session = session
         self.measures = measures
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        """Held by its own methods in C, unlike a condition: a signal handler that raises cannot leave it locked."""
+        self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
         """What to raise where somebody waits for a batch of an iterator that was closed."""
         self._most_held = most_held
+        self._bell = threading.Lock()
+        """Locked until the training loop, which waits for it, is to look again."""
+        self._bell.acquire()
         self._bytes_in = 0
         """Of all that has arrived; only the threads that receive touch it, under `changed`."""
+        self._bytes_ordered = 0
+        """Of all that has come to `_batches`."""
         self._bytes_out = 0
         """Of all that the loop has taken; only its thread touches it."""
         self._complete = complete
@@ -55,9 +72,13 @@ class Inbox:
         """For an order of the client's own: what the batches hold that have not arrived."""
         self._early: dict[int, tuple[Frame, str]] = {}
         """What has arrived before a batch that comes first."""
-        self._batches: deque[tuple[Frame, str]] = deque()
-        """What the loop may take, and from which server it is."""
-        self._starved = False
+        self._batches: deque[Arrived] = deque()
+        """What the loop may take, in order."""
+        self.starved = False
+        """Whether the loop waits for a batch."""
+        self._is_staged = False
+        """Whether batches are copied to a device before the loop may take them."""
+        self._is_ready: Callable[[Frame], bool] = lambda _: True
         self._callback: Callable[[], object] | None = None
         self._sated = 0
         """How many of those who receive have nothing to ask for."""
@@ -68,10 +89,12 @@ class Inbox:
 
     # -- in the training loop's thread
 
-    @property
-    def head(self) -> Frame | None:
-        """What `take` would give, if it has arrived."""
-        return self._batches[0][0] if self._batches else None
+    def peek(self) -> Arrived | None:
+        """Return the next batch, or the failure or end in its place; None while the loop cannot take it."""
+        return self._batches[0] if self._is_available() else None
+
+    def _is_available(self) -> bool:
+        return bool(self._batches) and self._is_ready(self._batches[0].frame)
 
     def wait(self, timeout: float) -> None:
         """Wait until the next batch, or the failure in its place, has arrived.
@@ -83,84 +106,98 @@ class Inbox:
             LoaderTimeout: When it did not come in time; it may come later.
             Exception: Why no more batches can come.
         """
-        if not self._batches:
+        if not self._is_available():
             self._await_batch(timeout)
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
         """Have `callback` called, in whichever thread, once `wait` would not wait any more; None takes it back."""
-        with self.changed:
+        with self.lock:
             if callback is None:
                 self._callback = None
-                self._starved = self.session.waiting = False
+                self.starved = self.session.waiting = False
                 return
             # said before it is looked: the other thread looks after it has delivered
             self._callback = callback
-            self._starved = self.session.waiting = True
+            self.starved = self.session.waiting = True
             self.changed.notify_all()
-            if self._batches or self._error or self.closed:
+            if self._is_available() or self._error or self.closed:
                 self._wake()
 
-    def take(self) -> tuple[Frame, str]:
-        """The batch that has arrived, and the URL of the server that sent it."""
-        taken = self._batches.popleft()
-        self._bytes_out += taken[0].memory
-        self.session.taken += 1
-        if self.session.stuffed:
-            with self.changed:
-                self._weigh()
-                self.changed.notify_all()  # of the rest that is waited for, it may be the next now
-        if self._sated and self.session.has_room:
-            with self.changed:
-                self.changed.notify_all()
-        return taken
+    def take(self, number: int) -> None:
+        """Remove the batch that `peek` returned; does nothing if it was removed before.
 
-    def coming(self, count: int) -> list[Frame]:
-        """As many as have arrived of the `count` batches that the loop may take next."""
-        # by index: a deque that grows meanwhile cannot be iterated
-        return [self._batches[i][0] for i in range(min(count, len(self._batches)))]
+        Whatever a signal handler interrupts here can be done again: totals are set, and not added to.
+        """
+        with self.lock:
+            if self._batches and self._batches[0].frame.address.batch == number:
+                self._bytes_out = self._batches[0].total
+                self.session.taken = number + 1
+                self._batches.popleft()
+            was_stuffed = self.session.stuffed
+            self._weigh()
+            if was_stuffed or self._is_staged or (self._sated and self.session.has_room):
+                self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
         """Tell what further batches hold, in an order of the client's own; they are asked for in their turn."""
         if indices:
-            with self.changed:
+            with self.lock:
                 self._indices.update(indices)
                 self.session.extend(max(indices) + 1)
                 self.changed.notify_all()
 
     def complete(self) -> None:
         """No more will be fed."""
-        with self.changed:
+        with self.lock:
             self._complete = True
             self.changed.notify_all()
 
     def close(self, why: BaseException | None = None) -> None:
         """Nobody will take any more."""
-        with self.changed:
+        with self.lock:
             self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
             self._batches.clear()
             self._wake()
             self._end()
 
     def _await_batch(self, timeout: float) -> None:
-        with self.changed:
-            self._weigh()
-            self._starved = self.session.waiting = True
-            if self._sated and self.session.has_room:
-                self.changed.notify_all()
-            try:
-                arrived = self.changed.wait_for(
-                    lambda: self._batches or self._error or self.closed, timeout if timeout > 0 else None
-                )
-            finally:
-                self._starved = self.session.waiting = False
-        if self._batches:
-            return
-        if self._error is not None:
-            raise self._error
-        if self.closed is not None:
-            raise self.closed
-        if not arrived:
-            raise timed_out(timeout)
+        deadline = time.monotonic() + timeout if timeout > 0 else None
+        try:
+            while True:
+                with self.lock:
+                    self._weigh()
+                    self.starved = self.session.waiting = True
+                    if self._is_staged or (self._sated and self.session.has_room):
+                        self.changed.notify_all()
+                    if self._is_available():
+                        return
+                    if self._error is not None:
+                        raise self._error
+                    if self.closed is not None:
+                        raise self.closed
+                left = -1 if deadline is None else deadline - time.monotonic()
+                if deadline is not None and left <= 0:
+                    raise timed_out(timeout)
+                # not a condition: a signal handler that raised in its wait() could leave the lock in any state
+                self._bell.acquire(timeout=left)
+        finally:
+            self.starved = self.session.waiting = False
+
+    # -- in the thread that copies to a device
+
+    def stage(self, is_ready: Callable[[Frame], bool]) -> None:
+        """Let the loop take a batch only once `is_ready` returns True for it; call `staged` when that may change."""
+        self._is_ready = is_ready
+        self._is_staged = True
+
+    def arrived(self) -> Iterator[Frame]:
+        """Iterate over the batches that have arrived in order; call it under `changed`."""
+        return (batch.frame for batch in self._batches)
+
+    def staged(self) -> None:
+        """Wake the loop if it waits for a batch that is ready now; call it under `changed`."""
+        if self.starved and self._is_available():
+            self._wake()
 
     # -- in the threads that receive
 
@@ -228,17 +265,20 @@ class Inbox:
                 k = frame.address.batch
                 if session.is_missing(k):
                     self._early[k] = (frame, url)
+                    self._bytes_in += frame.memory
                     if isinstance(frame.content, End):
                         session.shard_ended(k)
-            self._bytes_in += sum(frame.memory for frame in frames)
             self._weigh()
             rest = session.arrived(len(frames), nbytes, server, now)
             session.paced(now)
             for k in range(first, session.received):
                 self._indices.pop(k, None)
-                self._batches.append(self._early.pop(k))
-            if self._starved and self._batches:
-                self._wake()
+                frame, source = self._early.pop(k)
+                self._bytes_ordered += frame.memory
+                self._batches.append(Arrived(frame, source, self._bytes_ordered))
+            if self._is_staged:
+                self.changed.notify_all()
+            self.staged()
             if self.is_over():
                 self._end()
             return self._listed(rest)
@@ -299,9 +339,11 @@ class Inbox:
     def _wake(self) -> None:
         """Tell whoever waits, in this thread or another."""
         self.changed.notify_all()
+        if self._bell.locked():
+            self._bell.release()
         if self._callback is not None:
             callback, self._callback = self._callback, None
-            self._starved = self.session.waiting = False
+            self.starved = self.session.waiting = False
             callback()
 
     def _end(self) -> None:

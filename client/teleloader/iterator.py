@@ -6,33 +6,48 @@ import asyncio
 import atexit
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from teleloader.failures import exception_of
-from teleloader.inbox import Inbox, timed_out
+from teleloader.inbox import Arrived, Inbox, timed_out
 from teleloader.lengths import Lengths
 from teleloader.measures import Measures
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset, consumers_prefix
 from teleloader.sampling import IndexLists, index_frame
 from teleloader.session import Session
-from teleloader.staging import AHEAD, Staging
+from teleloader.stager import Stager
 from teleloader.state import Position
+from teleloader.tensors.devices import is_out_of_memory
 from teleloader_shared.codec import Address, End, Failure, Frame
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec
 
 
+class Delivery(NamedTuple):
+    """What next() returns or raises for a batch, from when that is known until it has done so."""
+
+    frame: Frame
+    batch: Any = None
+    error: BaseException | None = None
+    """Raised in place of the batch."""
+
+
 @dataclass(slots=True)
 class Progress:
-    """How far a pass through an epoch is; outlives its iterator, so that a loop that was left can be resumed."""
+    """The position of an iterator; outlives it, so that an epoch that was left can be resumed.
 
-    next: Position
-    """The next batch."""
+    Signal handlers may raise in next() at any bytecode. So the position and the delivery that leads to it are replaced
+    in one store: before it, the next call delivers the same batch; after it, next() only returns.
+    """
+
+    state: tuple[Position, Delivery | None]
+    """The next batch, and its delivery if that has begun."""
     longest: int | None = None
     """Batches of the rank that has the most, where that is known."""
     keeps_base_seed: bool = False
@@ -42,18 +57,35 @@ class Progress:
     is_unused: bool = True
     """Whether the loop has asked for nothing yet."""
 
+    @classmethod
+    def at(cls, position: Position, longest: int | None = None, *, keeps_base_seed: bool = False) -> Progress:
+        """Return the progress of an iterator that begins at `position`."""
+        return cls((position, None), longest, keeps_base_seed=keeps_base_seed)
+
+    @property
+    def next(self) -> Position:
+        """The next batch."""
+        return self.state[0]
+
     @property
     def batch(self) -> int:
         """Number of the next batch."""
-        return self.next.batch
+        return self.state[0].batch
 
-    def advance(self, frame: Frame, shards: int) -> None:
-        """The loop was given the next batch, or an error in its place."""
-        self.next = self.next._replace(batch=self.next.batch + 1)
+    @property
+    def delivery(self) -> Delivery | None:
+        """The delivery of the next batch, if an earlier call of next() began it."""
+        return self.state[1]
+
+    def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
+        """Return the state after a frame, for `state`."""
+        position = self.state[0]
+        states = position.shard_states
         if frame.shard_state is not None:
             place = frame.address.batch % shards
-            states = self.next.shard_states or (None,) * shards
-            self.next = self.next._replace(shard_states=(*states[:place], frame.shard_state, *states[place + 1 :]))
+            states = states or (None,) * shards
+            states = (*states[:place], frame.shard_state, *states[place + 1 :])
+        return position._replace(batch=position.batch + 1, shard_states=states), None
 
     @property
     def position(self) -> Position:
@@ -83,10 +115,10 @@ class Pass:
     """Whether the loader's own workers are kept when the epoch is over."""
     lengths: Lengths | None
     """For an iterable-style dataset."""
-    convert: Callable[[Any], Any] | None
-    """What is made of a batch in the training loop's own thread."""
-    staging: Staging | None
-    """Where batches go to an accelerator."""
+    stager: Stager | None
+    """Copies batches to a device."""
+    transform: Callable[[Any], Any] | None
+    """Applied to each batch in the training loop's thread."""
 
     @property
     def inbox(self) -> Inbox:
@@ -137,9 +169,11 @@ class Pass:
     def close(self) -> None:
         """Nobody will take any more of its batches."""
         self.measures.end()
-        self.receiver.close()
-        if self.staging is not None:
-            self.staging.close()
+        try:
+            self.receiver.close()
+        finally:
+            if self.stager is not None:
+                self.stager.close()
 
 
 class LoaderIterator:
@@ -153,6 +187,8 @@ class LoaderIterator:
         self.session: str | None = None
         """With persistent workers: whose they are."""
         self._pid = os.getpid()
+        self._lock = threading.RLock()
+        """Of next(), for training loops of several threads."""
         self._is_awaited = False
         self._pass: Pass | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
@@ -184,25 +220,84 @@ class LoaderIterator:
 
     def __next__(self) -> Any:
         current = self._current
-        if current is None or current.progress.finished:
+        if current is None:
             raise StopIteration
-        current.progress.is_unused = False
+        progress = current.progress
+        before, after = progress.state, None
+        try:
+            with self._lock:
+                delivery = self._delivery(current)
+                before, after = progress.state, progress.after(delivery.frame, current.spec.shards)
+                self._settle(current, delivery)
+                batch, error = delivery.batch, delivery.error
+                progress.state = after
+        except BaseException:
+            # releasing the lock is a call, after which a signal may have been handled
+            if after is not None and progress.state is after:
+                progress.state = before
+            raise
+        # no call from here on: what is committed is delivered
+        if error is not None:
+            raise error
+        return batch
+
+    def _settle(self, current: Pass, delivery: Delivery) -> None:
+        """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
+        number = delivery.frame.address.batch
+        current.inbox.take(number)
+        if current.stager is not None:
+            current.stager.discard(delivery.frame)
+        current.measures.step(number)
+        if current.lengths is not None and delivery.error is None:
+            current.lengths.yielded(number, delivery.batch)
+
+    def _delivery(self, current: Pass) -> Delivery:
+        """Return what the next batch is: what an interrupted call had found out, or what has arrived.
+
+        Raises:
+            StopIteration: At the end of the epoch.
+        """
+        progress = current.progress
+        if progress.finished:
+            raise StopIteration
+        if progress.delivery is not None:
+            return progress.delivery
+        progress.is_unused = False
         if not self._is_there(current):
             self._wait(current)
         if current.over():
             self._finish(current)
         if not current.session.on_demand:
             current.feed(taking=True)
-        frame, server = current.inbox.take()
-        current.measures.steps += 1
-        current.progress.advance(frame, current.spec.shards)
+        arrived = current.inbox.peek()
+        if arrived is None:  # the batch waits for its copy to a device once more
+            self._wait(current)
+            arrived = current.inbox.peek()
+        assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
+        delivery = self._made(current, arrived)
+        progress.state = (progress.next, delivery)
+        return delivery
+
+    def _made(self, current: Pass, arrived: Arrived) -> Delivery:
+        """Return the batch as the user is to have it, or the error in its place.
+
+        Raises:
+            BaseException: What interrupts it. The batch is not lost: the next call begins with it anew.
+        """
+        frame = arrived.frame
         if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.address, server)
-        if current.lengths is not None:
-            current.lengths.yielded(frame.address.batch, frame.content)
-        if current.staging is not None:
-            return current.staging.take(frame, current.inbox.coming(AHEAD))
-        return frame.content if current.convert is None else current.convert(frame.content)
+            return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
+        batch = frame.content if current.stager is None else current.stager.use(frame)
+        if current.transform is None:
+            return Delivery(frame, batch)
+        try:
+            return Delivery(frame, current.transform(batch))
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_out_of_memory(error):
+                return Delivery(frame, error=error)
+            if current.stager is not None:
+                current.stager.discard(frame)  # the transform may have changed it
+            raise
 
     async def __anext__(self) -> Any:
         if self._is_awaited:
@@ -250,11 +345,17 @@ class LoaderIterator:
         """Whether the next batch, an error in its place, or the epoch's end has come."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()
-        while (frame := current.inbox.head) is not None and isinstance(frame.content, End):
-            current.progress.advance(current.inbox.take()[0], current.spec.shards)
-            if current.lengths is not None:
-                current.lengths.ended(frame.address.batch, frame.content)
-        return frame is not None or current.over()
+        progress, inbox = current.progress, current.inbox
+        while (arrived := inbox.peek()) is not None:
+            frame = arrived.frame
+            if frame.address.batch >= progress.batch:
+                if not isinstance(frame.content, End):
+                    return True
+                if current.lengths is not None:
+                    current.lengths.ended(frame.address.batch, frame.content)
+                progress.state = progress.after(frame, current.spec.shards)
+            inbox.take(frame.address.batch)
+        return current.over()
 
     def _finish(self, current: Pass) -> NoReturn:
         if current.lists is not None and current.lists.error is not None:

@@ -12,7 +12,7 @@ from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted
 
-_IN_NEXT, _IN_FINISH = 3, 4
+_IN_NEXT, _IN_FINISH = 4, 5
 """The line of the training loop, seen from here through `LoaderIterator`."""
 
 
@@ -37,6 +37,8 @@ class Lengths:
         self._samples = samples
         self._may_repeat = may_repeat
         self._yielded = 0
+        self._number: int | None = None
+        """The last batch."""
         self._ends: dict[int, End] = {}
         self._first: Any = None
         self._alike = False
@@ -44,7 +46,13 @@ class Lengths:
         """Whether it was found that every shard gave the whole dataset."""
 
     def yielded(self, number: int, batch: Any) -> None:
-        """The loop is given batch `number`. torch compares batches with samples here; so do we."""
+        """Note that the loop is given batch `number`; a second call for it changes nothing.
+
+        torch compares batches with samples here; so do we.
+        """
+        if number == self._number:
+            return
+        self._number = number
         self._yielded += 1
         if number == 0 and self._num_workers > 1 and self._may_repeat:
             self._first = batch

@@ -18,10 +18,10 @@ from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
+from teleloader.inbox import Inbox
 from teleloader.iterator import AsyncLoaderIterator, LoaderIterator, Pass, Progress
 from teleloader.lengths import Lengths
-from teleloader.measures import LoaderStats, Measures, Pinning
-from teleloader.output import Output, accelerator_found, array_maker, choose_output, to_jax
+from teleloader.measures import LoaderStats, Measures
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import (
@@ -35,11 +35,23 @@ from teleloader.sampling import (
 )
 from teleloader.session import Session
 from teleloader.source import Wanted
-from teleloader.staging import Staging, Transform, accelerator_of
+from teleloader.stager import Stager
 from teleloader.state import Position
+from teleloader.tensors.devices import (
+    Device,
+    JaxDevice,
+    TorchDevice,
+    current_accelerator,
+    parse_device,
+    warn_of_shared_device,
+    with_index,
+)
+from teleloader.tensors.memory import HostBuffers
+from teleloader.tensors.output import Output, choose_output
+from teleloader.tensors.pinned import process_budget
 from teleloader.tracing import PassTrace
 from teleloader_shared import local, tracing
-from teleloader_shared.buffers import BufferPool, allocate
+from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
 from teleloader_shared.messages import Registration
@@ -48,6 +60,7 @@ from teleloader_shared.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
+DEFAULT_DEVICE_AHEAD: Final = 2
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """What torch does not let be set after construction."""
 
@@ -108,11 +121,19 @@ class DataLoader:
         checksum: Whether each batch carries a checksum, so that what the network damaged is asked for again.
         compression: ``"zstd"`` or ``"lz4"``: the workers compress arrays, for slow networks.
         max_batch_bytes: The largest batch that is accepted from the server, in bytes.
-        device: Where the batches' tensors shall be, e.g. ``"cuda:0"``; None is main memory. They are received into
-            page-locked memory and copied on a stream of their own, two batches ahead of use. The copies are
-            asynchronous to the host, and the current stream waits for them: a batch can be used at once, and kept.
-        device_transform: Called with each batch on the device, on the copies' stream, ahead of use; its result is the
-            batch. A cast, say: ``uint8`` travels, and becomes floating-point there.
+        device: Accelerator to copy the tensors of batches to: a torch.device, a string such as ``"cuda"`` or
+            ``"cuda:1"``, or an index; None (the default) leaves them in main memory. ``"cuda"`` is the device that is
+            current when ``iter()`` is called. Batches are received into page-locked memory and copied by a thread, on a
+            stream of their own, when they arrive. The current stream of the thread that calls ``next()`` waits for the
+            copy: a batch can be used at once, and kept. See docs/accelerators.md.
+        device_transform: Called with each batch on the device, in the thread and on the stream that call ``next()``;
+            its result is the batch. For example a cast: ``uint8`` travels, and becomes floating-point there. An
+            exception takes the place of the batch, except that after running out of device memory, or an interruption
+            such as Ctrl-C, the next ``next()`` copies and transforms the same batch anew.
+        device_ahead: Batches to copy to a device before the training loop requests them, from 0 on; 2 by default. Each
+            takes device memory.
+        sharding: With ``output="jax"``, a jax.sharding.Sharding that lays the arrays out over devices; each process
+            gives its own part (``jax.make_array_from_process_local_data``). None (the default) is JAX's default device.
 
     Raises:
         ValueError: For arguments that exclude each other or are out of range, and functions that the server does not
@@ -149,7 +170,9 @@ class DataLoader:
         compression: Compression | None = None,
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         device: Any = None,
-        device_transform: Transform | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
+        device_ahead: int = DEFAULT_DEVICE_AHEAD,
+        sharding: Any = None,
     ) -> None:
         remote = dataset if isinstance(dataset, RemoteDataset) else host_here(dataset)
         check(
@@ -182,13 +205,12 @@ class DataLoader:
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = False if batch_sampler is not None else drop_last
         self._output: Output = choose_output(output)
-        for option, value in (("pin_memory", pin_memory), ("device", device)):
-            if value and self._output != "torch":
-                raise TeleloaderError(
-                    f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
-                )
+        if pin_memory and self._output != "torch":
+            raise TeleloaderError(_needs_torch("pin_memory", pin_memory))
         self.device = device
-        self._accelerator = accelerator_of(device, device_transform)
+        self.device_transform = device_transform
+        self.device_ahead = device_ahead
+        self.sharding = sharding
         self._own_sampler = sampler if batch_sampler is None else batch_sampler
         self._shuffle = bool(shuffle)
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -214,10 +236,7 @@ class DataLoader:
         )
         # looked up when it is needed: the loader may be made before the process group
         self._distributed = rank is None and world_size is None and not brings_order
-        pinned = self._accelerator is not None or (pin_memory and accelerator_found())
-        self._make_array = array_maker(self._output, pin_memory=pinned)
-        self._pinning = Pinning() if pinned else None
-        self._pool = BufferPool(allocate if self._pinning is None else self._pinning)
+        self._pool = BufferPool()
         self._number = next(_numbers)
         self._measures = Measures()
         self._max_batch_bytes = max_batch_bytes
@@ -242,6 +261,8 @@ class DataLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
+        if name in ("device", "device_transform", "device_ahead", "sharding"):
+            self._check_device(name, value)
         super().__setattr__(name, value)
         if name in ("collate_fn", "worker_init_fn") and getattr(self, "_initialised", False):
             found = name_on_server(self, name, value, self._remote, batched=self._batched)
@@ -310,7 +331,9 @@ class DataLoader:
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
-            warn_of_pinning(self.pin_memory_device, found=accelerator_found(), stacklevel=4)
+            warn_of_pinning(self.pin_memory_device, current_accelerator(), stacklevel=4)
+        if self.device is not None:
+            warn_of_shared_device(self.device, stacklevel=4)
         if not self._keeps_workers:
             self._begin(iterator := LoaderIterator())
             return iterator
@@ -362,7 +385,7 @@ class DataLoader:
             raise ProtocolError(f"{self._remote!r} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
-        progress = Progress(begins, longest, keeps_base_seed=self._keeps_workers)
+        progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)
         asking = Session(
             progress.batch,
             progress.batch if stop is None else stop,
@@ -374,19 +397,23 @@ class DataLoader:
             # shards stand at a place in the stream: they are on one server at a time
             servers=1 if order == "iterable" else len(self._remote.servers),
         )
+        device = self._accelerator()
+        buffers = HostBuffers(
+            self._output, self._pool, process_budget() if device is not None and device.pins else None
+        )
         wanted = Wanted(
             spec=spec,
             key=registered.key,
             epoch=self._next.epoch,
             consumer=LoaderIterator.consumer_name(spec.rank, self._number),
-            make_array=self._make_array,
-            pool=self._pool,
+            buffers=buffers,
+            device=device,
             max_batch_bytes=self._max_batch_bytes,
             reconnect_timeout=self._remote.reconnect_timeout,
             trace=PassTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
         )
         stays = spec.session is not None and self._keeps_workers
-        measures = Measures(self._next.epoch, self._pinning, self._measures.report())
+        measures = Measures(self._next.epoch, buffers, self._measures.report())
         receiver = Receiver(self._remote, server, wanted, asking, measures, stays=stays)
         return Pass(
             dataset=self._remote,
@@ -399,9 +426,36 @@ class DataLoader:
             timeout=self.timeout,
             stays=stays,
             lengths=self._lengths() if order == "iterable" else None,
-            convert=to_jax if self._output == "jax" else None,
-            staging=None if self._accelerator is None else Staging(self._accelerator),
+            stager=self._stager(receiver.inbox, device),
+            transform=self.device_transform,
         )
+
+    def _check_device(self, name: str, value: Any) -> None:
+        """Raise if an argument that says where batches go is invalid, or does not fit the others."""
+        if name == "device_ahead" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"device_ahead must be a whole number from 0, was {value!r}")
+        if name == "sharding" and value is not None and self._output != "jax":
+            raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={self._output!r}")
+        device = value if name == "device" else self.device
+        if device is not None and self._output != "torch":
+            hint = "; for JAX, pass sharding= instead" if self._output == "jax" else ""
+            raise TeleloaderError(_needs_torch("device", device) + hint)
+        transform = value if name == "device_transform" else getattr(self, "device_transform", None)
+        if transform is not None and self._output != "jax" and parse_device(device) is None:
+            raise ValueError(f"device_transform needs a device, e.g. device='cuda', was device={device!r}")
+
+    def _stager(self, inbox: Inbox, device: Device | None) -> Stager | None:
+        copies = self._output == "jax" or parse_device(self.device) is not None
+        return Stager(inbox, device, self.device_ahead) if device is not None and copies else None
+
+    def _accelerator(self) -> Device | None:
+        """Return the accelerator to copy to or, with `pin_memory` alone, the one that page-locked memory is for."""
+        if self._output == "jax":
+            return JaxDevice(self.sharding)
+        named = parse_device(self.device)
+        if named is None and self.pin_memory:
+            named = current_accelerator()
+        return None if named is None else TorchDevice(with_index(named))
 
     @property
     def _random_state(self) -> RandomState:
@@ -540,6 +594,10 @@ class DataLoader:
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
             f"drop_last={spec.drop_last}, seed={self._seed}{ranks})"
         )
+
+
+def _needs_torch(option: str, value: object) -> str:
+    return f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
 
 
 def _distributed() -> tuple[int, int]:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from teleloader.output import allocate_pinned
-from teleloader_shared.buffers import Buffer
+from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.stats import Latency
@@ -39,25 +38,21 @@ class LoaderStats:
     decode: float
     """What it took to check and decode them. The background thread does so, while the loop trains."""
     pin: float
-    """What it took to page-lock the memory that they arrive in; it is used again and again."""
+    """Time to allocate page-locked memory; torch recycles it, so it should stop growing after some batches."""
+    pinned_bytes: int
+    """Page-locked memory that batches of this process use now, of all its loaders."""
+    max_pinned_bytes: int
+    """The limit of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 without ``pin_memory`` and ``device``."""
+    unpinned: int
+    """Allocations that were served from ordinary memory because of that limit."""
+    copy: float
+    """Duration of the copies to ``device``. They overlap with training; those under way are not included."""
+    late_copies: int
+    """Batches whose copy to ``device`` started only while the training loop waited for them."""
     reconnects: int
     """Connections that broke, or that a server closed, and that were made anew."""
     hedges: int
     """Batches that were asked for once more, at another server, because one was late."""
-
-
-class Pinning:
-    """Allocates page-locked memory, and measures what that takes."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self, size: int) -> Buffer:
-        """So many bytes."""
-        began = time.perf_counter()
-        pinned = allocate_pinned(size)
-        self.seconds += time.perf_counter() - began
-        return pinned
 
 
 class Measures:
@@ -65,12 +60,12 @@ class Measures:
 
     Args:
         epoch: Which.
-        pinning: Allocates the memory that batches are received into, where that is page-locked.
+        buffers: The memory that its responses are received into.
         before: What servers were told of the passes before: they are told of all together.
     """
 
     def __init__(
-        self, epoch: int | None = None, pinning: Pinning | None = None, before: ConsumerReport | None = None
+        self, epoch: int | None = None, buffers: HostBuffers | None = None, before: ConsumerReport | None = None
     ) -> None:
         self.steps = 0
         self.batches = 0
@@ -79,8 +74,12 @@ class Measures:
         self.reconnects = 0
         self.hedges = 0
         self._epoch = epoch
-        self._pinning = pinning
-        self._pinned_before = 0.0 if pinning is None else pinning.seconds
+        self._buffers = buffers
+        self._number: int | None = None
+        """The last batch that was counted as a step."""
+        self.copy = 0.0
+        self.late_copies = 0
+        """Of the thread that copies batches to a device."""
         self._before = before or ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
@@ -102,6 +101,12 @@ class Measures:
             seconds = time.perf_counter() - began
             self._waited = before + seconds, None
             self._waits.note(seconds)
+
+    def step(self, number: int) -> None:
+        """Count a batch that the loop is given; a second call for it changes nothing."""
+        if number != self._number:
+            self._number = number
+            self.steps += 1
 
     def end(self) -> None:
         """The loop takes no more."""
@@ -125,6 +130,8 @@ class Measures:
         """What users are told."""
         now = self._now
         elapsed, waited = now - self._began, self._waited_until(now)
+        buffers = self._buffers
+        pinned = None if buffers is None else buffers.pinned
         return LoaderStats(
             epoch=self._epoch,
             elapsed=elapsed,
@@ -135,7 +142,12 @@ class Measures:
             batches=self.batches,
             bytes_received=self.nbytes,
             decode=self.decode,
-            pin=0.0 if self._pinning is None else self._pinning.seconds - self._pinned_before,
+            pin=0.0 if buffers is None else buffers.pin_seconds,
+            pinned_bytes=0 if pinned is None else pinned.in_use,
+            max_pinned_bytes=0 if pinned is None else pinned.limit,
+            unpinned=0 if buffers is None or pinned is None else buffers.unpinned,
+            copy=self.copy,
+            late_copies=self.late_copies,
             reconnects=self.reconnects,
             hedges=self.hedges,
         )

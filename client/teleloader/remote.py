@@ -18,7 +18,8 @@ from teleloader.backoff import Backoff
 from teleloader.control import Server, Unreached
 from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
-from teleloader.output import array_maker, choose_output
+from teleloader.tensors.memory import ordinary_memory
+from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
@@ -154,7 +155,7 @@ class RemoteDataset:
 
     def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
         raw = self._persistently(lambda: self._raw_batch(spec, epoch, k, indices, consumer))
-        return codec.read(np.frombuffer(bytearray(raw), np.uint8), array_maker(choose_output(None), pin_memory=False))
+        return codec.read(ordinary_memory(choose_output(None), np.frombuffer(bytearray(raw), np.uint8)))
 
     def _raw_batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None, consumer: str) -> bytes:
         number, registered = self._register(spec)

@@ -15,11 +15,12 @@ from teleloader.backoff import Backoff
 from teleloader.control import Server, refusing
 from teleloader.inbox import BROKEN, Inbox
 from teleloader.session import Range
+from teleloader.tensors.devices import Device
+from teleloader.tensors.memory import HostBuffers
 from teleloader.tracing import PassTrace
 from teleloader.transport import BatchConnection, SilentConnection
 from teleloader_shared import codec
-from teleloader_shared.buffers import Buffer, BufferPool
-from teleloader_shared.codec import Address, End, Frame, MakeArray
+from teleloader_shared.codec import Address, End, Frame, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES, batches_path
 from teleloader_shared.spec import LoaderSpec
@@ -45,8 +46,10 @@ class Wanted:
     epoch: int
     consumer: str
     """What servers call this iterator."""
-    make_array: MakeArray
-    pool: BufferPool
+    buffers: HostBuffers
+    """The memory that it is received into."""
+    device: Device | None
+    """The accelerator of that memory, if it is page-locked."""
     max_batch_bytes: int
     """The largest frame that is accepted."""
     reconnect_timeout: float
@@ -103,6 +106,8 @@ class Source:
     def _run(self) -> None:
         self._inbox.on_end(self.interrupt)
         try:
+            if self._wanted.device is not None:
+                self._wanted.device.enter_thread()
             self._receive_epoch()
         finally:
             self._drop_connections()
@@ -166,7 +171,9 @@ class Source:
                 continue
             connection, wanted = self._lanes[0]
             try:
-                buffer = connection.receive(self._wanted.pool, self._wanted.max_batch_bytes + READY_BYTES)
+                memory = connection.receive(
+                    self._wanted.buffers, wanted.stop - wanted.start, self._wanted.max_batch_bytes + READY_BYTES
+                )
             except SilentConnection:
                 self._inbox.broke()
                 self._close(connection)
@@ -174,14 +181,16 @@ class Source:
                 continue
             began = time.perf_counter()
             last_byte = time.time_ns()
-            frames = self._decode(buffer, wanted)
+            frames, nbytes = self._decode(memory, wanted), len(memory.data)
+            del memory  # while this thread waits it must keep no batch alive
             self._inbox.decoded(time.perf_counter() - began)
             if connection.trace is not None:
-                connection.trace.arrived(connection.first_byte, last_byte, len(frames), len(buffer))
+                connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
             # not before: who lets a loader be registered may still refuse its batches
             self._servers[0].answered()
-            rest = self._inbox.deliver(self._number, self._servers[0].url, frames, len(buffer))
+            rest = self._inbox.deliver(self._number, self._servers[0].url, frames, nbytes)
+            del frames
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
             if rest is not None:
                 while not self._inbox.await_room(rest.start, TOUCH_EVERY):
@@ -251,11 +260,11 @@ class Source:
                 self._servers[0].touch(self._wanted.key)
             self._heard, self._has_received = time.monotonic(), True
 
-    def _decode(self, buffer: Buffer, wanted: Range) -> list[Frame]:
+    def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
         """The frames of an answer, which must be the first batches of the range that was asked for."""
         frames = []
         try:
-            read = codec.read_all(buffer, self._wanted.make_array, self._wanted.max_batch_bytes)
+            read = codec.read_all(memory, self._wanted.max_batch_bytes)
             for number, frame in enumerate(read, wanted.start):
                 expected = Address(self._wanted.key, self._wanted.epoch, number)
                 if frame.address != expected:

@@ -19,8 +19,9 @@ from urllib.parse import urlencode, urlsplit
 
 from teleloader.control import Server, error_of
 from teleloader.session import Range
+from teleloader.tensors.memory import HostBuffers
 from teleloader.tracing import AskTrace
-from teleloader_shared.buffers import Buffer, BufferPool
+from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable
 from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport
 
@@ -180,8 +181,13 @@ class BatchConnection:
         query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
         self._http.request("GET", f"{self._path}?{query}", headers=headers)
 
-    def receive(self, pool: BufferPool, max_bytes: int) -> Buffer:
-        """The frames of the answer: the first batches of the range, at least one.
+    def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
+        """Return the frames of the response: the first batches of the range, at least one.
+
+        Args:
+            buffers: Provides the memory to receive into.
+            batches: Batches in the range.
+            max_bytes: The largest response that is accepted.
 
         Raises:
             OSError: When the connection broke.
@@ -202,15 +208,15 @@ class BatchConnection:
                     f"an answer must state its size in bytes, up to {max_bytes:,} (see max_batch_bytes), stated {size}"
                 )
             self._arriving.allow(size)
-            buffer = pool.take(size)
-            view = memoryview(buffer.data)
+            memory = buffers.take(size, batches)
+            view = memoryview(memory.data.data)
             filled = 0
             while filled < size:
                 got = answer.readinto(view[filled:])
                 if not got:
                     raise http.client.IncompleteRead(b"", size - filled)
                 filled += got
-            return buffer
+            return memory
 
     def _answer(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
         """The answer, of which something has come."""

@@ -369,7 +369,7 @@ def index_lists(body: bytes, limits: ClientLimits) -> tuple[Address, dict[int, b
     found: dict[int, bytes] = {}
     start = 0
     try:
-        for frame in codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits, limits.body_bytes):
+        for frame in codec.read_all(codec.Bits(np.frombuffer(body, np.uint8)), limits.body_bytes):
             first = first or frame.address
             due = first._replace(batch=first.batch + len(found))
             if frame.address != due:

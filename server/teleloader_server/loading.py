@@ -221,12 +221,19 @@ def indices_of(task: Task) -> list[int]:
 
 def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
     """The client's list; for ``batch_size=None`` whatever its sampler gave is one index."""
-    content = codec.read(np.frombuffer(frame, np.uint8), _make_indices).content
+    content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
     return [content] if spec.batch_size is None else list(content)
 
 
-def _make_indices(bits: NDArray[Any], _dtype: str, kind: str) -> Any:
-    return bits.tolist() if kind == "tensor" else bits
+class IndexMemory(codec.Bits):
+    """Memory of an index list: a tensor of indices becomes a list of integers."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the list, or the array."""
+        bits = super().leaf(offset, dtype_name, shape, kind)
+        return bits.tolist() if kind == "tensor" else bits
 
 
 def _as_list(indices: Indices) -> list[Any]:

@@ -7,10 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
-
-from numpy.typing import NDArray
 
 from teleloader_server.demand import Consumer, Run
 from teleloader_server.loading import Report, Task, indices_of
@@ -357,7 +355,7 @@ class PoolTally:
         if fetch > dataset.slow_from:
             dataset.slow(fetch, task)
         if report.failed:
-            content = codec.read(lease, _no_array).content
+            content = codec.read(codec.Bits(lease)).content
             if isinstance(content, Failure) and dataset.fail(content):
                 _log(task, content)
 
@@ -455,10 +453,6 @@ def _log(task: Task, failure: Failure) -> None:
             "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": failure.worker,
         },
     )  # fmt: skip
-
-
-def _no_array(bits: NDArray[Any], _dtype: str, _kind: str) -> Any:
-    return bits
 
 
 def _shown_indices(task: Task) -> list[int]:

@@ -32,7 +32,7 @@ from teleloader_server.hosts import ObjectHost
 from teleloader_server.processes import resident_bytes
 from teleloader_server.service import LoaderService
 from teleloader_server.worker import end_with_parent, leave_signals_to_the_server
-from teleloader_shared.codec import Address, End, Failure, read, to_bytes
+from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.outline import Part, outline
 from teleloader_shared.spec import LoaderSpec
@@ -335,10 +335,19 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     return frames
 
 
+class _LeafMemory(Bits):
+    """Memory of a frame whose arrays are compared and described, and not used."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> ArrayLeaf:
+        return ArrayLeaf(dtype_name, kind, super().leaf(offset, dtype_name, shape, kind))
+
+
 def _read_all(frames: Sequence[NDArray[np.uint8]], stages: DatasetStats) -> Made:
     batches, failure = {}, None
     for frame in frames:
-        address, content, *_ = read(frame, lambda bits, name, kind: ArrayLeaf(name, kind, bits))
+        address, content, *_ = read(_LeafMemory(frame))
         if isinstance(content, Failure):
             failure = content
         elif not isinstance(content, End):

@@ -2,18 +2,18 @@
 
 Writing goes in two steps, so that a worker can collate straight into shared memory: `FrameWriter` knows the frame's
 size before an element is copied, and `FrameWriter.write` fills a buffer of that size. Reading makes views of the
-buffer, never copies.
+`Memory` that a frame lies in; copies are made only where a view would keep much more memory alive than it shows.
 """
 
 from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from reprlib import repr as short
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -48,11 +48,71 @@ MAX_TEXT: Final = 64 * 1024
 MAX_INDICES: Final = 1000
 """Indices of a failed batch that are kept."""
 
-_KEPT_SHARE: Final = 64
-"""An array that is so many times smaller than its frame is copied out of it."""
+_VIEW_SHARE: Final = 64
+"""An array smaller than one part in so many of its frame is copied: labels that a user keeps must not keep the images
+of their batch alive."""
+_SMALL_FRAME: Final = 64 * 1024
+"""Frames up to this size, in bytes, may be kept alive by any of their arrays: copies would cost more than they save."""
 
-MakeArray = Callable[[NDArray[Any], str, str], Any]
-"""What a reader does with an array's bits: (bits, dtype name, kind) -> the leaf that the user sees."""
+
+class Memory(Protocol):
+    """Memory that frames are read from, and that makes the leaves of their batches.
+
+    The reader decides which bytes a leaf has; the memory decides what a leaf is (a NumPy array, a torch tensor) and
+    where copies go. A leaf keeps the memory alive that it is a view of.
+    """
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The bytes, 1-D and contiguous."""
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return other memory of `nbytes`, for bytes that are copied or decompressed."""
+
+    def frame(self, start: int, nbytes: int) -> Memory:
+        """Return the memory that the batch of the frame at `start` belongs in: this one, or a copy."""
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the array of C order that begins at byte `offset`, a multiple of its item size.
+
+        Args:
+            offset: The first byte.
+            dtype_name: One of `dtypes.NAMES`.
+            shape: Size of each dimension; the array lies within `data`.
+            kind: ``tensor``, ``ndarray`` or ``scalar``.
+
+        Raises:
+            ValueError: If NumPy cannot make an array of that shape.
+        """
+
+
+class Bits:
+    """Memory that makes arrays of the bits of elements, whatever they stand for: for the server's own use.
+
+    Args:
+        data: The bytes, 1-D and contiguous.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.data = data
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return ordinary memory."""
+        return type(self)(np.empty(nbytes, np.uint8))
+
+    def frame(self, start: int, nbytes: int) -> Memory:
+        """Return this memory if the frame fills it, else a copy: a batch must not keep its neighbours alive."""
+        if nbytes == len(self.data):
+            return self
+        own = self.allocate(nbytes)
+        own.data[:] = self.data[start : start + nbytes]
+        return own
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return a view: an array of the NumPy type that holds the bits of `dtype_name`."""
+        return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
 
 
 class Address(NamedTuple):
@@ -211,46 +271,49 @@ def frame_size(prologue: bytes | memoryview) -> int:
     return _read_prologue(prologue, 0).size
 
 
-def read_all(
-    buffer: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAULT_MAX_BATCH_BYTES
-) -> Iterator[Frame]:
-    """Decode the frames that stand one after another in `buffer`.
+def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterator[Frame]:
+    """Decode the frames that stand one after another in `memory`.
 
     Args:
-        buffer: Exactly their bytes; the arrays of the batches are views of them (unless they were compressed).
-        make_array: What to make of an array's bits.
-        max_bytes: How much decompressed arrays may take together, in each frame.
+        memory: Exactly the bytes of the frames.
+        max_bytes: The maximum size of the arrays of a frame, decompressed, in bytes.
 
     Raises:
-        CorruptFrame: When a checksum does not match.
-        ProtocolError: When the bytes break the format.
+        CorruptFrame: If a checksum does not match.
+        ProtocolError: If the bytes break the format.
     """
-    start = 0
-    while start < len(buffer):
-        frame = _read_at(buffer, start, make_array, max_bytes)
-        yield frame
-        start += frame.nbytes
+    start, end = 0, len(memory.data)
+    while start < end:
+        size = _check_frame(memory.data, start, max_bytes)
+        yield _decode(memory.frame(start, size), max_bytes)
+        start += size
 
 
-def read(frame: NDArray[np.uint8], make_array: MakeArray, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
+def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
     """Decode exactly one frame: see `read_all`."""
-    found = _read_at(frame, 0, make_array, max_bytes)
-    if found.nbytes != len(frame):
-        raise ProtocolError(f"a frame states {found.nbytes:,} bytes and has {len(frame):,}")
-    return found
+    size = _check_frame(memory.data, 0, max_bytes)
+    if size != len(memory.data):
+        raise ProtocolError(f"a frame states {size:,} bytes and has {len(memory.data):,}")
+    return _decode(memory, max_bytes)
 
 
-def _read_at(buffer: NDArray[np.uint8], start: int, make_array: MakeArray, max_bytes: int) -> Frame:
+def _check_frame(buffer: NDArray[np.uint8], start: int, max_bytes: int) -> int:
+    """Return the size of the frame at `start`, once its checksum is known to match."""
     raw = buffer.data
-    size, values, checksum, header_size = _read_prologue(raw, start)
-    stop = start + size
+    size, _, checksum, header_size = _read_prologue(raw, start)
     _check_sizes(size, header_size, len(raw) - start, max_bytes)
-    begin = start + PROLOGUE_SIZE
-    if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin:stop]) != checksum:
+    if checksum is not None and xxhash.xxh3_64_intdigest(raw[start + PROLOGUE_SIZE : start + size]) != checksum:
         raise CorruptFrame("a frame's content does not match its checksum")
-    end = begin + header_size
+    return size
+
+
+def _decode(memory: Memory, max_bytes: int) -> Frame:
+    """Decode the frame that fills `memory`, which `_check_frame` has passed."""
+    raw = memory.data.data
+    size, values, _, header_size = _read_prologue(raw, 0)
+    end = PROLOGUE_SIZE + header_size
     try:
-        header = msgpack.unpackb(raw[begin:end], strict_map_key=True)
+        header = msgpack.unpackb(raw[PROLOGUE_SIZE:end], strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of a frame is not msgpack: {error!r}") from None
     match header:
@@ -258,7 +321,7 @@ def _read_at(buffer: NDArray[np.uint8], start: int, make_array: MakeArray, max_b
             address = Address(loader, epoch, batch)
         case _:
             raise ProtocolError("the header of a frame states no loader, epoch and batch")
-    segments = _Segments(buffer, start, stop, end, header.get("compression"), make_array, max_bytes)
+    segments = _Segments(memory, end, header.get("compression"), max_bytes)
     padding = 0
     if "failure" in header:
         content: Any = _read_failure(header["failure"])
@@ -287,24 +350,13 @@ def _check_sizes(size: int, header_size: int, there: int, max_bytes: int) -> Non
 
 
 class _Segments:
-    """The arrays of the frame that stands in [start, stop) of a buffer, taken one after another from `end` on."""
+    """The arrays of the frame that fills a memory, taken one after another from byte `end` on."""
 
-    def __init__(
-        self,
-        buffer: NDArray[np.uint8],
-        start: int,
-        stop: int,
-        end: int,
-        compression: object,
-        make_array: MakeArray,
-        max_bytes: int,
-    ) -> None:
-        self._buffer = buffer
-        self._start = start
-        self._stop = stop
+    def __init__(self, memory: Memory, end: int, compression: object, max_bytes: int) -> None:
+        self._memory = memory
+        self._buffer = memory.data
         self._end = end
         self._compression = compression
-        self._make_array = make_array
         self._max_bytes = max_bytes
         self._taken = self._taken_bytes = 0
 
@@ -314,38 +366,37 @@ class _Segments:
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """The next array, which the tree says is of that type and shape."""
+        """Return the next array, which the tree says is of that type and shape."""
         dtype = dtypes.storage(dtype_name)
-        wanted = dtype.itemsize * prod(shape)
+        nbytes = dtype.itemsize * prod(shape)
         self._taken += 1
-        self._taken_bytes += wanted
+        self._taken_bytes += nbytes
         if self._taken_bytes > self._max_bytes:
             raise ProtocolError(f"a frame declares arrays of more than the limit of {self._max_bytes:,} bytes")
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
-        if start > self._stop:
+        if start > len(self._buffer):
             raise ProtocolError("a frame ends before the arrays that its tree declares")
         marker, size = _BIN32_START.unpack_from(self._buffer.data, start - _BIN32_HEAD)
         self._end = start + size
-        if marker != _BIN32 or self._end > self._stop:
+        if marker != _BIN32 or self._end > len(self._buffer):
             raise ProtocolError("a frame has no array where its tree declares one")
-        source, offset = self._buffer, start
+        if self._compression is None and size != nbytes:
+            raise ProtocolError(f"an array {dtype_name} of shape {shape} must have {nbytes:,} bytes, has {size:,}")
+        memory, offset = self._memory, start
         if self._compression is not None:
-            source, offset = _decompress(source[start : self._end], self._compression, wanted), 0
-            size = len(source)
-        if size != wanted:
-            raise ProtocolError(f"an array {dtype_name} of shape {shape} must have {wanted:,} bytes, has {size:,}")
+            memory, offset = memory.allocate(nbytes), 0
+            _decompress(self._buffer[start : self._end], self._compression, memory.data)
+        elif len(self._buffer) > max(_SMALL_FRAME, _VIEW_SHARE * nbytes):
+            memory, offset = memory.allocate(nbytes), 0
+            memory.data[:] = self._buffer[start : self._end]
         try:
-            bits: NDArray[Any] = np.ndarray(shape, dtype, source, offset)
+            return memory.leaf(offset, dtype_name, shape, kind)
         except (ValueError, OverflowError) as error:
             raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
-        if _KEPT_SHARE * wanted <= self._stop - self._start:
-            # labels are often kept for long, and must not keep the images of their batch
-            bits = bits.copy()
-        return self._make_array(bits, dtype_name, kind)
 
     def finish(self, values: int) -> None:
         """After the last array the frame must end, and have as many values as it states."""
-        if _aligned(self._end + _BIN8_HEAD) != self._stop:
+        if _aligned(self._end + _BIN8_HEAD) != len(self._buffer):
             raise ProtocolError("a frame goes on after the arrays that its tree declares")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
             raise ProtocolError(f"a frame states {values} values and has {self._taken} arrays")
@@ -439,13 +490,13 @@ def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
     return ArrayLeaf("uint8", "ndarray", np.frombuffer(packed, np.uint8))
 
 
-def _decompress(segment: NDArray[np.uint8], compression: object, size: int) -> NDArray[np.uint8]:
-    """Never makes more than `size` bytes, whatever the segment holds."""
+def _decompress(segment: NDArray[np.uint8], compression: object, out: NDArray[np.uint8]) -> None:
+    """Fill `out` exactly; whatever the segment holds, no more memory than that is taken."""
+    size = len(out)
     if size == 0:
-        return np.empty(0, np.uint8)
+        return
     if compression == "zstd":
         library = _library("zstandard")
-        out = np.empty(size, np.uint8)
         try:
             reader = library.ZstdDecompressor().stream_reader(segment)
             filled = reader.readinto(out.data)
@@ -453,15 +504,18 @@ def _decompress(segment: NDArray[np.uint8], compression: object, size: int) -> N
                 raise ProtocolError(f"an array unpacks to more than the {size:,} bytes that it must have")
         except library.ZstdError as error:
             raise ProtocolError(f"an array is not valid zstd: {error}") from None
-        return out[:filled]
-    if compression == "lz4":
+    elif compression == "lz4":
         library = _library("lz4.block")
         try:
             unpacked = library.decompress(segment, uncompressed_size=size, return_bytearray=True)
         except (library.LZ4BlockError, ValueError, OverflowError, MemoryError) as error:
             raise ProtocolError(f"an array is not valid lz4: {error}") from None
-        return np.frombuffer(unpacked, np.uint8)
-    raise ProtocolError(f"unknown compression {short(compression)}; this version knows zstd and lz4")
+        filled = len(unpacked)
+        out[:filled] = np.frombuffer(unpacked, np.uint8)
+    else:
+        raise ProtocolError(f"unknown compression {short(compression)}; this version knows zstd and lz4")
+    if filled != size:
+        raise ProtocolError(f"an array must unpack to {size:,} bytes, and has {filled:,}")
 
 
 def _library(name: str) -> Any:

@@ -272,7 +272,7 @@ def test_lists_that_are_none_are_refused(client: httpx.Client, own_order: str, n
     body = hostile_lists(own_order)[name]
     answer = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
     if answer.status_code == 200:
-        frame = codec.read(np.frombuffer(answer.content, np.uint8), lambda bits, *_: bits)
+        frame = codec.read(codec.Bits(np.frombuffer(answer.content, np.uint8)))
         assert isinstance(frame.content, codec.Failure), name
         assert name in ("not indices", "floats", "beyond")
         return

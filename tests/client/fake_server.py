@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from teleloader_server.loading import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
@@ -43,7 +44,7 @@ class Request:
         _, _, _, self.key, _, epoch, _ = parts.path.split("/")
         self.epoch = int(epoch)
         self.start = int(query["start"][0])
-        lists = codec.read_all(np.frombuffer(body, np.uint8), lambda bits, *_: bits.tolist())
+        lists = codec.read_all(IndexMemory(np.frombuffer(body, np.uint8)))
         listed = [frame.content for frame in lists]
         self.listed: dict[int, Any] | None = dict(enumerate(listed, self.start)) if listed else None
         """What the batches hold, where the client says it."""

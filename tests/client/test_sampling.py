@@ -21,6 +21,7 @@ from teleloader.sampling import (
     is_torchs_own,
     make_samplers,
 )
+from teleloader_server.loading import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import StateMismatch
@@ -128,11 +129,7 @@ ADDRESS = Address("key", 3, 7)
 
 def sent(indices: Any) -> Any:
     """What a server reads of them: lists of whole numbers travel as tensors do."""
-
-    def make(bits: Any, _dtype: str, kind: str) -> Any:
-        return bits.tolist() if kind == "tensor" else bits
-
-    frame = codec.read(np.frombuffer(index_frame(ADDRESS, indices), np.uint8), make)
+    frame = codec.read(IndexMemory(np.frombuffer(index_frame(ADDRESS, indices), np.uint8)))
     assert frame.address == ADDRESS
     return frame.content
 

@@ -73,7 +73,7 @@ def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> No
         answered = waiting.answer()
         assert answered.status == 200
         assert answered.headers["connection"] == "close"
-        frame = codec.read(np.frombuffer(answered.body, np.uint8), lambda bits, *_: bits)
+        frame = codec.read(codec.Bits(np.frombuffer(answered.body, np.uint8)))
         assert frame.address.batch == 3
         assert waiting.rest() == b""
     assert server.process.wait(10) == 0

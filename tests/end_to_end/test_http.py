@@ -38,7 +38,7 @@ def key(server: httpx.Client) -> str:
 
 
 def _frames(answer: httpx.Response) -> list[codec.Frame]:
-    return list(codec.read_all(np.frombuffer(answer.content, np.uint8), lambda bits, *_: bits))
+    return list(codec.read_all(codec.Bits(np.frombuffer(answer.content, np.uint8))))
 
 
 def test_the_same_spec_has_the_same_key(server: httpx.Client, key: str) -> None:

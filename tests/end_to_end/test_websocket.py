@@ -61,7 +61,7 @@ def frames(socket: ClientConnection, count: int) -> list[codec.Frame]:
     while len(found) < count:
         message = socket.recv(30)
         assert isinstance(message, bytes), message
-        found += codec.read_all(np.frombuffer(message, np.uint8), lambda bits, *_: bits)
+        found += codec.read_all(codec.Bits(np.frombuffer(message, np.uint8)))
     return found
 
 
@@ -110,7 +110,7 @@ def test_large_batches_arrive_whole(url: str) -> None:
         for k in range(5):
             message = socket.recv(30)
             assert isinstance(message, bytes)
-            frame = codec.read(np.frombuffer(message, np.uint8), lambda bits, *_: bits)
+            frame = codec.read(codec.Bits(np.frombuffer(message, np.uint8)))
             assert frame.address.batch == k
             assert frame.content[0].tobytes() == bytes([2 * k]) * 8 * 2**20
             assert frame.content[1][-1] == 2 * k + 1

@@ -24,7 +24,8 @@ import xxhash
 import zstandard
 
 from teleloader.failures import exception_of
-from teleloader.output import array_maker, choose_output
+from teleloader.tensors.memory import ordinary_memory
+from teleloader.tensors.output import Output, choose_output
 from teleloader_shared import codec, dtypes
 from teleloader_shared.codec import Address, End, Failure, to_bytes
 from teleloader_shared.errors import ProtocolError
@@ -41,7 +42,7 @@ RARELY: Final = 0.05
 
 _ADDRESS: Final = Address("0123456789abcdef0123456789abcdef", 3, 17)
 _PROLOGUE: Final = struct.Struct(">BIB4sBQBBQBI")
-_READERS: Final = (array_maker("numpy", pin_memory=False), array_maker(choose_output(None), pin_memory=False))
+_OUTPUTS: Final[tuple[Output, Output]] = ("numpy", choose_output(None))
 
 
 def read(data: bytes) -> str:
@@ -49,7 +50,8 @@ def read(data: bytes) -> str:
     buffer = np.frombuffer(bytearray(data), np.uint8)
     words = []
     canary.TOUCHED.clear()
-    for frame in codec.read_all(buffer, _READERS[len(data) // codec.ALIGNMENT % 2], MOST_ARRAYS):
+    memory = ordinary_memory(_OUTPUTS[len(data) // codec.ALIGNMENT % 2], buffer)
+    for frame in codec.read_all(memory, MOST_ARRAYS):
         words.append(type(frame.content).__name__)
         if isinstance(frame.content, Failure):
             words.append(type(exception_of(frame.content, frame.address, "http://fuzz")).__name__)

@@ -64,7 +64,7 @@ class Bench:
         nbytes, self.report = self._loading.load(task, self._place)
         raw = self.places[-1][:nbytes]
         assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
-        frame = codec.read(raw, lambda bits, name, kind: bits)
+        frame = codec.read(codec.Bits(raw))
         assert frame.address == task.address
         return frame
 

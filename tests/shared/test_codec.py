@@ -26,6 +26,7 @@ from teleloader_shared.codec import (
     ALIGNMENT,
     PROLOGUE_SIZE,
     Address,
+    Bits,
     End,
     Failure,
     Frame,
@@ -39,7 +40,7 @@ from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, P
 from teleloader_shared.spec import Compression
 from teleloader_shared.tree import MAX_DEPTH, Tensor
 from tests.conftest import need
-from tests.shared.trees import Point, arrays, assert_same, keep, trees
+from tests.shared.trees import KeptMemory, Point, arrays, assert_same, keep, trees
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -65,7 +66,7 @@ def encoded(content: object, **how: Any) -> NDArray[np.uint8]:
 
 def decoded(frame: NDArray[np.uint8] | bytes | bytearray, **how: Any) -> Any:
     """The batch, or the failure, of a frame."""
-    return read(np.frombuffer(frame, np.uint8), keep, **how).content
+    return read(KeptMemory(np.frombuffer(frame, np.uint8)), **how).content
 
 
 def forged(
@@ -123,7 +124,7 @@ def memory_within(limit: int) -> Iterator[None]:
 def test_any_batch_arrives_as_it_was(batch: Any, how: dict[str, Any], padding: int) -> None:
     """Containers, types and every bit survive, with and without checksum and compression, and so does the address."""
     frame = encoded(batch, padding=padding, **how)
-    found = read(frame, keep)
+    found = read(KeptMemory(frame))
     assert_same(found.content, batch)
     assert (found.address, found.padding, found.nbytes) == (ADDRESS, padding, len(frame))
 
@@ -162,36 +163,40 @@ def test_tensors_arrive_as_they_were() -> None:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
-    def make(array: NDArray[Any], name: str, kind: str) -> Any:
-        assert kind == "tensor"
-        return name, array.shape, array.tobytes()
+    class DescribedMemory(Bits):
+        """Memory whose leaves say what they are."""
+
+        def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+            """Return the type, the shape and the bytes."""
+            assert kind == "tensor"
+            return dtype_name, shape, super().leaf(offset, dtype_name, shape, kind).tobytes()
 
     for compression in (None, "zstd"):
-        found = read(encoded(tensors, compression=compression), make).content
+        found = read(DescribedMemory(encoded(tensors, compression=compression))).content
         expected = [(str(t.dtype).removeprefix("torch."), tuple(t.shape), bits(t)) for t in tensors]
         assert found == expected
 
 
 def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
     """Type, message, traceback, indices and worker of an exception travel under the batch's address."""
-    found = read(encoded(FAILURE), keep)
+    found = read(KeptMemory(encoded(FAILURE)))
     assert found == Frame(ADDRESS, FAILURE, 0, found.nbytes, memory=found.memory)
-    assert read(encoded(FAILURE, compression="zstd", padding=3), keep).content == FAILURE
+    assert read(KeptMemory(encoded(FAILURE, compression="zstd", padding=3))).content == FAILURE
 
 
 @pytest.mark.parametrize("end", [END, End(0, replica=True)])
 def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
     """How many samples the shard gave, and whether it is a replica, travel under the address of what it has not."""
-    found = read(encoded(end), keep)
+    found = read(KeptMemory(encoded(end)))
     assert found == Frame(ADDRESS, end, 0, found.nbytes, memory=found.memory)
-    assert read(encoded(end, compression="lz4", padding=3), keep).content == end
+    assert read(KeptMemory(encoded(end, compression="lz4", padding=3))).content == end
 
 
 @pytest.mark.parametrize("content", [[np.arange(3)], END, FAILURE], ids=["batch", "end", "failure"])
 @pytest.mark.parametrize("state", [None, "", '{"next": 3, "state": {"file": "é\\u0000"}}', "x" * 2**14])
 def test_where_a_shard_stands_travels_with_what_it_gave(content: Any, state: str | None) -> None:
     """Text that nobody looks into on the way."""
-    found = read(encoded(content, shard_state=state), keep)
+    found = read(KeptMemory(encoded(content, shard_state=state)))
     assert found.shard_state == state
     if isinstance(content, list):
         assert_same(found.content, content)
@@ -286,15 +291,17 @@ def test_equal_batches_have_equal_bytes() -> None:
 
 
 def test_frames_stand_one_after_another() -> None:
-    """Each begins where the one before it says that it ends; their arrays are views, none is copied."""
+    """Each begins where the one before it says that it ends; batches do not share memory."""
     parts = [encoded([1]), encoded({"a": np.arange(100.0)}), encoded([np.arange(50)]), encoded(FAILURE), encoded(END)]
     body = np.concatenate(parts)
-    found = list(read_all(body, keep))
+    found = list(read_all(KeptMemory(body)))
     assert_same([frame.content for frame in found], [decoded(frame) for frame in parts])
     assert [frame.nbytes for frame in found] == [len(frame) for frame in parts]
-    assert np.shares_memory(found[1].content["a"], body)
-    assert np.shares_memory(found[2].content[0], body)
-    assert list(read_all(body[:0], keep)) == []
+    assert not np.shares_memory(found[1].content["a"], body)
+    assert not np.shares_memory(found[2].content[0], body)
+    alone = next(read_all(KeptMemory(parts[1])))
+    assert np.shares_memory(alone.content["a"], parts[1]), "a frame that fills its memory is not copied"
+    assert list(read_all(KeptMemory(body[:0]))) == []
     assert [frame_size(frame[:34].tobytes()) for frame in parts] == [len(frame) for frame in parts]
 
 
@@ -303,7 +310,7 @@ def test_a_body_that_ends_within_a_frame_is_refused() -> None:
     first, second = encoded([1]), encoded({"a": np.zeros(100)})
     body = np.concatenate([first, second])
     for end in range(len(first) + 1, len(body)):
-        frames = read_all(body[:end], keep)
+        frames = read_all(KeptMemory(body[:end]))
         assert next(frames).nbytes == len(first)
         with pytest.raises(ProtocolError):
             next(frames)
@@ -637,7 +644,7 @@ def test_an_array_that_unpacks_to_more_than_declared_is_refused(compression: str
 @pytest.mark.parametrize("compression", PACKERS)
 def test_an_array_that_unpacks_to_less_than_declared_is_refused(compression: str) -> None:
     """The error says how much there was."""
-    with pytest.raises(ProtocolError, match=r"must have 1,001 bytes, has 1,000"):
+    with pytest.raises(ProtocolError, match=r"must unpack to 1,001 bytes, and has 1,000"):
         decoded(bomb(compression, 1001, PACKERS[compression](bytes(1000))))
 
 

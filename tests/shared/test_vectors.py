@@ -27,7 +27,7 @@ from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.permutation import Permutation
 from teleloader_shared.plan import Plan
 from teleloader_shared.spec import LoaderSpec
-from tests.shared.trees import assert_same, keep
+from tests.shared.trees import KeptMemory, assert_same
 from tests.shared.vectors.generate import HERE, tagged, vectors, write
 
 NAMES = sorted(path.stem for path in HERE.glob("*.tlf"))
@@ -81,7 +81,7 @@ def test_the_generator_makes_the_vectors_byte_for_byte(name: str, tmp_path: Path
 def test_the_codec_reads_each_vector(name: str) -> None:
     """What was written long ago is the batch that it was."""
     _, address, batch, how = vectors()[name]
-    found = read(np.fromfile(HERE / f"{name}.tlf", np.uint8), keep)
+    found = read(KeptMemory(np.fromfile(HERE / f"{name}.tlf", np.uint8)))
     assert (found.address, found.padding) == (address, how.get("padding", 0))
     assert_same(found.content, batch)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from teleloader_shared import dtypes
+from teleloader_shared.codec import Bits
 from teleloader_shared.tree import Tensor
 
 
@@ -62,6 +63,16 @@ def keep(bits: NDArray[Any], name: str, kind: str) -> Any:
     if kind == "scalar":
         return array[()]
     return array.view(Tensor) if kind == "tensor" else array
+
+
+class KeptMemory(Bits):
+    """Memory of a frame whose leaves are made by `keep`."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the array."""
+        return keep(super().leaf(offset, dtype_name, shape, kind), dtype_name, kind)
 
 
 # --- The same, to the bit -----------------------------------------------------------------------------------------

@@ -1,0 +1,291 @@
+"""Accelerators: which one a loader uses, and how a batch gets there.
+
+Copies run on a stream of their own, so that they overlap with computation. The host waits for none of them: the stream
+that uses a batch waits for the event of its copy. Memory is safe by torch's own allocators, on both sides: the pinned
+one records an event for each copy and reuses a block after it, and the device's one is told which stream uses a tensor
+(``record_stream``) and reuses its memory after what that stream had queued when the tensor was dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from teleloader.tensors.output import map_leaves
+from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.tree import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A batch on its way to a device."""
+
+    batch: Any
+    tensors: list[Any]
+    """The tensors of `batch`."""
+    started: Any = None
+    done: Any = None
+    """Events around the copy; None where the device has no streams, and the copy is done."""
+
+
+class Device(Protocol):
+    """Where the tensors of batches are copied to."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether copies are faster from page-locked memory."""
+
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread."""
+
+    def copy(self, batch: Any) -> Copy:
+        """Start to copy a batch, in a thread that entered; return without waiting where the device has streams."""
+
+    def use(self, copy: Copy) -> Any:
+        """Return the copied batch; the calling thread's current stream waits until it has arrived."""
+
+    def seconds(self, copy: Copy) -> float | None:
+        """Return how long a copy took on the device; None while it is under way or where it is not measured."""
+
+
+class TorchDevice:
+    """A device of torch's.
+
+    Args:
+        device: The torch.device, with its index where devices of the type have one.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self._module = _module(device)
+        self._has_streams = hasattr(self._module, "Stream")
+
+    @property
+    def pins(self) -> bool:
+        """Whether page-locked memory helps; torch cannot allocate it for Apple's MPS."""
+        return bool(self.device.type != "mps")
+
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread: a new thread's is device 0 of the machine."""
+        if self.device.index is not None and hasattr(self._module, "set_device"):
+            self._module.set_device(self.device.index)
+
+    def copy(self, batch: Any) -> Copy:
+        """Start to copy the tensors of a batch."""
+        import torch
+
+        tensors: list[Any] = []
+
+        def put(tensor: Any) -> Any:
+            # asynchronous only where events say when the host memory may be reused
+            tensors.append(tensor.to(self.device, non_blocking=self._has_streams, copy=True))
+            return tensors[-1]
+
+        if not self._has_streams:
+            return Copy(map_leaves(batch, torch.Tensor, put), tensors)
+        stream = _copy_stream(self.device)
+        started, done = (self._module.Event(enable_timing=True) for _ in range(2))
+        with self._module.stream(stream):
+            started.record(stream)
+            copied = map_leaves(batch, torch.Tensor, put)
+            done.record(stream)
+        return Copy(copied, tensors, started, done)
+
+    def use(self, copy: Copy) -> Any:
+        """Return the copied batch; the current stream waits for it, and its memory is kept for that stream."""
+        if copy.done is not None:
+            current = self._module.current_stream(self.device)
+            current.wait_event(copy.done)
+            for tensor in copy.tensors:
+                tensor.record_stream(current)
+        return copy.batch
+
+    def seconds(self, copy: Copy) -> float | None:
+        """Return how long a copy took, once it is done."""
+        if copy.done is None or not copy.done.query():
+            return None
+        milliseconds: float = copy.started.elapsed_time(copy.done)
+        return milliseconds / 1000
+
+
+class JaxDevice:
+    """The devices that JAX puts arrays on.
+
+    JAX's settings may differ between threads, so those of the thread that makes this are used for all batches.
+
+    Args:
+        sharding: A jax.sharding.Sharding: how arrays are laid out over devices. With several processes a batch is the
+            part of its process. None is the default device.
+    """
+
+    pins = False
+
+    def __init__(self, sharding: Any) -> None:
+        import jax
+
+        self._sharding = sharding
+        self._default_device = jax.config.jax_default_device
+        self._x64 = jax.config.jax_enable_x64
+
+    def enter_thread(self) -> None:
+        """Do nothing: settings are applied for each copy."""
+
+    def copy(self, batch: Any) -> Copy:
+        """Start to copy the arrays of a batch that stand for tensors."""
+        import jax
+
+        with jax.default_device(self._default_device), _x64(self._x64):
+            return Copy(map_leaves(batch, Tensor, self._put), [])
+
+    def use(self, copy: Copy) -> Any:
+        """Return the batch; JAX itself has computations wait for their arrays."""
+        return copy.batch
+
+    def seconds(self, copy: Copy) -> float | None:
+        """Return 0: JAX does not tell how long a copy takes."""
+        return 0.0
+
+    def _put(self, array: Any) -> Any:
+        import jax
+
+        # copied: a JAX array on the CPU may be a view of host memory, which is recycled
+        own = np.array(array)
+        if self._sharding is None:
+            return jax.numpy.asarray(own)
+        return jax.make_array_from_process_local_data(self._sharding, own)
+
+
+def _x64(enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context in which JAX has 64-bit types, or has not."""
+    import jax
+
+    if jax.config.jax_enable_x64 == enabled:
+        return nullcontext()
+    if hasattr(jax, "enable_x64"):
+        context: AbstractContextManager[Any] = jax.enable_x64(enabled)
+        return context
+    from jax import experimental
+
+    switch = experimental.enable_x64 if enabled else experimental.disable_x64
+    return switch()  # type: ignore[no-any-return]
+
+
+@cache
+def _copy_stream(device: Any) -> Any:
+    """Return the stream for copies to a device: one for all loaders of the process."""
+    return _module(device).Stream(device)
+
+
+def parse_device(device: Any) -> Any:
+    """Return the torch.device that a loader's `device` argument names; None for main memory.
+
+    Starts no driver and needs no current device, so that a loader can be made before ``torch.cuda.set_device``.
+
+    Args:
+        device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None is
+            main memory, as is ``"cpu"``.
+
+    Raises:
+        ValueError: If it does not name a device.
+        TeleloaderError: If torch finds no such device on this machine.
+    """
+    if device is None:
+        return None
+    import torch
+
+    try:
+        if isinstance(device, bool):
+            raise TypeError("expected a torch.device, a string or an index, got bool")  # noqa: TRY301
+        named = _accelerator_at(device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"invalid device={device!r}: {reason}. Pass a torch.device, 'cuda', 'cuda:1', an index, or None for main "
+            "memory"
+        ) from None
+    if named.type == "cpu":
+        return None
+    module = _module(named)
+    if module is None or not module.is_available():
+        raise TeleloaderError(
+            f"device={str(device)!r} is not available: torch {torch.__version__} finds no accelerator of type "
+            f"{named.type!r} on this machine. Use device=None, or install a build of torch for it"
+        )
+    count = module.device_count()
+    if named.index is not None and named.index >= count:
+        raise TeleloaderError(
+            f"device={str(device)!r} is not available: this process sees {count} of type {named.type!r}, numbered from "
+            "0. See CUDA_VISIBLE_DEVICES"
+        )
+    return named
+
+
+def with_index(device: Any) -> Any:
+    """Return a torch.device with the index that it stands for now: ``"cuda"`` is the current device."""
+    import torch
+
+    module = _module(device)
+    if device.index is not None or not hasattr(module, "current_device"):
+        return device
+    return torch.device(device.type, module.current_device())
+
+
+def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
+    """Warn where several ranks would share one device.
+
+    ``device="cuda"`` is device 0 in each process that did not choose another.
+
+    Args:
+        device: The loader's `device`.
+        stacklevel: Of the warning; 1 is this function.
+    """
+    local_rank, named = os.environ.get("LOCAL_RANK", ""), parse_device(device)
+    if named is None or named.index is not None or not local_rank.isdecimal():
+        return
+    used = with_index(named)
+    if used.index is not None and used.index != int(local_rank) < _module(named).device_count():
+        warnings.warn(
+            f"device={str(named)!r} is {used} in the process with LOCAL_RANK={local_rank}: other ranks may use it "
+            f"too. Call torch.{named.type}.set_device({local_rank}) before iter(loader), or pass "
+            f"device='{named.type}:{local_rank}'",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True if an accelerator had no memory left."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
+
+
+def current_accelerator() -> Any:
+    """Return the torch.device of the accelerator that torch would use, without its index; None if there is none."""
+    import torch
+
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        return torch.device("cuda") if torch.cuda.is_available() else None
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _module(device: Any) -> Any:
+    """Return torch's module for a type of device, such as ``torch.cuda``; None if there is none."""
+    import torch
+
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "is_available") else None
+
+
+def _accelerator_at(index: int) -> Any:
+    import torch
+
+    accelerator = current_accelerator()
+    if accelerator is None:
+        raise TypeError("an index needs an accelerator, and torch finds none on this machine")
+    return torch.device(accelerator.type, index)

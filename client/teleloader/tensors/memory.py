@@ -1,0 +1,169 @@
+"""Host memory that responses are received into, and the arrays that are made of it.
+
+Ordinary memory comes from a pool that recycles it. Page-locked memory must not: a copy to an accelerator with
+``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's own allocator knows when such a
+copy is done: it records an event for each copy whose source lies in a storage of its own, and reuses the block after
+that. So pinned batches are tensors of the very storage that torch allocated, and nothing here holds or recycles it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader.tensors.output import Output
+from teleloader.tensors.pinned import PinnedBudget
+from teleloader_shared import dtypes
+from teleloader_shared.buffers import BufferPool
+from teleloader_shared.codec import Bits, Memory
+from teleloader_shared.tree import Tensor
+
+
+class NumpyMemory(Bits):
+    """Ordinary memory; its leaves are NumPy arrays and scalars, views of it."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the array; types that NumPy lacks are those of ml_dtypes.
+
+        Raises:
+            TeleloaderError: If ml_dtypes is needed and not installed.
+        """
+        array = super().leaf(offset, dtype_name, shape, kind)
+        if dtype_name in dtypes.EXTENDED:
+            array = array.view(dtypes.extended_numpy(dtype_name))
+        return array[()] if kind == "scalar" else array
+
+
+class MarkedMemory(NumpyMemory):
+    """Ordinary memory; arrays that stand for tensors are marked as `Tensor`, for JAX to take their place."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the array."""
+        array = super().leaf(offset, dtype_name, shape, kind)
+        return array.view(Tensor) if kind == "tensor" else array
+
+
+class TorchMemory(NumpyMemory):
+    """Ordinary memory; its leaves are torch tensors, and NumPy arrays where the dataset returned those."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the tensor or array."""
+        if kind != "tensor":
+            return super().leaf(offset, dtype_name, shape, kind)
+        import torch
+
+        bits = Bits.leaf(self, offset, dtype_name, shape, kind)
+        if dtype_name not in dtypes.EXTENDED:
+            return torch.from_numpy(bits)
+        integers = bits.view(np.int16 if bits.itemsize == 2 else np.uint8)
+        return torch.from_numpy(integers).view(getattr(torch, dtype_name))
+
+
+class PinnedMemory(Bits):
+    """Page-locked memory of torch's allocator; its tensors share the storage that torch allocated.
+
+    NumPy leaves are copied out to ordinary memory. torch cannot see who reads them: an asynchronous copy from a tensor
+    that a user makes of such an array would not be recorded. (torch's DataLoader does not pin NumPy arrays either.)
+
+    Args:
+        block: 1-D uint8 tensor, contiguous, of a storage that torch's pinned allocator made.
+        buffers: Allocates further memory.
+    """
+
+    __slots__ = ("_buffers", "_storage")
+
+    def __init__(self, block: Any, buffers: HostBuffers) -> None:
+        super().__init__(block.numpy())
+        self._storage = block.untyped_storage()
+        self._buffers = buffers
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return page-locked memory, or ordinary memory when the budget is used up."""
+        return self._buffers.allocate(nbytes)
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the tensor, or a copy of the array."""
+        bits = super().leaf(offset, dtype_name, shape, kind)
+        if kind != "tensor":
+            return NumpyMemory(bits.reshape(-1).view(np.uint8).copy()).leaf(0, dtype_name, shape, kind)
+        import torch
+
+        strides = [stride // bits.itemsize for stride in bits.strides]
+        # set_() and not a slice: slices of one tensor share its version counter, so that changing the labels in place
+        # would make autograd refuse the images that a model saved for its backward pass
+        tensor = torch.empty(0, dtype=getattr(torch, dtype_name), device="cpu")
+        return tensor.set_(self._storage, offset // bits.itemsize, shape, strides)
+
+
+class _Scratch(Bits):
+    """Memory of a response with several small batches: each is copied to pinned memory of its own."""
+
+    __slots__ = ("_buffers",)
+
+    def __init__(self, data: NDArray[np.uint8], buffers: HostBuffers) -> None:
+        super().__init__(data)
+        self._buffers = buffers
+
+    def frame(self, start: int, nbytes: int) -> Memory:
+        """Return a copy of one frame."""
+        memory = self._buffers.allocate(nbytes)
+        memory.data[:] = self.data[start : start + nbytes]
+        return memory
+
+
+_ORDINARY: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "numpy": NumpyMemory, "jax": MarkedMemory}
+
+
+def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
+    """Return `data` as memory whose leaves are arrays of the library `output`."""
+    return _ORDINARY[output](data)
+
+
+class HostBuffers:
+    """The memory that one iterator's responses are received into.
+
+    Args:
+        output: The array library of its batches.
+        pool: Recycles ordinary memory.
+        pinned: Where page-locked memory comes from; None for ordinary memory.
+    """
+
+    def __init__(self, output: Output, pool: BufferPool, pinned: PinnedBudget | None = None) -> None:
+        self._output: Output = output
+        self._pool = pool
+        self.pinned = pinned
+        self.pin_seconds = 0.0
+        """Time that allocating page-locked memory took."""
+        self.unpinned = 0
+        """Buffers that came from ordinary memory because the budget for page-locked memory was used up."""
+        self._lock = threading.Lock()
+        """An iterator of several servers has a thread for each."""
+
+    def take(self, nbytes: int, batches: int) -> Memory:
+        """Return memory for a response of `nbytes` that holds at most `batches` batches."""
+        if self.pinned is None:
+            return ordinary_memory(self._output, self._pool.take(nbytes))
+        if batches > 1:
+            return _Scratch(self._pool.take(nbytes), self)
+        return self.allocate(nbytes)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return page-locked memory, or ordinary memory when the budget for it is used up."""
+        began = time.perf_counter()
+        block = None if self.pinned is None else self.pinned.allocate(nbytes)
+        with self._lock:
+            self.pin_seconds += time.perf_counter() - began
+            self.unpinned += block is None and self.pinned is not None
+        if block is None:
+            return ordinary_memory(self._output, self._pool.take(nbytes))
+        return PinnedMemory(block, self)

@@ -1,0 +1,85 @@
+"""Page-locked memory: torch's allocator, and how much of it one process may use."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, Final
+
+from teleloader_shared.errors import TeleloaderError
+
+DEFAULT_MAX_PINNED_BYTES: Final = 2 * 2**30
+"""Page-locked memory that batches of one process may use, in bytes."""
+MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
+
+
+class PinnedBudget:
+    """Allocates blocks of torch's pinned memory, at most `limit` bytes at a time.
+
+    A block counts from its allocation until the last tensor of its storage is gone, with the size that torch gives it:
+    the next power of two. torch keeps what was freed for its next allocation.
+
+    Args:
+        limit: In bytes. Above it `allocate` returns None, and batches arrive in ordinary memory: correct, but their
+            copies are slower and wait for the host.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._allocated = 0
+        self._lock = threading.Lock()
+        # filled by finalizers, which may run in any thread and at any moment: nothing there may take a lock
+        self._freed: deque[int] = deque()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of blocks that tensors refer to."""
+        return self._allocated - sum(self._freed.copy())
+
+    def allocate(self, nbytes: int) -> Any | None:
+        """Return a 1-D uint8 tensor of `nbytes` in page-locked memory; None if that would exceed the limit.
+
+        Also None where the operating system refuses to lock the memory.
+        """
+        import torch
+
+        size = 1 << max(0, nbytes - 1).bit_length()
+        with self._lock:
+            while self._freed:
+                self._allocated -= self._freed.popleft()
+            if self._allocated + size > self.limit:
+                return None
+            self._allocated += size
+        try:
+            block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            self._freed.append(size)
+            return None
+        # the storage, which all of its tensors share: the tensor here is dropped at once
+        weakref.finalize(block.untyped_storage(), self._freed.append, size).atexit = False
+        return block
+
+
+_budget: PinnedBudget | None = None
+
+
+def process_budget() -> PinnedBudget:
+    """Return the budget that all loaders of this process share.
+
+    Its limit is the environment variable ``TELELOADER_MAX_PINNED_BYTES``, 2 GiB by default.
+
+    Raises:
+        TeleloaderError: If the variable is not a whole number of bytes.
+    """
+    global _budget
+    if _budget is None:
+        text = os.environ.get(MAX_PINNED_BYTES_VARIABLE, str(DEFAULT_MAX_PINNED_BYTES))
+        if not text.isdecimal():
+            raise TeleloaderError(
+                f"invalid {MAX_PINNED_BYTES_VARIABLE}={text!r}: expected a whole number of bytes, for example "
+                f"{DEFAULT_MAX_PINNED_BYTES}"
+            )
+        _budget = PinnedBudget(int(text))
+    return _budget
