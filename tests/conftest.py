@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def need(module: str) -> None:
         if os.environ.get("CI"):
             pytest.fail(f"{module} must be installed in CI")
         pytest.skip(f"needs {module}")
+
+
+def eventually(condition: Callable[[], object], timeout: float = 30) -> None:
+    """Wait until a condition holds that nothing announces."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.01)
 
 
 def label(value: object) -> str:

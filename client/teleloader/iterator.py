@@ -140,6 +140,8 @@ class Pass:
         lists = self.lists
         if lists is None:
             return
+        if lists.frames:
+            self._send_lists(lists)  # that an interrupted call had drawn
         window = self.session.window
         # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
         # as torch does; ours is drawn from for some batches at once
@@ -148,15 +150,14 @@ class Pass:
         if goal - lists.drawn < step:
             return
         key, epoch = self.key, self.progress.next.epoch
-        frames = {}
         try:
-            for k, indices in lists.draw(goal):
-                try:
-                    frames[k] = index_frame(Address(key, epoch, k), indices)
-                except TypeError as error:
-                    lists.fail(k, error)
+            lists.draw(goal, lambda k, indices: index_frame(Address(key, epoch, k), indices))
         finally:
-            self.inbox.feed(frames)
+            self._send_lists(lists)
+
+    def _send_lists(self, lists: IndexLists) -> None:
+        self.inbox.feed(lists.frames)
+        lists.frames = {}
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
             self.inbox.complete()
@@ -359,8 +360,7 @@ class LoaderIterator:
 
     def _finish(self, current: Pass) -> NoReturn:
         if current.lists is not None and current.lists.error is not None:
-            error, current.lists.error = current.lists.error, None
-            raise error
+            raise current.lists.error  # again and again: StopIteration would look like the end of the epoch
         current.progress.finished = True
         current.measures.end()
         if not current.stays and self._finalizer is not None:

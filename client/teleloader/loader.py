@@ -441,7 +441,7 @@ class DataLoader:
             hint = "; for JAX, pass sharding= instead" if self._output == "jax" else ""
             raise TeleloaderError(_needs_torch("device", device) + hint)
         transform = value if name == "device_transform" else getattr(self, "device_transform", None)
-        if transform is not None and self._output != "jax" and parse_device(device) is None:
+        if parse_device(device) is None and transform is not None and self._output != "jax":
             raise ValueError(f"device_transform needs a device, e.g. device='cuda', was device={device!r}")
 
     def _stager(self, inbox: Inbox, device: Device | None) -> Stager | None:

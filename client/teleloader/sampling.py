@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from teleloader_shared.codec import Address, to_bytes
-from teleloader_shared.errors import EncodeError, StateMismatch
+from teleloader_shared.errors import EncodeError, StateMismatch, TeleloaderError
 from teleloader_shared.tree import Tensor
 
 
@@ -75,11 +75,11 @@ def is_torchs_own(sampler: object) -> bool:
 
 
 class IndexLists:
-    """What the batches of one epoch hold, drawn from a sampler as far as it is needed.
+    """The indices of the batches of one epoch, drawn from a sampler as they are needed.
 
     Args:
-        sampler: Gives an index list for each batch; for ``batch_size=None`` an index for each sample.
-        skip: How many of them an earlier process had already.
+        sampler: Yields an index list for each batch; for ``batch_size=None`` an index for each sample.
+        skip: How many of them were drawn by an earlier process.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int) -> None:
@@ -87,31 +87,47 @@ class IndexLists:
         self._skip = skip
         self.drawn = skip
         """The number of the batch whose list will be drawn next."""
+        self.frames: dict[int, bytes] = {}
+        """Lists that were drawn and not sent, by batch number; whoever sends them replaces this by an empty one."""
         self.exhausted = False
-        """Whether there are no more lists, or none can be had."""
+        """Whether no more lists can be drawn."""
         self.error: Exception | None = None
-        """What the sampler raised in the place of the next list."""
+        """Why not, if it is an error in the place of the next list."""
 
-    def draw(self, stop: int) -> Iterator[tuple[int, Any]]:
-        """The lists up to that of batch `stop`, with their numbers."""
+    def draw(self, stop: int, encode: Callable[[int, Any], bytes]) -> None:
+        """Draw the lists up to that of batch `stop`.
+
+        Args:
+            stop: The first batch whose list is not drawn.
+            encode: Makes the frame of a batch number and what the sampler yielded for it.
+        """
         while not self.exhausted and self.drawn < stop:
+            k = self.drawn
             try:
                 while self._skip:
                     next(self._iterator)
                     self._skip -= 1
-                drawn = next(self._iterator)
+                frame = encode(k, next(self._iterator))
             except StopIteration:
                 self.exhausted = True
                 return
             except Exception as error:  # noqa: BLE001 - raised in the training loop, when it comes to that batch
-                self.fail(self.drawn, error)
+                self.error, self.exhausted = error, True
                 return
-            self.drawn += 1
-            yield self.drawn - 1, drawn
+            except BaseException as error:
+                # nobody knows what the sampler did before it was interrupted, and a generator is over now
+                self.error, self.exhausted = _interrupted(k, error), True
+                raise
+            self.frames[k] = frame
+            self.drawn = k + 1
 
-    def fail(self, k: int, error: Exception) -> None:
-        """There is no list for batch k, nor for any after it."""
-        self.drawn, self.exhausted, self.error = k, True, error
+
+def _interrupted(k: int, error: BaseException) -> TeleloaderError:
+    return TeleloaderError(
+        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}: this iterator cannot "
+        "know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), "
+        "which continues with that batch"
+    )
 
 
 def index_frame(address: Address, indices: Any) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from reprlib import repr as short
@@ -82,7 +82,7 @@ class Memory(Protocol):
             kind: ``tensor``, ``ndarray`` or ``scalar``.
 
         Raises:
-            ValueError: If NumPy cannot make an array of that shape.
+            ValueError, OverflowError, RuntimeError: If NumPy or torch cannot make an array of that shape.
         """
 
 
@@ -384,14 +384,13 @@ class _Segments:
             raise ProtocolError(f"an array {dtype_name} of shape {shape} must have {nbytes:,} bytes, has {size:,}")
         memory, offset = self._memory, start
         if self._compression is not None:
-            memory, offset = memory.allocate(nbytes), 0
-            _decompress(self._buffer[start : self._end], self._compression, memory.data)
+            memory, offset = _decompress(self._buffer[start : self._end], self._compression, nbytes, memory.allocate), 0
         elif len(self._buffer) > max(_SMALL_FRAME, _VIEW_SHARE * nbytes):
             memory, offset = memory.allocate(nbytes), 0
             memory.data[:] = self._buffer[start : self._end]
         try:
             return memory.leaf(offset, dtype_name, shape, kind)
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RuntimeError) as error:
             raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
 
     def finish(self, values: int) -> None:
@@ -490,16 +489,18 @@ def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
     return ArrayLeaf("uint8", "ndarray", np.frombuffer(packed, np.uint8))
 
 
-def _decompress(segment: NDArray[np.uint8], compression: object, out: NDArray[np.uint8]) -> None:
-    """Fill `out` exactly; whatever the segment holds, no more memory than that is taken."""
-    size = len(out)
+def _decompress(
+    segment: NDArray[np.uint8], compression: object, size: int, allocate: Callable[[int], Memory]
+) -> Memory:
+    """Return memory with the `size` bytes that an array unpacks to; whatever the segment holds, never more."""
     if size == 0:
-        return
+        return allocate(0)
     if compression == "zstd":
+        memory = allocate(size)
         library = _library("zstandard")
         try:
             reader = library.ZstdDecompressor().stream_reader(segment)
-            filled = reader.readinto(out.data)
+            filled = reader.readinto(memory.data.data)
             if reader.read(1):
                 raise ProtocolError(f"an array unpacks to more than the {size:,} bytes that it must have")
         except library.ZstdError as error:
@@ -511,11 +512,13 @@ def _decompress(segment: NDArray[np.uint8], compression: object, out: NDArray[np
         except (library.LZ4BlockError, ValueError, OverflowError, MemoryError) as error:
             raise ProtocolError(f"an array is not valid lz4: {error}") from None
         filled = len(unpacked)
-        out[:filled] = np.frombuffer(unpacked, np.uint8)
+        memory = allocate(filled)
+        memory.data[:] = np.frombuffer(unpacked, np.uint8)
     else:
         raise ProtocolError(f"unknown compression {short(compression)}; this version knows zstd and lz4")
     if filled != size:
         raise ProtocolError(f"an array must unpack to {size:,} bytes, and has {filled:,}")
+    return memory
 
 
 def _library(name: str) -> Any:

@@ -52,26 +52,26 @@ def test_an_order_is_drawn_as_far_as_it_is_needed() -> None:
     sampler = Watched(10**9)
     lists = IndexLists(sampler, 0)
     assert (sampler.drawn, lists.drawn) == (0, 0)
-    assert list(lists.draw(2)) == [(0, 0), (1, 10)]
+    assert drawn(lists, 2) == [(0, 0), (1, 10)]
     assert (sampler.drawn, lists.drawn) == (2, 2)
-    assert list(lists.draw(2)) == []
-    assert list(lists.draw(3)) == [(2, 20)]
+    assert drawn(lists, 2) == []
+    assert drawn(lists, 3) == [(2, 20)]
     assert not lists.exhausted
 
 
-def test_what_is_not_taken_is_not_drawn() -> None:
-    """One by one, also when several are asked for."""
-    sampler = Watched(10)
-    assert next(IndexLists(sampler, 0).draw(5)) == (0, 0)
-    assert sampler.drawn == 1
+def drawn(lists: IndexLists, stop: int) -> list[tuple[int, Any]]:
+    """Draw up to batch `stop`; return what is to be sent."""
+    lists.draw(stop, lambda _k, indices: indices)
+    frames, lists.frames = lists.frames, {}
+    return list(frames.items())
 
 
 def test_the_end_shows_when_it_is_come_to() -> None:
     """A sampler need not know its length."""
     lists = IndexLists(Watched(2), 0)
-    assert list(lists.draw(2)) == [(0, 0), (1, 10)]
+    assert drawn(lists, 2) == [(0, 0), (1, 10)]
     assert (lists.drawn, lists.exhausted) == (2, False)
-    assert list(lists.draw(5)) == []
+    assert drawn(lists, 5) == []
     assert (lists.drawn, lists.exhausted, lists.error) == (2, True, None)
 
 
@@ -80,45 +80,65 @@ def test_a_resumed_order_is_drawn_from_the_beginning_and_not_given() -> None:
     sampler = Watched(5)
     lists = IndexLists(sampler, 3)
     assert (lists.drawn, sampler.drawn) == (3, 0)
-    assert list(lists.draw(3)) == []
+    assert drawn(lists, 3) == []
     assert sampler.drawn == 0
-    assert list(lists.draw(10)) == [(3, 30), (4, 40)]
+    assert drawn(lists, 10) == [(3, 30), (4, 40)]
 
 
 def test_a_resumed_order_may_be_at_its_end() -> None:
     """Also beyond it, where the sampler gives less than the earlier process had."""
     for skip in (5, 6):
         lists = IndexLists(Watched(5), skip)
-        assert list(lists.draw(10)) == []
+        assert drawn(lists, 10) == []
         assert lists.exhausted
 
 
 def test_an_exception_of_the_sampler_stands_at_its_place() -> None:
     """The lists before it are given; it is kept for the loop, and nothing comes after it."""
     lists = IndexLists(Watched(5, fails_at=2), 0)
-    assert list(lists.draw(5)) == [(0, 0), (1, 10)]
+    assert drawn(lists, 5) == [(0, 0), (1, 10)]
     assert (lists.drawn, lists.exhausted) == (2, True)
     assert isinstance(lists.error, ValueError)
     assert str(lists.error) == "no index 2"
-    assert list(lists.draw(9)) == []
+    assert drawn(lists, 9) == []
     assert isinstance(lists.error, ValueError), "it is not lost"
 
 
 def test_an_exception_among_what_is_skipped_is_not_lost() -> None:
     """It stands where the order was to go on."""
     lists = IndexLists(Watched(5, fails_at=1), 3)
-    assert list(lists.draw(5)) == []
+    assert drawn(lists, 5) == []
     assert (lists.drawn, lists.exhausted, str(lists.error)) == (3, True, "no index 1")
 
 
 def test_a_list_that_cannot_be_sent_ends_the_order_there() -> None:
-    """As if the sampler itself had raised it, however much was drawn beyond."""
+    """As if the sampler itself had raised it; those before it are sent."""
+
+    def encode(k: int, _indices: Any) -> bytes:
+        if k == 2:
+            raise TypeError("cannot be sent")
+        return b""
+
     lists = IndexLists(Watched(5), 0)
-    assert len(list(lists.draw(4))) == 4
-    error = TypeError("cannot be sent")
-    lists.fail(2, error)
-    assert (lists.drawn, lists.exhausted, lists.error) == (2, True, error)
-    assert list(lists.draw(9)) == []
+    lists.draw(4, encode)
+    assert (list(lists.frames), lists.drawn, lists.exhausted, str(lists.error)) == ([0, 1], 2, True, "cannot be sent")
+
+
+def test_an_interrupted_sampler_cannot_go_on() -> None:
+    """Its generator is over: an error says so in the place of the next list, and how to go on."""
+
+    class Interrupted:
+        """A sampler during whose third step Ctrl-C is pressed."""
+
+        def __iter__(self) -> Iterator[int]:
+            yield from (0, 10)
+            raise KeyboardInterrupt
+
+    lists = IndexLists(Interrupted(), 0)
+    with pytest.raises(KeyboardInterrupt):
+        drawn(lists, 5)
+    assert (list(lists.frames), lists.drawn, lists.exhausted) == ([0, 1], 2, True)
+    assert str(lists.error).startswith("KeyboardInterrupt interrupted the sampler while it drew the indices of batch 2")
 
 
 # --- Sending ------------------------------------------------------------------------------------------------------

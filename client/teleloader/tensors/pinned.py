@@ -30,13 +30,18 @@ class PinnedBudget:
         self.limit = limit
         self._allocated = 0
         self._lock = threading.Lock()
-        # filled by finalizers, which may run in any thread and at any moment: nothing there may take a lock
-        self._freed: deque[int] = deque()
+        self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """By the identity of a weak reference to a storage: the reference and the size of the block."""
+        # filled while storages go away, in any thread and at any moment: nothing there may take a lock or run Python
+        # code, in which a signal handler could raise
+        self._dead: deque[weakref.ref[Any]] = deque()
 
     @property
     def in_use(self) -> int:
         """Bytes of blocks that tensors refer to."""
-        return self._allocated - sum(self._freed.copy())
+        with self._lock:
+            self._collect()
+            return self._allocated
 
     def allocate(self, nbytes: int) -> Any | None:
         """Return a 1-D uint8 tensor of `nbytes` in page-locked memory; None if that would exceed the limit.
@@ -47,19 +52,25 @@ class PinnedBudget:
 
         size = 1 << max(0, nbytes - 1).bit_length()
         with self._lock:
-            while self._freed:
-                self._allocated -= self._freed.popleft()
+            self._collect()
             if self._allocated + size > self.limit:
                 return None
             self._allocated += size
         try:
             block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
-            self._freed.append(size)
+            with self._lock:
+                self._allocated -= size
             return None
         # the storage, which all of its tensors share: the tensor here is dropped at once
-        weakref.finalize(block.untyped_storage(), self._freed.append, size).atexit = False
+        storage = weakref.ref(block.untyped_storage(), self._dead.append)
+        self._sizes[id(storage)] = storage, size
         return block
+
+    def _collect(self) -> None:
+        while self._dead:
+            _, size = self._sizes.pop(id(self._dead.popleft()))
+            self._allocated -= size
 
 
 _budget: PinnedBudget | None = None

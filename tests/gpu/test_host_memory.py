@@ -1,0 +1,242 @@
+"""Pinned host memory is torch's: whatever a training loop does with a batch, no copy reads bytes of a later one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader.tensors.memory import HostBuffers, PinnedMemory
+from teleloader.tensors.pinned import PinnedBudget, process_budget
+from teleloader_server import serve
+from teleloader_shared.buffers import BufferPool
+
+SIZES = {"grouped": 300, "small": 40_000, "whole": 1_500_000}
+"""Bytes of a sample: many batches in a response, several, and one."""
+
+
+def rows(count: int, size: int) -> list[np.ndarray[Any, Any]]:
+    """Samples of random bytes."""
+    return list(np.random.default_rng(7).integers(0, 256, (count, size), np.uint8))
+
+
+def moved_by_hand(batch: Any, device: str) -> Any:
+    """As training scripts do."""
+    return batch.to(device, non_blocking=True)
+
+
+def moved_by_accelerate(batch: Any, device: str) -> Any:
+    """As accelerate's prepared loaders do."""
+    import torch
+    from accelerate.utils import send_to_device
+
+    return send_to_device(batch, torch.device(device), non_blocking=True)
+
+
+def moved_by_lightning(batch: Any, device: str) -> Any:
+    """As Lightning's trainer does."""
+    import torch
+    from lightning.fabric.utilities import move_data_to_device
+
+    return move_data_to_device(batch, torch.device(device))
+
+
+IDIOMS = [moved_by_hand] + [
+    idiom
+    for module, idiom in (("accelerate", moved_by_accelerate), ("lightning", moved_by_lightning))
+    if importlib.util.find_spec(module)
+]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("move", IDIOMS)
+def test_a_copy_may_run_long_after_its_batch_was_dropped(
+    gpu: Any, move: Callable[[Any, str], Any], size: str, compression: Any
+) -> None:
+    """With pin_memory=True and non_blocking copies behind queued kernels, every byte arrives as it was sent."""
+    samples = rows(40, SIZES[size])
+    with serve(samples, num_workers=1) as url:
+        seen = []
+        for batch in DataLoader(RemoteDataset(url), 2, pin_memory=True, compression=compression):
+            assert batch.is_pinned()
+            gpu.delay()
+            seen.append(gpu.snapshot(move(batch, gpu.name)))
+            del batch
+        gpu.finish()
+    assert b"".join(map(gpu.host, seen)) == b"".join(sample.tobytes() for sample in samples)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_batches_that_are_kept_do_not_change(gpu: Any, size: str) -> None:
+    """Also on the host, while all others are dropped."""
+    samples = rows(60, SIZES[size])
+    with serve(samples, num_workers=1) as url:
+        kept = [batch for k, batch in enumerate(DataLoader(RemoteDataset(url), 2, pin_memory=True)) if k % 3 == 0]
+    assert [batch.numpy().tobytes() for batch in kept] == [
+        samples[i].tobytes() + samples[i + 1].tobytes() for i in range(0, 60, 6)
+    ]
+    gpu.finish()
+
+
+@pytest.mark.parametrize("size", ["small", "whole"])
+def test_leaving_an_epoch_releases_no_memory_that_is_read(gpu: Any, size: str) -> None:
+    """Copies that are under way when a loop is left, or when a batch is an error, end well."""
+    samples = rows(24, SIZES[size])
+
+    class Failing:
+        """Sample 10 is an error."""
+
+        def __len__(self) -> int:
+            return len(samples)
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 10:
+                raise ZeroDivisionError
+            return samples[index]
+
+    with serve(Failing(), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 2, pin_memory=True)
+        seen = []
+        for _ in range(4):
+            batches = iter(loader)
+            for k in range(7):
+                gpu.delay()
+                if k == 5:
+                    with pytest.raises(ZeroDivisionError):
+                        next(batches)
+                else:
+                    seen.append((k, gpu.snapshot(next(batches).to(gpu.name, non_blocking=True))))
+            del batches
+        gpu.finish()
+    assert all(gpu.host(shot) == samples[2 * k].tobytes() + samples[2 * k + 1].tobytes() for k, shot in seen)
+
+
+def test_tensors_share_the_storage_that_torch_allocated(simulated_gpu: Any) -> None:
+    """Each tensor of a batch lies in a block of torch's allocator; nothing but tensors refers to the block."""
+    dataset = [{"x": np.full(50_000, i, np.float32), "y": i, "z": (np.float64(i), [np.full(30_000, i, np.int16)])}
+               for i in range(12)]  # fmt: skip
+
+    def leaves(batch: Any) -> list[Any]:
+        return [batch["x"], batch["y"], batch["z"][0], batch["z"][1][0]]
+
+    with serve(dataset, num_workers=1) as url:
+        for compression in (None, "zstd"):
+            loader = DataLoader(RemoteDataset(url), 3, pin_memory=True, compression=compression)
+            for batch in loader:
+                blocks = [simulated_gpu.machine.blocks[t.untyped_storage().data_ptr()] for t in leaves(batch)]
+                assert all(block.stream is None for block in blocks)
+                assert all(t._base is None for t in leaves(batch)), "views would share a version counter"
+            dead = weakref.ref(batch["x"].untyped_storage())
+            del batch
+            assert dead() is None
+            del loader
+        assert not simulated_gpu.machine.blocks
+
+
+def test_numpy_arrays_are_not_pinned(gpu: Any) -> None:
+    """An array that a dataset returns as such is in ordinary memory: torch could not guard a copy from it."""
+    import torch
+
+    samples = rows(20, 100_000)
+    seen = []
+    for (array,) in DataLoader(samples, 1, num_workers=1, pin_memory=True, collate_fn=list):
+        assert type(array) is np.ndarray
+        tensor = torch.from_numpy(array)
+        assert not tensor.is_pinned()
+        gpu.delay()
+        seen.append(gpu.snapshot(tensor.to(gpu.name, non_blocking=True)))
+        del array, tensor
+    gpu.finish()
+    assert b"".join(map(gpu.host, seen)) == b"".join(sample.tobytes() for sample in samples)
+
+
+def test_tensors_of_a_batch_have_version_counters_of_their_own(gpu: Any) -> None:
+    """Changing the labels in place does not make autograd refuse the images."""
+    with serve([(np.float32(i), np.float32(i)) for i in range(4)], num_workers=1) as url:
+        images, labels = next(iter(DataLoader(RemoteDataset(url), 4, pin_memory=True)))
+    images.requires_grad_()
+    loss = (images * images).sum()
+    labels.add_(1)
+    loss.backward()
+    assert images.grad.tolist() == [0, 2, 4, 6]
+    gpu.finish()
+
+
+def test_memory_is_pinned_for_the_device_of_the_training_loop(simulated_gpu: Any) -> None:
+    """A receiving thread uses the device that was current at iter(): another one would get a context on each rank."""
+    import torch
+
+    module: Any = torch.get_device_module(simulated_gpu.name)
+    module.set_device(1)
+    with serve(rows(8, 100_000), num_workers=1) as url:
+        list(DataLoader(RemoteDataset(url), 2, pin_memory=True))
+        list(DataLoader(RemoteDataset(url), 2, device=simulated_gpu.name))
+    assert simulated_gpu.machine.contexts == {1}
+
+
+def test_pinned_memory_has_a_limit(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above it batches arrive in ordinary memory, right all the same, and stats() counts them."""
+    monkeypatch.setattr("teleloader.tensors.pinned._budget", PinnedBudget(4 * 2**20))
+    samples = rows(16, 1_000_000)
+    with serve(samples, num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, pin_memory=True)
+        kept = list(loader)
+        stats = loader.stats()
+        assert (stats.pinned_bytes, stats.max_pinned_bytes, stats.unpinned) == (4 * 2**20, 4 * 2**20, 12)
+        assert sum(batch.is_pinned() for batch in kept) == 4
+        assert b"".join(batch.numpy().tobytes() for batch in kept) == b"".join(sample.tobytes() for sample in samples)
+        del kept
+        assert loader.stats().pinned_bytes == 0
+    gpu.finish()
+
+
+def test_the_limit_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must be a whole number of bytes."""
+    monkeypatch.setattr("teleloader.tensors.pinned._budget", None)
+    monkeypatch.setenv("TELELOADER_MAX_PINNED_BYTES", "1000000")
+    assert process_budget().limit == 1_000_000
+    monkeypatch.setattr("teleloader.tensors.pinned._budget", None)
+    monkeypatch.setenv("TELELOADER_MAX_PINNED_BYTES", "1 GB")
+    with pytest.raises(Exception, match="invalid TELELOADER_MAX_PINNED_BYTES='1 GB': expected a whole number of bytes"):
+        process_budget()
+
+
+def test_impossible_shapes_are_refused(gpu: Any) -> None:
+    """Pinned memory makes tensors of any shape that can be, and raises what the codec refuses frames for."""
+    memory = HostBuffers("torch", BufferPool(), PinnedBudget(2**20)).take(640, 1)
+    assert isinstance(memory, PinnedMemory)
+    impossible: tuple[tuple[int, ...], ...] = ((2**62, 2**62), (0, 2**62, 2**62), (3,) * 70)
+    for shape in impossible:
+        with pytest.raises((ValueError, OverflowError, RuntimeError)):
+            memory.leaf(0, "float32", shape, "tensor")
+    for shape, dtype in itertools.product(
+        ((), (0,), (0, 3), (2, 3), (1, 1, 6)), ("float32", "bool", "bfloat16", "int64")
+    ):
+        tensor = memory.leaf(64, dtype, shape, "tensor")
+        assert (tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous()) == (shape, f"torch.{dtype}", True)
+    gpu.finish()
+
+
+def test_memory_stays_flat_over_epochs(gpu: Any) -> None:
+    """Batches of varied sizes, three loaders, five epochs: after the first ones no more is page-locked."""
+    import torch
+
+    samples = [row[: 1000 * (1 + 37 * i % 600)] for i, row in enumerate(rows(60, 600_000))]
+    with serve(samples, num_workers=1) as url:
+        loaders = [DataLoader(RemoteDataset(url), batch_size=None, pin_memory=True, prefetch_factor=2, num_workers=1)
+                   for _ in range(3)]  # fmt: skip
+        sizes = []
+        for _ in range(5):
+            for batches in zip(*loaders, strict=True):
+                seen = [torch.as_tensor(batch).to(gpu.name, non_blocking=True) for batch in batches]
+                gpu.finish()
+                del batches, seen
+            sizes.append(loaders[0].stats().pinned_bytes)
+        assert sizes == [0] * 5
