@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -102,11 +101,10 @@ def installer(environment: Path) -> tuple[Path | str, ...]:
 
 def check_first_contact(server: Path, client: Path, folder: Path) -> None:
     """The way of a new user: a module with a dataset, a token, a server; elsewhere, the first batch."""
-    token = secrets.token_urlsafe()
+    program, tokens = server / "bin" / "teleloader-server", folder / "tokens.toml"
+    token = run(program, "token", "add", "trainer", "--file", tokens).strip()
     (folder / "my_data.py").write_text(MY_DATA)
-    (folder / "token").write_text(token)
-    (folder / "token").chmod(0o600)
-    command = (server / "bin" / "teleloader-server", "my_data:train", "--port", "0", "--token-file", folder / "token")
+    command = (program, "my_data:train", "--port", "0", "--tokens", tokens)
     started = time.monotonic()
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as serving:
         try:

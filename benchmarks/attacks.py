@@ -38,10 +38,12 @@ TOKENS: Final = f"""
 [client]
 token = "{CLIENT}"
 memory_share = 0.5
+scopes = ["read", "stats"]
 
 [attacker]
 token = "{ATTACKER}"
 memory_share = 0.5
+scopes = ["read", "stats"]
 """
 HEAD: Final = f"Host: localhost\r\nAuthorization: Bearer {ATTACKER}\r\n".encode()
 OPTIONS: Final = ("--memory-budget", "256MiB", "--batch-timeout", "30")

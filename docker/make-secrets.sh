@@ -1,7 +1,8 @@
 #!/bin/sh
 # Make what the compose file's services show each other, each in a file of docker/secrets/, and leave what is there.
 #
-# A file is readable for all, because the users inside containers are others than you; the folder is yours alone.
+# A file is readable for all, because the users inside containers are others than you; the folder is yours alone. That
+# is why `teleloader-server token add` does not make them: its files have mode 0600. It would have to be installed, too.
 set -eu
 cd "$(dirname "$0")"
 umask 077

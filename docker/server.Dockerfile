@@ -1,9 +1,9 @@
-# A loader server. Build it at the root of the repository, make a secret, and show it to the server and its clients:
+# A loader server. Build it at the root of the repository, generate tokens, and mount the server's file of them:
 #
 #   docker build -f docker/server.Dockerfile -t teleloader-server .
 #   make secrets
-#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/docker/secrets/trainer-token:/run/secrets/token:ro" \
-#       -e TELELOADER_TOKEN_FILE=/run/secrets/token teleloader-server
+#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/docker/secrets/tokens.toml:/run/secrets/tokens.toml:ro" \
+#       -e TELELOADER_SERVER_TOKENS=/run/secrets/tokens.toml teleloader-server
 #
 # To host datasets of your own, build on this image: install your package, and set the command to
 # `my_package.data:train --num-workers 8`, say. No --shm-size is needed: batches are in anonymous memory, not in /dev/shm.

@@ -1,6 +1,6 @@
-"""What a client shows to servers, and by what it knows them: a token, a certificate of its own, the CA of theirs.
+"""Credentials of a client, its token and certificate, and the CAs by which it verifies servers.
 
-Nothing of it is shown to anybody else: it is in no ``repr``, no message, no pickle and no saved state.
+The token is in no ``repr``, error message, pickle or saved state, and a `Secret` in each local variable.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from teleloader_shared.errors import TlsError
 from teleloader_shared.messages import NO_PAGE_HEADER
+from teleloader_shared.secret import Secret
 
 TOKEN_VARIABLE: Final = "TELELOADER_TOKEN"  # noqa: S105 - where it is, not what
 TOKEN_FILE_VARIABLE: Final = "TELELOADER_TOKEN_FILE"  # noqa: S105 - as above
@@ -28,8 +29,8 @@ class Credentials:
     """Those of one `RemoteDataset`; what is None is what the environment says.
 
     Args:
-        token: Lets the client in; else ``TELELOADER_TOKEN``, or what is in the file that ``TELELOADER_TOKEN_FILE``
-            names.
+        token: The token that authenticates the client; else ``TELELOADER_TOKEN``, or the content of the file that
+            ``TELELOADER_TOKEN_FILE`` names.
         ca: File (PEM) of the CAs that servers' certificates may be of; else ``TELELOADER_CA``, or the system's.
         cert: File (PEM) of a certificate that servers may want; else ``TELELOADER_CERT``.
         key: File (PEM) of its key, if that is in another one; else ``TELELOADER_KEY``.
@@ -39,7 +40,7 @@ class Credentials:
     """
 
     def __init__(
-        self, token: str | None = None, ca: str | None = None, cert: str | None = None, key: str | None = None
+        self, token: Secret | None = None, ca: str | None = None, cert: str | None = None, key: str | None = None
     ) -> None:
         self._given = token
         self._ca, self._cert, self._key = ca, cert, key
@@ -48,8 +49,8 @@ class Credentials:
         self._token = self._read()
 
     @property
-    def token(self) -> str | None:
-        """What is shown; None is nothing."""
+    def token(self) -> Secret | None:
+        """The token; None if there is none."""
         return self._token
 
     @property
@@ -59,12 +60,12 @@ class Credentials:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that show it, and that it is no web page that asks."""
+        """The headers of a request that authenticate the client and show that it is not a web page."""
         token = self._token
-        return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": f"Bearer {token}"})}
+        return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": Secret(f"Bearer {token}")})}
 
     def renew(self, refused: str | None) -> bool:
-        """Read the token again, because a server refused one; whether it is another one now."""
+        """Read the token again after a server refused one; return True if it differs from the refused one."""
         with self._lock:
             if self._token == refused:
                 try:
@@ -94,20 +95,20 @@ class Credentials:
         # whoever gets the pickle shall not get the token: there, the environment says it
         return Credentials, (None, self._ca, self._cert, self._key)
 
-    def _read(self) -> str | None:
+    def _read(self) -> Secret | None:
         if self._given is not None:
             return _checked(self._given, "the argument token")
         if os.environ.get(TOKEN_VARIABLE):
-            return _checked(os.environ[TOKEN_VARIABLE], TOKEN_VARIABLE)
+            return _checked(Secret(os.environ[TOKEN_VARIABLE]), TOKEN_VARIABLE)
         file = os.environ.get(TOKEN_FILE_VARIABLE)
         if not file:
             return None
         try:
             with Path(file).open("rb") as opened:
-                content = opened.read(4096)
+                content = Secret(opened.read(4096).decode(errors="replace").strip())
         except OSError as error:
             raise ValueError(f"cannot read the token in {file} ({TOKEN_FILE_VARIABLE}): {error.strerror}") from None
-        return _checked(content.decode(errors="replace").strip(), f"{file} ({TOKEN_FILE_VARIABLE})")
+        return _checked(content, f"{file} ({TOKEN_FILE_VARIABLE})")
 
     def _make_context(self) -> ssl.SSLContext:
         ca = self._ca or os.environ.get(CA_VARIABLE) or None
@@ -129,9 +130,9 @@ class Credentials:
         return context
 
 
-def _checked(token: object, where: str) -> str:
-    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-        raise ValueError(f"{where} holds no token: letters, digits and -._~+/= on one line, as the server was given it")
+def _checked(token: Secret, where: str) -> Secret:
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"invalid token in {where}: expected letters, digits and -._~+/= on one line")
     return token
 
 

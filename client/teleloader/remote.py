@@ -24,6 +24,7 @@ from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
 from teleloader_shared.messages import LOOKING, DatasetInfo, Registration
+from teleloader_shared.secret import Secret
 from teleloader_shared.spec import LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
@@ -44,7 +45,7 @@ class RemoteDataset:
     Args:
         url: Where the server is, e.g. ``"http://cpu-box:8000"``, or a list of such.
         name: The dataset's name there; None takes the only one that is hosted.
-        token: Lets you in where the server wants one; None is ``TELELOADER_TOKEN``, or what is in the file that
+        token: The token that authenticates the client; None takes ``TELELOADER_TOKEN``, or the content of the file that
             ``TELELOADER_TOKEN_FILE`` names. Prefer those: a token in a script is a token in its repository.
         ca: File (PEM) of the CA of an ``https://`` server's certificate; None is ``TELELOADER_CA``, or the system's.
         cert: File (PEM) of a client certificate, where the server wants one; None is ``TELELOADER_CERT``.
@@ -75,6 +76,7 @@ class RemoteDataset:
         reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
+        token = None if token is None else Secret(token)  # first: the frame of an error must not show it
         several: Any = url if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         urls = list(dict.fromkeys(several))
         if not urls:
@@ -170,6 +172,8 @@ class RemoteDataset:
         return raw
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_info"):  # an error report shows a dataset whose __init__ failed
+            return "<RemoteDataset, not connected>"
         where = [server.url for server in self.servers]
         return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
 

@@ -29,6 +29,7 @@ STATS: Final = "stats"
 ADMIN: Final = "admin"
 ALL_SCOPES: Final = frozenset({READ, STATS, ADMIN})
 DEFAULT_SCOPES: Final = (READ, STATS)
+"""Scopes of a server's only token, and of tokens that ``teleloader-server token add`` generates."""
 
 ANY: Final = "any"
 """What an endpoint needs that is for whoever may come in, whatever for."""
@@ -40,8 +41,11 @@ UNCHECKED: Final = "unchecked"
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 """What a token may look like: what RFC 6750 lets stand in a header, and no shorter than can be guessed."""
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TOKEN_NAME_RULE: Final = "1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit"  # noqa: S105
+SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SCOPE_RULE: Final = "read, read:DATASET, stats or admin"
+
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
 
@@ -75,7 +79,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """All tokens of a server."""
+    """A table of tokens; immutable, so that a server replaces it in one step."""
 
     entries: tuple[Token, ...]
     holds_secrets: bool = False
@@ -96,85 +100,95 @@ class Tokens:
 
 
 def parse_tokens(text: str, where: str) -> Tokens:
-    """The tokens that a TOML file lists, a table for each.
+    """Parse a TOML file with one table per token.
 
     Args:
-        text: The file's content.
-        where: What the file is called, for errors.
+        text: The file's content; an empty file lists no tokens.
+        where: The file's name, for error messages.
 
     Raises:
-        ConfigError: When it is not understood. The message names entries, never tokens.
+        ConfigError: If the file is invalid. The message names entries, never tokens.
     """
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib reports nesting and long numbers by errors of its parts
         if TOKEN.fullmatch(text.strip()):
-            raise ConfigError(f"{where} holds one token, and no table of them: --token-file takes that") from None
-        raise ConfigError(f"{where} is not valid TOML: {error}") from None
-    if not tables:
-        raise ConfigError(f"{where} lists no tokens; teleloader-server token NAME makes an entry")
+            raise ConfigError(
+                f"invalid token table {where}: expected one TOML table per token, got a bare token. Pass the file as "
+                "--token-file"
+            ) from None
+        raise ConfigError(f"invalid token table {where}: not valid TOML: {error}") from None
     entries = tuple(_entry(name, table, where) for name, table in tables.items())
     names: dict[bytes, str] = {}
     for entry in entries:
         other = names.setdefault(entry.digest, entry.principal.name)
         if other != entry.principal.name:
-            raise ConfigError(f"[{other}] and [{entry.principal.name}] of {where} have the same token")
+            raise ConfigError(
+                f"duplicate token in {where}: [{other}] and [{entry.principal.name}] have the same token. Remove one "
+                "of the two"
+            )
     return Tokens(entries, any("token" in table for table in tables.values()))
 
 
 def single_token(token: str, where: str) -> Tokens:
-    """The one token of a server that was given no table, with the default scopes.
+    """Return the table of a server with one token, which has the scopes of `DEFAULT_SCOPES`.
+
+    Args:
+        token: The token.
+        where: Where the token was given, for error messages.
 
     Raises:
-        ConfigError: When it cannot be one.
+        ConfigError: If the token has a wrong length or characters.
     """
-    return Tokens((Token(Principal("token", frozenset(DEFAULT_SCOPES), 1.0), _digest(token, where), math.inf),), True)
+    principal = Principal("token", frozenset(DEFAULT_SCOPES), 1.0)
+    return Tokens((Token(principal, _digest(token, f"invalid token in {where}"), math.inf),), True)
 
 
 def _entry(name: str, table: object, where: str) -> Token:
-    at = f"[{name}] of {where}"
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"the name of {at} must be letters, digits, '.', '_' and '-'")
+    at = f"invalid entry [{name}] in {where}"
+    if not TOKEN_NAME.fullmatch(name):
+        raise ConfigError(f"invalid token name {name!r} in {where}: expected {TOKEN_NAME_RULE}")
     if not isinstance(table, dict):
-        raise ConfigError(f'{name!r} of {where} must be a table: [{name}], and below it sha256 = "..."')
+        raise ConfigError(f'{at}: expected a table: [{name}], followed by sha256 = "..." and scopes = ["..."]')
     for field in table:
         if field not in _ENTRIES:
-            raise ConfigError(f"{at} has an unknown entry {field!r}; it may have {', '.join(_ENTRIES)}")
+            raise ConfigError(f"{at}: unknown field {field!r}; expected {', '.join(_ENTRIES)}")
     if ("token" in table) == ("sha256" in table):
-        raise ConfigError(f'{at} must have either token = "..." or sha256 = "...", which can stand anywhere')
+        raise ConfigError(f'{at}: expected either token = "..." or sha256 = "..."')
     digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
-    principal = Principal(
-        name, _scopes(table.get("scopes", DEFAULT_SCOPES), at), _share(table.get("memory_share", 1), at)
-    )
+    principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at))
     return Token(principal, digest, _expiry(table.get("expires"), at))
 
 
 def _digest(token: object, at: str) -> bytes:
     if not isinstance(token, str) or not TOKEN.fullmatch(token):
         raise ConfigError(
-            f"the token of {at} must be 16 to 512 letters, digits and -._~+/=; teleloader-server token makes one"
+            f"{at}: expected a token of 16 to 512 letters, digits and -._~+/=. Generate one with: "
+            "teleloader-server token add NAME --file tokens.toml"
         )
     return hashlib.sha256(token.encode()).digest()
 
 
 def _stated_digest(stated: object, at: str) -> bytes:
     if not isinstance(stated, str) or not _SHA256.fullmatch(stated.lower()):
-        raise ConfigError(f"sha256 of {at} must be the 64 hexadecimal digits of a token's SHA-256")
+        raise ConfigError(f"{at}: sha256 must be the 64 hexadecimal digits of a token's SHA-256")
     return bytes.fromhex(stated)
 
 
 def _scopes(stated: object, at: str) -> frozenset[str]:
-    if not isinstance(stated, list | tuple) or not stated:
-        raise ConfigError(f'scopes of {at} must be a list such as ["read", "stats"], was {str(stated)[:80]}')
+    # No default: an entry that a truncated or mistyped file leaves without scopes must not gain access by it.
+    if not isinstance(stated, list) or not stated:
+        got = "none" if stated is None else _shown(stated)
+        raise ConfigError(f'{at}: expected a list of scopes, got {got}. Add scopes = ["read", "stats"], for example')
     for scope in stated:
-        if not isinstance(scope, str) or not _SCOPE.fullmatch(scope):
-            raise ConfigError(f"a scope of {at} must be read, read:DATASET, stats or admin, was {str(scope)[:80]!r}")
+        if not isinstance(scope, str) or not SCOPE.fullmatch(scope):
+            raise ConfigError(f"{at}: invalid scope {_shown(scope)}: expected {SCOPE_RULE}")
     return frozenset(stated)
 
 
 def _share(stated: object, at: str) -> float:
     if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 < stated <= 1:
-        raise ConfigError(f"memory_share of {at} must be a number in (0, 1], was {str(stated)[:80]}")
+        raise ConfigError(f"{at}: memory_share must be a number in (0, 1], got {_shown(stated)}")
     return float(stated)
 
 
@@ -182,8 +196,17 @@ def _expiry(stated: object, at: str) -> float:
     if stated is None:
         return math.inf
     if not isinstance(stated, datetime) or stated.tzinfo is None:
-        raise ConfigError(f"expires of {at} must be a time with its zone, such as 2027-01-01T00:00:00Z, was {stated}")
+        raise ConfigError(
+            f"{at}: expires must be a time with its zone, such as 2027-01-01T00:00:00Z, got {_shown(stated)}"
+        )
     return stated.timestamp()
+
+
+def _shown(stated: object) -> str:
+    try:
+        return f"{stated!r:.80}"
+    except ValueError:
+        return "a number of very many digits"
 
 
 # -- what an endpoint needs
@@ -243,10 +266,10 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
     if has_tokens or insecure or is_loopback(address):
         return
     raise ConfigError(
-        f"whoever reaches {address} could load from this server, and it has no tokens. Make one, "
-        "teleloader-server token trainer >> tokens.toml, and start with --tokens tokens.toml; or set TELELOADER_TOKEN "
-        "here and where you train; or listen on 127.0.0.1; or say --insecure (serve(..., insecure=True)) where "
-        "everybody who reaches this address may come in"
+        f"cannot listen on {address} without tokens: every machine that reaches this address could load data. Generate "
+        "a token with teleloader-server token add trainer --file tokens.toml and start with --tokens tokens.toml "
+        "(serve(..., token=...)), listen on 127.0.0.1, or disable authentication with --insecure "
+        "(serve(..., insecure=True))"
     )
 
 

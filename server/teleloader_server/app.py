@@ -35,7 +35,7 @@ from teleloader_shared.version import VERSION
 KEEP_ALIVE: Final = 75
 """Seconds that an idle connection stays open: a trainer may think for a while between two batches."""
 TICK: Final = 1.0
-"""Seconds between the times at which the date in answers is set."""
+"""Seconds between two updates of the Date header, and between two looks at the files of tokens and certificates."""
 HANDSHAKE: Final = 10.0
 """Seconds that a client has for the TLS handshake."""
 GOODBYE: Final = 2.0
@@ -160,6 +160,7 @@ class Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
         while not await self.on_tick(0):
+            self.gate.look()
             if self._renewal is not None:
                 self._renewal.look()
             with suppress(TimeoutError):

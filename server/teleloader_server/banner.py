@@ -10,8 +10,8 @@ import click
 from teleloader_server import logs
 from teleloader_server.app import Server
 from teleloader_server.config import default_num_workers
-from teleloader_server.gate import said_tokens
 from teleloader_server.service import LoaderService
+from teleloader_server.token_file import said_tokens
 from teleloader_shared.units import counted, size
 from teleloader_shared.version import VERSION
 

@@ -10,7 +10,11 @@ def main() -> None:
     """Run the command, or say what is missing to run it."""
     _open_standard_streams()
     try:
-        from teleloader_server.commands import check, server, token
+        if sys.argv[1:2] == ["token"]:  # first: it is not kept waiting for what only a server needs
+            from teleloader_server.token_commands import token
+
+            token(sys.argv[2:], prog_name="teleloader-server token")
+        from teleloader_server.commands import check, server
     except ModuleNotFoundError as error:
         sys.exit(
             f"teleloader-server needs {error.name}, which comes with the server's extra: "
@@ -19,8 +23,6 @@ def main() -> None:
     # not a group of commands: whatever else stands there is a dataset, and those have a colon in them
     if sys.argv[1:2] == ["check"]:
         check(sys.argv[2:], prog_name="teleloader-server check", auto_envvar_prefix="TELELOADER")
-    if sys.argv[1:2] == ["token"]:
-        token(sys.argv[2:], prog_name="teleloader-server token")
     server(auto_envvar_prefix="TELELOADER")
 
 

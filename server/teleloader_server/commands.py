@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
-import os
-import re
-import secrets
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -23,7 +18,7 @@ import uvloop
 
 from teleloader_server import check as checking
 from teleloader_server import logs
-from teleloader_server.access import DEFAULT_SCOPES, is_loopback, parse_tokens, refuse_unprotected
+from teleloader_server.access import is_loopback, refuse_unprotected
 from teleloader_server.app import Server, bind, url_of
 from teleloader_server.banner import announce
 from teleloader_server.config import (
@@ -42,11 +37,12 @@ from teleloader_server.config import (
     read_toml,
 )
 from teleloader_server.connections import raise_file_limit
-from teleloader_server.gate import Gate, tokens_at
+from teleloader_server.gate import Gate
 from teleloader_server.hosts import ConfiguredHost
 from teleloader_server.reload import Reloader
 from teleloader_server.service import LoaderService
 from teleloader_server.tls import TlsFiles
+from teleloader_server.token_file import TOKENS_VARIABLE, TokenFile
 from teleloader_shared.version import VERSION
 
 DEMO: Final = (
@@ -149,13 +145,15 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 def _saying_who_may_come_in(command: _Command) -> _Command:
     """Add the options that do."""
     for option in reversed((
+        # without the variables that click derives: TELELOADER_TOKEN_FILE is the client's credential, and a server that
+        # is started where it is set must not accept it
         click.option(
-            "--tokens", type=_FILE, help="TOML file with a table for each token that lets clients in: see "
-            "teleloader-server token --help. It is read again when it changes.",
+            "--tokens", type=_FILE, envvar=TOKENS_VARIABLE, allow_from_autoenv=False, help="TOML file with a table per "
+            f"token: see teleloader-server token --help. Read again when it changes. Default: {TOKENS_VARIABLE}.",
         ),
         click.option(
-            "--token-file", type=_FILE, help="File that holds one token and nothing else, such as a container's "
-            "secret. (TELELOADER_TOKEN may hold the token itself.)",
+            "--token-file", type=_FILE, allow_from_autoenv=False, help="File that holds one token and nothing else, "
+            "such as a container's secret. Read again when it changes.",
         ),
         click.option("--insecure", is_flag=True, help="Let everybody in who reaches --host, with no token."),
         click.option(
@@ -196,8 +194,10 @@ def _door(
         )
     elif ssl_keyfile is not None or ssl_ca_certs is not None:
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, the server's certificate")
-    sources, fixed = tokens_at(tokens, token_file, os.environ.get("TELELOADER_TOKEN"))
-    return Door(host, port, insecure, Gate(sources, fixed, host, allowed_host), tls)
+    sources = [] if tokens is None else [TokenFile.table(tokens)]
+    if token_file is not None:
+        sources.append(TokenFile.single(token_file))
+    return Door(host, port, insecure, Gate(sources, host=host, allowed_hosts=allowed_host), tls)
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
@@ -308,10 +308,10 @@ def server(
       teleloader-server imagenet=my_package.data:make_imagenet --num-workers 16
       teleloader-server --config loader.toml --host 10.0.0.5 --tokens tokens.toml
 
-    Clients on other machines need a token, of which this makes one:
+    Clients on other machines authenticate with a token:
 
     \b
-      teleloader-server token trainer >> tokens.toml
+      teleloader-server token add trainer --file tokens.toml
 
     Before you depend on a dataset, have it tried: what it gives, how fast, and what is wrong with it.
 
@@ -324,7 +324,9 @@ def server(
       from teleloader import DataLoader, RemoteDataset
       loader = DataLoader(RemoteDataset("http://cpu-box:8000", "train"), batch_size=256, shuffle=True)
 
-    Each option can be set by an environment variable too: TELELOADER_PORT=8000, and so on.
+    Each option can be set by an environment variable too: TELELOADER_PORT=8000, and so on. Exceptions are --tokens,
+    which is TELELOADER_SERVER_TOKENS, and --token-file, which has none: TELELOADER_TOKEN and TELELOADER_TOKEN_FILE are
+    read by clients only.
     """  # noqa: D301 - the escapes are click's
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
@@ -400,53 +402,6 @@ def check(
     if as_json:
         click.echo(json.dumps({"datasets": [asdict(one) for one in found]}))
     sys.exit(EXIT_FAILED if any(one.failed for one in found) else 0)
-
-
-@click.command(context_settings=_CONTEXT)
-@click.argument("name", default="trainer")
-@click.option(
-    "--scope", "scopes", multiple=True, default=DEFAULT_SCOPES, show_default=True,
-    help="What it allows: read (all datasets), read:DATASET, stats, admin. Can be given several times.",
-)  # fmt: skip
-@click.option(
-    "--days", type=click.FloatRange(min=0, min_open=True), metavar="N", help="How long; the default is for good."
-)
-@click.option(
-    "--out", type=_FILE, help="Write the token to this new file, which only you can read, and do not show it."
-)
-def token(name: str, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
-    """Make a token that lets clients in.
-
-    Its entry for the server's file of tokens goes to stdout. The file need not hold the token itself: with its SHA-256,
-    who reads the file does not come in. The token goes to stderr, this once.
-
-    \b
-      teleloader-server token trainer >> tokens.toml
-      teleloader-server my_package.data:train --host 10.0.0.5 --tokens tokens.toml
-
-    A trainer has it in TELELOADER_TOKEN, or in a file that TELELOADER_TOKEN_FILE names. To replace a token, add an
-    entry of another name, change it where you train, and remove the old entry: the server notices.
-    """  # noqa: D301 - the escapes are click's
-    made = f"tl_{secrets.token_urlsafe(32)}"
-    expires = None if days is None else datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
-    lines = [
-        f"[{name}]" if re.fullmatch(r"[\w-]+", name, re.ASCII) else f"[{json.dumps(name)}]",
-        f'sha256 = "{hashlib.sha256(made.encode()).hexdigest()}"',
-        f"scopes = {json.dumps(list(scopes))}",
-        *(() if expires is None else (f"expires = {expires.isoformat().replace('+00:00', 'Z')}",)),
-    ]
-    entry = "\n".join(lines)
-    try:
-        parse_tokens(entry, "what was asked for")
-        if out is not None:
-            out.touch(0o600, exist_ok=False)
-            out.write_text(f"{made}\n")
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-    except OSError as error:
-        raise click.UsageError(f"cannot write a new file {out}: {error.strerror}") from None
-    click.echo(f"{entry}\n")
-    click.echo(f"The token {name!r} is {f'in {out}' if out else f'shown this once: {made}'}", err=True)
 
 
 def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:

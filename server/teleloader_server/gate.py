@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
 import socket
-import stat
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from fastapi import Request, Response
@@ -36,22 +33,17 @@ from teleloader_server.access import (
     is_of_another_site,
     known_hosts,
     need_of,
-    parse_tokens,
     said_scopes,
-    single_token,
 )
 from teleloader_server.config import ConfigError
 from teleloader_server.pace import Pace
 from teleloader_server.problems import Refusal
+from teleloader_server.token_file import TokenFile
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
-from teleloader_shared.units import counted
 
-LOOK_EVERY: Final = 1.0
-"""Seconds after which it is looked whether the file of tokens has changed."""
 MAX_REMEMBERED: Final = 1024
 """Headers whose owners are remembered; their spelling may differ."""
-MAX_TOKENS_BYTES: Final = 2**20
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Browsers that are signed in; with one more, the one that signed in first is signed out."""
@@ -68,91 +60,6 @@ _LOOKED_AT: Final = frozenset({
 })  # fmt: skip
 
 logger = logging.getLogger(__name__)
-
-
-class TokenFile:
-    """Tokens in a file, which may change.
-
-    Args:
-        path: Where it is.
-        read: What its content means.
-
-    Raises:
-        ConfigError: When it cannot be read or understood.
-    """
-
-    def __init__(self, path: Path, read: Callable[[str, str], Tokens]) -> None:
-        self._path = path
-        self._read = read
-        self._seen = self._state()
-        self.tokens = self._load()
-
-    @classmethod
-    def table(cls, path: Path) -> TokenFile:
-        """One with a table of tokens."""
-        return cls(path, parse_tokens)
-
-    @classmethod
-    def single(cls, path: Path) -> TokenFile:
-        """One that holds nothing but a token."""
-        return cls(path, lambda text, where: single_token(text.strip(), where))
-
-    def look(self) -> bool:
-        """Read it again if it has changed; whether it had. Tokens stay as they are where it cannot be understood."""
-        now = self._state()
-        if now == self._seen:
-            return False
-        self._seen = now
-        try:
-            self.tokens = self._load()
-        except ConfigError as error:
-            logger.error("the tokens stay as they were: %s", error)
-            return False
-        logger.info("%s was read again: %s", self._path, said_tokens(self.tokens))
-        return True
-
-    def _state(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    def _load(self) -> Tokens:
-        try:
-            with self._path.open("rb") as file:
-                content = file.read(MAX_TOKENS_BYTES + 1)
-                readable = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o004
-            text = content.decode()
-        except OSError as error:
-            raise ConfigError(f"cannot read the tokens in {self._path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{self._path} holds no tokens: it is no text") from None
-        if len(content) > MAX_TOKENS_BYTES:
-            raise ConfigError(f"{self._path} holds no tokens: it has more than {MAX_TOKENS_BYTES:,} bytes")
-        tokens = self._read(text, str(self._path))
-        if readable and tokens.holds_secrets:
-            logger.warning("everybody on this machine can read the tokens in %s: chmod o= it", self._path)
-        return tokens
-
-
-def tokens_at(table: Path | None, file: Path | None, token: str | None) -> tuple[list[TokenFile], Tokens | None]:
-    """The tokens that a server was given: a table of them, a file with one, one from the environment.
-
-    Raises:
-        ConfigError: When one cannot be read or understood.
-    """
-    sources = [] if table is None else [TokenFile.table(table)]
-    if file is not None:
-        sources.append(TokenFile.single(file))
-    return sources, None if not token else single_token(token, "TELELOADER_TOKEN")
-
-
-def said_tokens(tokens: Tokens) -> str:
-    """The names of tokens, as a line of the log has them."""
-    names = [entry.principal.name for entry in tokens.entries]
-    more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
-    return f"{counted(len(names), 'token')} ({', '.join(names[:5])}{more})"
 
 
 class _Known(NamedTuple):
@@ -191,7 +98,6 @@ class Gate:
         self._hosts = known_hosts((host, socket.gethostname(), *allowed_hosts))
         self._known: dict[bytes, _Known] = {}
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
-        self._looked = time.monotonic()
         self._refused: Counter[str] = Counter()
         self._told = -LOG_EVERY
         self.dataset_of: Callable[[str], str | None] = lambda key: None
@@ -200,13 +106,29 @@ class Gate:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether one is needed."""
-        return bool(self._tokens.entries)
+        """True if clients must authenticate. Still true when all tokens were revoked: then no client can."""
+        return bool(self._sources or self._fixed)
 
     @property
     def tokens(self) -> Tokens:
         """Those that there are now."""
         return self._tokens
+
+    def look(self) -> None:
+        """Replace the tokens if one of their files changed; the server calls this every second.
+
+        All requests after this call see all of the new tokens and none of the old ones. Tokens of several files that
+        contradict each other change nothing.
+        """
+        changed = [source for source in self._sources if source.look()]
+        if not changed:
+            return
+        try:
+            self._tokens = self._all()
+        except ConfigError as error:
+            logger.error("the tokens stay as they were: %s", error)
+            return
+        self._known.clear()
 
     def admit(self, scope: Scope, need: str, params: Mapping[str, Any]) -> Principal:
         """Who makes a request, who may.
@@ -254,7 +176,6 @@ class Gate:
         """
         if headers is None:
             headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
-        self._look()
         authorization = headers.get(b"authorization")
         if authorization is None:
             return self._of_session(scope, headers.get(b"cookie", b""))
@@ -280,7 +201,6 @@ class Gate:
         Raises:
             Unauthorized: When the token is not good.
         """
-        self._look()
         found = self._valid(token.encode(errors="replace"))
         name = secrets.token_urlsafe(32)
         of_token = [key for key, session in self._sessions.items() if session.digest == found.digest]
@@ -353,20 +273,6 @@ class Gate:
             raise _expired(found.principal)
         return found
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked < LOOK_EVERY:
-            return
-        self._looked = now
-        changed = [source for source in self._sources if source.look()]
-        if changed:
-            try:
-                self._tokens = self._all()
-            except ConfigError as error:
-                logger.error("the tokens stay as they were: %s", error)
-                return
-            self._known.clear()
-
     def _all(self) -> Tokens:
         entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]
         names = Counter(entry.principal.name for entry in entries)
@@ -375,9 +281,8 @@ class Gate:
             name = entry.principal.name
             if names[name] > 1 or digests[entry.digest] > 1:
                 raise ConfigError(
-                    f"another token is called {name!r} as well, or is the same: --tokens, --token-file and "
-                    "TELELOADER_TOKEN may be given together only where no two of their tokens are the same or have the "
-                    "same name ('token' is that of the latter two)"
+                    f"duplicate token {name!r}: --tokens and --token-file contain the same token or the same name (the "
+                    "token of --token-file is named 'token'). Rename or remove one of the two"
                 )
         return Tokens(tuple(entries))
 

@@ -24,6 +24,7 @@ from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+from teleloader_shared.secret import Secret
 
 DEFAULT_NAME: Final = "dataset"
 
@@ -71,8 +72,9 @@ def serve(
             an error; 0 is no limit. (With ``num_workers=0`` there is nothing to kill, and no limit.)
         host_address: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        token: What lets clients in, at least 16 characters (``secrets.token_urlsafe()``); they say
-            ``RemoteDataset(url, token=...)``. None lets everybody in, which must be on this machine then.
+        token: The token with which clients authenticate, at least 16 characters (``secrets.token_urlsafe()``): they
+            connect with ``RemoteDataset(url, token=...)``. None disables authentication, which requires a loopback
+            address.
         insecure: Whether everybody may come in who reaches `host_address`.
         limits: What clients may make the server do.
 
@@ -83,6 +85,7 @@ def serve(
         ConfigError: When the object is no dataset, or others reach `host_address` and need no token.
         OSError: When the address is not to be had.
     """
+    token = None if token is None else Secret(token)  # first: the frame of an error must not show it
     of_workers = Limits(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
@@ -132,7 +135,7 @@ class _LocalServer:
         client_limits: ClientLimits,
         address: str,
         port: int,
-        token: str | None,
+        token: Secret | None,
         *,
         insecure: bool,
     ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from teleloader_server.config import ConfigError
+from teleloader_server.file_watch import FileWatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class TlsFiles:
         Raises:
             ConfigError: When that cannot be.
         """
-        for path in self._paths():
+        for path in self.paths():
             try:
                 path.open("rb").close()
             except OSError as error:
@@ -67,11 +68,8 @@ class TlsFiles:
             "ssl_cert_reqs": ssl.CERT_NONE if self.ca_certs is None else ssl.CERT_REQUIRED,
         }
 
-    def state(self) -> list[tuple[int, int, int] | None]:
-        """What differs when one of the files was replaced."""
-        return [_state(path) for path in self._paths()]
-
-    def _paths(self) -> Iterator[Path]:
+    def paths(self) -> Iterator[Path]:
+        """Yield the files, which may change while the server runs."""
         yield from (path for path in (self.certfile, self.keyfile, self.ca_certs) if path is not None)
 
     def _sentence(self, error: ssl.SSLError) -> str:
@@ -88,30 +86,22 @@ class TlsFiles:
         return f"{self.certfile} must hold a certificate and {key} its key, both in PEM format ({error.reason})"
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
 class Renewal:
-    """Has a context use new files once they are there."""
+    """Reload of the certificate when its files change."""
 
     def __init__(self, files: TlsFiles, context: ssl.SSLContext) -> None:
         self._files = files
         self._context = context
-        self._seen = files.state()
+        self._watch = FileWatch(*files.paths())
 
     def look(self) -> None:
-        """Read them again if they have changed; a pair that does not fit together is left until it does."""
-        now = self._files.state()
-        if now == self._seen:
+        """Load the files again if they changed and are complete; a pair that does not match is left until it does."""
+        if not self._watch.look():
             return
-        self._seen = now
         try:
             self._files.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            if self._watch.has_changed():
+                return
             self._files.load(self._context)
         except ConfigError as error:
             logger.error("the certificate stays as it was: %s", error)

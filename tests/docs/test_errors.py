@@ -152,7 +152,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     tokens = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     tokens.write_text(
         f'[validation-only]\ntoken = "{SECRET}"\nscopes = ["read:validation"]\n'
-        f'[trainer]\ntoken = "{SECRET}-old"\nexpires = 2020-01-01T00:00:00Z\n'
+        f'[trainer]\ntoken = "{SECRET}-old"\nscopes = ["read"]\nexpires = 2020-01-01T00:00:00Z\n'
     )
     tokens.chmod(0o600)
     running = ServerProcess(
@@ -336,6 +336,18 @@ def _(server: ServerProcess) -> str:
 @meets("Others could come in without a token")
 def _() -> str:
     return logged_by("--demo", "--host", "0.0.0.0")
+
+
+@meets("The token file is missing or empty")
+def _() -> str:
+    return logged_by("--demo", "--tokens", "no-such.toml").splitlines()[-1]
+
+
+@meets("An entry of the token file is invalid")
+def _(tmp_path: Path) -> str:
+    file = tmp_path / "tokens.toml"
+    file.write_text(f'[trainer]\ntoken = "{SECRET}"\n')
+    return logged_by("--demo", "--tokens", str(file)).splitlines()[-1]
 
 
 @meets("There is no such module")

@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from click.core import ParameterSource
 
-from teleloader import DataLoader, RemoteDataset
+from teleloader import DataLoader, RemoteDataset, credentials
 from teleloader_server import serve
+from teleloader_server.commands import server as server_command
 from teleloader_server.config import ConfigError
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized, UnknownDataset
 from teleloader_shared.spec import LoaderSpec
@@ -38,7 +40,7 @@ class TokenTable:
     def add(self, name: str, *scopes: str, **fields: str) -> str:
         """Make one; nothing is written yet."""
         token = secrets.token_urlsafe(24)
-        said = {"token": f'"{token}"', **({"scopes": json.dumps(scopes)} if scopes else {}), **fields}
+        said = {"token": f'"{token}"', "scopes": json.dumps(scopes or ("read", "stats")), **fields}
         self._entries[name] = f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in said.items())
         self.secrets[name] = token
         return token
@@ -217,7 +219,7 @@ def test_a_url_with_a_secret_in_it_is_refused(url: str) -> None:
 @pytest.mark.parametrize("token", ["", "two words", "line\r\nX-Forged: 1", "\N{SNOWMAN}" * 20, "x" * 513])
 def test_what_cannot_be_a_token_is_refused(token: str) -> None:
     """Before anything is sent, and not quoted."""
-    with pytest.raises(ValueError, match="the argument token holds no token") as refused:
+    with pytest.raises(ValueError, match="invalid token in the argument token: expected letters") as refused:
         RemoteDataset("http://127.0.0.1:1", token=token)
     assert not token or token not in str(refused.value)
 
@@ -257,10 +259,14 @@ def test_tokens_are_replaced_while_training_goes_on(
     assert [index for batch in seen for index in batch] == list(range(100_000))
 
 
-def test_a_token_that_is_taken_away_stops_its_owner(table: TokenTable, start_server: StartServer) -> None:
+@pytest.mark.parametrize("others", [("other",), ()], ids=["one of two", "the last one"])
+def test_a_token_that_is_taken_away_stops_its_owner(
+    table: TokenTable, start_server: StartServer, others: tuple[str, ...]
+) -> None:
     """In the middle of an epoch, with an error that says why; answers without an end are broken off."""
     token = table.add("first")
-    table.add("other")
+    for name in others:
+        table.add(name)
     server = start_server(MANY, "--num-workers", "1", "--tokens", table.write())
     batches = iter(DataLoader(RemoteDataset(server.url, "many", token=token), 10, output="numpy"))
     next(batches)
@@ -283,8 +289,23 @@ def test_a_server_that_others_reach_needs_tokens(given: tuple[str, ...], table: 
     table.path.write_text("")
     done = piped(SERVER, NUMBERS, "--host", "0.0.0.0", "--port", "0", *given, *([str(table.path)] if given else []))
     assert done.code == 2
-    assert "teleloader-server token" in done.err
+    assert "teleloader-server token add" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, start_server: StartServer) -> None:
+    """A server that requires tokens does not become one that requires none; the file may come back."""
+    token = table.add("first")
+    server = start_server(NUMBERS, "--num-workers", "1", "--tokens", table.write())
+    table.path.unlink()
+    server.await_line(r"tokens\.toml is empty or missing: no client can authenticate with it any more")
+    for refused in (token, None, "no-token-of-this-server"):
+        with asker(server.url, refused) as client:
+            assert client.get("/v1/datasets").status_code == 401
+            assert client.get("/stats").status_code == 401
+    table.write()
+    server.await_line(r"tokens\.toml was read again: 1 token \(first\)")
+    assert len(RemoteDataset(server.url, token=token)) == 100
 
 
 def test_insecure_has_to_be_said(start_server: StartServer) -> None:
@@ -294,27 +315,54 @@ def test_insecure_has_to_be_said(start_server: StartServer) -> None:
     assert httpx.get(f"{server.url}/v1/datasets").status_code == 200
 
 
-def test_one_token_by_the_environment_or_a_file(
-    tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+def test_a_server_reads_its_own_variable_only(
+    table: TokenTable, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As containers have it, on both sides alike."""
+    """A server that is started where a client's credential is set does not accept it, and is not stopped by it."""
     token = secrets.token_urlsafe(24)
-    monkeypatch.setenv("TELELOADER_TOKEN", token)
-    by_environment = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0")
-    assert len(RemoteDataset(by_environment.url)) == 100
-    monkeypatch.delenv("TELELOADER_TOKEN")
     (tmp_path / "token").write_text(token)
+    monkeypatch.setenv("TELELOADER_TOKEN", token)
     monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "token"))
-    by_file = start_server(NUMBERS, "--num-workers", "1")
-    assert len(RemoteDataset(by_file.url)) == 100
-    for server in (by_environment, by_file):
-        assert httpx.get(f"{server.url}/v1/datasets").status_code == 401
-        assert not any(token in line for line in server.log)
+    monkeypatch.setenv("TELELOADER_TOKENS", str(tmp_path / "nowhere"))
+    refused = piped(SERVER, NUMBERS, "--host", "0.0.0.0", "--port", "0")
+    assert (refused.code, "without tokens" in refused.err) == (2, True), refused
+    table.add("of-the-server")
+    monkeypatch.setenv("TELELOADER_SERVER_TOKENS", table.write())
+    server = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0")
+    with pytest.raises(Unauthorized):
+        RemoteDataset(server.url)
+    assert len(RemoteDataset(server.url, token=table.secrets["of-the-server"])) == 100
+
+
+def test_no_option_of_the_server_reads_a_variable_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of the client's variables set, each option of the server has its default."""
+    variables = {value for name, value in vars(credentials).items() if name.endswith("_VARIABLE")}
+    assert {"TELELOADER_TOKEN", "TELELOADER_TOKEN_FILE", "TELELOADER_CA"} <= variables
+
+    def from_environment() -> list[str]:
+        context = server_command.make_context("teleloader-server", ["--demo"], auto_envvar_prefix="TELELOADER")
+        return [name for name in context.params if context.get_parameter_source(name) == ParameterSource.ENVIRONMENT]
+
+    for variable in variables:
+        monkeypatch.setenv(variable, "x")
+    assert from_environment() == []
+    monkeypatch.setenv("TELELOADER_SERVER_TOKENS", "tokens.toml")
+    assert from_environment() == ["tokens"]
+
+
+def test_one_token_by_a_file(tmp_path: Path, start_server: StartServer) -> None:
+    """A container's secret is the same file on both sides; on each, a variable or an option of its own names it."""
+    token = secrets.token_urlsafe(24)
+    (tmp_path / "token").write_text(token)
+    server = start_server(NUMBERS, "--num-workers", "1", "--token-file", str(tmp_path / "token"))
+    assert len(RemoteDataset(server.url, token=token)) == 100
+    assert httpx.get(f"{server.url}/v1/datasets").status_code == 401
+    assert not any(token in line for line in server.log)
 
 
 def test_serve_keeps_to_the_same_rule() -> None:
     """An object of this process is served to others only with a token, or when that was waived in so many words."""
-    with pytest.raises(ConfigError, match="has no tokens"), serve([1, 2], host_address="0.0.0.0"):
+    with pytest.raises(ConfigError, match="without tokens"), serve([1, 2], host_address="0.0.0.0"):
         pass
     with serve([1, 2], num_workers=0, host_address="0.0.0.0", insecure=True) as url:
         assert len(RemoteDataset(url)) == 2
@@ -323,26 +371,6 @@ def test_serve_keeps_to_the_same_rule() -> None:
         assert [RemoteDataset(url, token=token)[i] for i in (0, 1)] == [1, 2]
         with pytest.raises(Unauthorized):
             RemoteDataset(url)
-
-
-def test_the_command_makes_tokens(tmp_path: Path, start_server: StartServer) -> None:
-    """An entry without the secret for the server, and the secret apart, once."""
-    entry = piped(
-        SERVER, "token", "trainer", "--scope", "read:numbers", "--days", "2", "--out", str(tmp_path / "token")
-    )
-    assert entry.code == 0
-    token = (tmp_path / "token").read_text().strip()
-    assert token not in entry.out + entry.err
-    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "tokens.toml").write_text(entry.out)
-    server = start_server(NUMBERS, "--num-workers", "1", "--tokens", str(tmp_path / "tokens.toml"))
-    assert len(RemoteDataset(server.url, token=token)) == 100
-    shown = piped(SERVER, "token", "other")
-    assert "tl_" not in shown.out
-    assert "shown this once: tl_" in shown.err
-    assert piped(SERVER, "token", "--scope", "everything").code == 2
-    assert piped(SERVER, "token", "trainer", "--out", str(tmp_path / "token")).code == 2
-    assert (tmp_path / "token").read_text().strip() == token
 
 
 def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_server_without_torch(folder: Path) -> None:
 def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:
     """How to make one, and what else could be meant."""
     text = said(folder, SERVER, "my_data:train", "--host", "0.0.0.0", "--port", "0")
-    assert "teleloader-server token trainer >> tokens.toml" in text
+    assert "teleloader-server token add trainer --file tokens.toml" in text
     assert "--insecure" in text
 
 

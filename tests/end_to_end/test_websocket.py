@@ -297,6 +297,7 @@ def test_index_lists_that_are_kept_have_a_limit(
 TOKENS = """
 [all]
 token = "a-token-for-all-datasets"
+scopes = ["read", "stats"]
 
 [other]
 token = "a-token-for-another-dataset"

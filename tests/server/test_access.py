@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
-from teleloader_server import access
+from teleloader_server import access, token_file
 from teleloader_server.access import (
     ANYONE,
     Principal,
@@ -27,28 +27,39 @@ from teleloader_server.access import (
 from teleloader_server.app import create_app
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.datasets import host
-from teleloader_server.gate import Gate, GuardedRoute, TokenFile
+from teleloader_server.gate import Gate, GuardedRoute
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.service import LoaderService
+from teleloader_server.token_file import TokenFile
 from teleloader_shared.errors import Forbidden, Unauthorized
 
 SECRET = "a-token-of-a-test"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 
 
+SCOPES = '["read", "stats"]'
+LATER = f'[later]\ntoken = "another-token-of-it"\nscopes = {SCOPES}\n'
+
+
 def one_entry(**fields: str) -> str:
-    """A file with one token."""
-    return "[trainer]\n" + "".join(f"{name} = {value}\n" for name, value in fields.items())
+    """Return a file with one token, which has the scopes read and stats unless given."""
+    return "[trainer]\n" + "".join(f"{name} = {value}\n" for name, value in {"scopes": SCOPES, **fields}.items())
 
 
 # -- the table of tokens
 
 
-def test_an_entry_has_sane_defaults() -> None:
-    """Batches and figures, for good, and all of the memory."""
+def test_an_entry_needs_a_token_and_scopes_only() -> None:
+    """By default a token does not expire, and its owner may use all of the memory."""
     (entry,) = parse_tokens(one_entry(token=f'"{SECRET}"'), "tokens.toml").entries
     assert entry.principal == Principal("trainer", frozenset({"read", "stats"}), 1.0)
     assert entry.expires == math.inf
+
+
+def test_an_empty_file_lists_no_tokens() -> None:
+    """A file whose last entry was removed is valid; comments may be left."""
+    for text in ("", "\n", "# revoked: trainer\n"):
+        assert parse_tokens(text, "tokens.toml").entries == ()
 
 
 def test_an_entry_may_say_all() -> None:
@@ -66,28 +77,33 @@ def test_an_entry_may_say_all() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "lists no tokens"),
         ("[", "not valid TOML"),
-        ("trainer = 5", "must be a table"),
-        ("['']\n", "must be letters"),
+        ("x = " + "[" * 10_000, "not valid TOML"),
+        ("x = " + "1" * 10_000, "not valid TOML"),
+        ("trainer = 5", "expected a table"),
+        ("['']\n", "invalid token name '' in"),
+        ("['a b']\n", "invalid token name 'a b' in"),
+        ("a-bare-token-of-a-test", "expected one TOML table per token, got a bare token"),
         (one_entry(), "either token"),
+        (f'[trainer]\ntoken = "{SECRET}"\n', "expected a list of scopes, got none. Add scopes ="),
         (one_entry(token=f'"{SECRET}"', sha256=f'"{DIGEST}"'), "either token"),
         (one_entry(token='"short"'), "16 to 512"),
         (one_entry(token='"with a space in it, and more"'), "16 to 512"),
         (one_entry(token="5"), "16 to 512"),
         (one_entry(sha256='"abc"'), "64 hexadecimal"),
-        (one_entry(token=f'"{SECRET}"', scope='["read"]'), "unknown entry 'scope'"),
-        (one_entry(token=f'"{SECRET}"', scopes='"read"'), "must be a list"),
-        (one_entry(token=f'"{SECRET}"', scopes="[]"), "must be a list"),
-        (one_entry(token=f'"{SECRET}"', scopes='["write"]'), "must be read, read:DATASET"),
-        (one_entry(token=f'"{SECRET}"', scopes='["read:../x"]'), "must be read, read:DATASET"),
+        (one_entry(token=f'"{SECRET}"', scope='["read"]'), "unknown field 'scope'"),
+        (one_entry(token=f'"{SECRET}"', scopes='"read"'), "expected a list of scopes"),
+        (one_entry(token=f'"{SECRET}"', scopes="[]"), "expected a list of scopes"),
+        (one_entry(token=f'"{SECRET}"', scopes='["write"]'), "expected read, read:DATASET"),
+        (one_entry(token=f'"{SECRET}"', scopes='["read:../x"]'), "expected read, read:DATASET"),
         (one_entry(token=f'"{SECRET}"', expires="2027-01-01T00:00:00"), "a time with its zone"),
         (one_entry(token=f'"{SECRET}"', expires="2027-01-01"), "a time with its zone"),
         (one_entry(token=f'"{SECRET}"', memory_share="0"), "in (0, 1]"),
         (one_entry(token=f'"{SECRET}"', memory_share="1.01"), "in (0, 1]"),
         (one_entry(token=f'"{SECRET}"', memory_share="nan"), "in (0, 1]"),
         (one_entry(token=f'"{SECRET}"', memory_share="true"), "in (0, 1]"),
-        (one_entry(token=f'"{SECRET}"') + f'[other]\nsha256 = "{DIGEST}"\n', "have the same token"),
+        (one_entry(token=f'"{SECRET}"', memory_share=f"0x{'f' * 9999}"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"') + f'[other]\nsha256 = "{DIGEST}"\nscopes = {SCOPES}\n', "the same token"),
     ],
 )  # fmt: skip
 def test_a_table_that_cannot_be_is_refused(text: str, complaint: str) -> None:
@@ -108,7 +124,7 @@ def test_all_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         return one == other
 
     monkeypatch.setattr("hmac.compare_digest", compare)
-    tokens = parse_tokens("".join(f'[t{n}]\ntoken = "{n:020}"\n' for n in range(9)), "tokens.toml")
+    tokens = parse_tokens("".join(f'[t{n}]\ntoken = "{n:020}"\nscopes = {SCOPES}\n' for n in range(9)), "tokens.toml")
     found = tokens.find(b"%020d" % 4)
     assert found is not None
     assert found.principal.name == "t4"
@@ -264,6 +280,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def look_twice(gate: Gate) -> None:
+    """Let a gate look at its files as a server does every second, until a change that is over was applied."""
+    for _ in range(2):
+        gate.look()
+
+
 def gate_of(tmp_path: Path, text: str) -> Gate:
     """One with a file of tokens."""
     file = tmp_path / "tokens.toml"
@@ -272,31 +294,129 @@ def gate_of(tmp_path: Path, text: str) -> Gate:
     return Gate([TokenFile.table(file)])
 
 
-def test_a_changed_file_counts_from_then_on(tmp_path: Path, clock: list[float]) -> None:
-    """A token that is removed is refused, though it was just let in; a new one is taken."""
+def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
+    """A token that is removed is refused, though it was accepted before; a new one is accepted."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
-    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
-    clock[0] += 2
+    (tmp_path / "tokens.toml").write_text(LATER)
+    look_twice(gate)
     with pytest.raises(Unauthorized, match="not one of this server's"):
         gate.admit(scope(f"Bearer {SECRET}"), "read", {})
     assert gate.admit(scope("bearer another-token-of-it"), "read", {}).name == "later"
 
 
-@pytest.mark.parametrize("content", ["[broken", "", '[x]\ntoken = "short"\n', None])
-def test_a_broken_file_leaves_the_tokens_as_they_were(
-    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture, content: str | None
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (TokenFile.table, ""), (TokenFile.table, "# nobody\n"), (TokenFile.table, None),
+        (TokenFile.single, "\n"), (TokenFile.single, None),
+    ],
+    ids=["empty", "comment", "missing", "empty single", "missing single"],
+)  # fmt: skip
+def test_an_empty_or_missing_file_accepts_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Callable[[Path], TokenFile], content: str | None
 ) -> None:
-    """With an error in the log, once."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    """The last token can be revoked: the server still requires one, and refuses all clients until one is added."""
+    file = tmp_path / "tokens.toml"
+    first, later = (one_entry(token=f'"{SECRET}"'), LATER) if kind == TokenFile.table else (SECRET, LATER.split('"')[1])
+    file.write_text(first)
+    file.chmod(0o600)
+    gate = Gate([kind(file)])
+    signed_in = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
+    admitted = scope(f"Bearer {SECRET}")
+    gate.admit(admitted, "read", {})
     if content is None:
-        (tmp_path / "tokens.toml").unlink()
+        file.unlink()
     else:
-        (tmp_path / "tokens.toml").write_text(content)
+        file.write_text(content)
+    look_twice(gate)
+    assert gate.has_tokens
+    for refused in (signed_in, scope(f"Bearer {SECRET}"), scope()):
+        with pytest.raises(Unauthorized):
+            gate.admit(refused, "stats", {})
+    with pytest.raises(Unauthorized):
+        gate.admit_still(admitted)
+    assert [record.message for record in caplog.records if "no client can authenticate" in record.message]
+    file.write_text(later)
+    look_twice(gate)
+    assert gate.admit(scope("Bearer another-token-of-it"), "read", {})
+
+
+def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file counts when two looks in a row find it alike: a part of it may name fewer tokens, or an older state."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    file = tmp_path / "tokens.toml"
+    with file.open("w") as writing:  # empty from here on
+        for part in ("", "# a long\n", LATER.partition("scopes")[0], "scopes" + LATER.partition("scopes")[2]):
+            writing.write(part)
+            writing.flush()
+            gate.look()
+            assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    gate.look()
+    assert gate.admit(scope("Bearer another-token-of-it"), "read", {}).name == "later"
+    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read is discarded: it may be half of the old content and half of the new."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    file = tmp_path / "tokens.toml"
+    file.write_text("# revoked: all")
+    gate.look()
+    read = token_file.read_text
+
+    def interrupted(path: Path) -> token_file.TokenText:
+        found = read(path)
+        file.write_text(LATER)
+        return found
+
+    monkeypatch.setattr(token_file, "read_text", interrupted)
+    gate.look()
+    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    monkeypatch.setattr(token_file, "read_text", read)
+    look_twice(gate)
+    assert gate.admit(scope("Bearer another-token-of-it"), "read", {}).name == "later"
+
+
+def test_an_entry_that_loses_its_scopes_gains_none(tmp_path: Path) -> None:
+    """Scopes have no default: a file that ends after ``sha256`` must not turn ``read:train`` into ``read``."""
+    gate = gate_of(tmp_path, one_entry(scopes='["read:train"]', token=f'"{SECRET}"'))
+    (tmp_path / "tokens.toml").write_text(f'[trainer]\ntoken = "{SECRET}"\n')
+    look_twice(gate)
+    for params, need in (({"name": "other"}, "read"), ({}, "stats")):
+        with pytest.raises(Forbidden):
+            gate.admit(scope(f"Bearer {SECRET}"), need, params)
+
+
+@pytest.mark.parametrize("content", ["[broken", "[x]\ntoken = 'short'\n", b"\xff", "#" * 2**20 + "#", None])
+def test_an_invalid_file_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | bytes | None
+) -> None:
+    """A typing error does not stop training: the tokens stay as they were, with one error in the log."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    file = tmp_path / "tokens.toml"
+    if content is None:  # unreadable, for root as well
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     for _ in range(3):
-        clock[0] += 2
+        look_twice(gate)
         assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
     assert [record.message[:30] for record in caplog.records] == ["the tokens stay as they were: "]
+
+
+@pytest.mark.parametrize("content", ["", None], ids=["empty", "missing"])
+@pytest.mark.parametrize("kind", [TokenFile.table, TokenFile.single])
+def test_a_server_does_not_start_with_a_file_without_tokens(
+    tmp_path: Path, kind: Callable[[Path], TokenFile], content: str | None
+) -> None:
+    """At the start, a wrong path is more probable than the wish to refuse all clients."""
+    file = tmp_path / "tokens.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"no token in .*tokens.toml: the file is missing or empty"):
+        kind(file)
 
 
 def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> None:
@@ -308,7 +428,7 @@ def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> Non
         gate.admit(scope(f"Bearer {SECRET}"), "read", {})
 
 
-def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path, clock: list[float]) -> None:
+def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path) -> None:
     """Of the same dataset, though its loader was forgotten meanwhile."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     loaders = {"of-train": "train", "of-other": "other"}
@@ -319,13 +439,13 @@ def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path, clock: list[f
     gate.admit(figures, "stats", {})
     loaders.clear()
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
-    clock[0] += 2
+    look_twice(gate)
     gate.admit_still(of_train)
     for ended in (of_other, figures):
         with pytest.raises(Forbidden):
             gate.admit_still(ended)
-    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
-    clock[0] += 2
+    (tmp_path / "tokens.toml").write_text(LATER)
+    look_twice(gate)
     with pytest.raises(Unauthorized):
         gate.admit_still(of_train)
 
@@ -334,22 +454,24 @@ def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path, clock: list[f
     ("name", "token"), [("token", "another-token-of-it"), ("trainer", SECRET)], ids=["a name", "a token"]
 )
 def test_tokens_of_several_sources_differ(
-    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture, name: str, token: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, token: str
 ) -> None:
     """By name and by themselves; where a file that changes breaks this rule, the tokens stay as they were."""
-    fixed = access.single_token(SECRET, "TELELOADER_TOKEN")
-    twice = f'[{name}]\ntoken = "{token}"\n'
+    single = tmp_path / "token"
+    single.write_text(SECRET)
+    single.chmod(0o600)
+    twice = f'[{name}]\ntoken = "{token}"\nscopes = {SCOPES}\n'
     file = tmp_path / "tokens.toml"
     file.write_text(twice)
-    with pytest.raises(ConfigError, match=f"another token is called '(token|{name})' as well, or is the same"):
-        Gate([TokenFile.table(file)], fixed)
-    file.write_text('[other]\ntoken = "a-third-token-of-it"\n')
-    gate = Gate([TokenFile.table(file)], fixed)
+    with pytest.raises(ConfigError, match=f"duplicate token '(token|{name})': --tokens and --token-file contain"):
+        Gate([TokenFile.table(file), TokenFile.single(single)])
+    file.write_text(f'[other]\ntoken = "a-third-token-of-it"\nscopes = {SCOPES}\n')
+    gate = Gate([TokenFile.table(file), TokenFile.single(single)])
     file.write_text(twice)
-    clock[0] += 2
+    look_twice(gate)
     assert gate.admit(scope("Bearer a-third-token-of-it"), "read", {}).name == "other"
     assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "token"
-    assert "the tokens stay as they were: another token" in caplog.text
+    assert "the tokens stay as they were: duplicate token" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -397,7 +519,7 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest
         file.write_text(text)
         os.chmod(file, 0o644)
         TokenFile.table(file)
-        assert ("everybody on this machine can read" in caplog.text) is warned
+        assert ("every user of this machine can read" in caplog.text) is warned
     assert SECRET not in caplog.text
 
 
@@ -429,9 +551,9 @@ def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[fl
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     asking = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
-    clock[0] += 2
+    look_twice(gate)
     assert gate.admit(asking, "stats", {}).name == "trainer"
-    clock[0] += 9
+    clock[0] += 11
     with pytest.raises(Unauthorized):
         gate.admit(asking, "stats", {})
 
@@ -454,8 +576,8 @@ def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: li
     with pytest.raises(Unauthorized):
         gate.admit(first, "stats", {})
     third = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
-    (tmp_path / "tokens.toml").write_text('[later]\ntoken = "another-token-of-it"\n')
-    clock[0] += 2
+    (tmp_path / "tokens.toml").write_text(LATER)
+    look_twice(gate)
     for session in (second, third):
         with pytest.raises(Unauthorized):
             gate.admit(session, "stats", {})
@@ -472,7 +594,9 @@ def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
 def test_sessions_are_bounded(tmp_path: Path) -> None:
     """The oldest of the same token gives way, and of all when there are very many."""
     tokens = [f"{number:020}" for number in range(10)]
-    gate = gate_of(tmp_path, "".join(f'[t{n}]\ntoken = "{token}"\n' for n, token in enumerate(tokens)))
+    gate = gate_of(
+        tmp_path, "".join(f'[t{n}]\ntoken = "{token}"\nscopes = {SCOPES}\n' for n, token in enumerate(tokens))
+    )
 
     def signed_in(token: str) -> dict[str, Any]:
         return scope(cookie=cookie_of(gate.sign_in(token, scope())[1]))
@@ -504,5 +628,5 @@ def test_others_need_tokens(address: str) -> None:
     """Unless it was said in so many words that they do not."""
     access.refuse_unprotected(address, has_tokens=True, insecure=False)
     access.refuse_unprotected(address, has_tokens=False, insecure=True)
-    with pytest.raises(ConfigError, match="teleloader-server token trainer >> "):
+    with pytest.raises(ConfigError, match="teleloader-server token add trainer --file "):
         access.refuse_unprotected(address, has_tokens=False, insecure=False)

@@ -1,0 +1,135 @@
+"""Tokens in error reports: no local variable of a traceback's frames shows them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import ConfigError, serve
+from teleloader_shared.errors import ServerUnavailable, Unauthorized
+from teleloader_shared.secret import Secret
+from tests.client.fake_server import fake_server
+
+TOKEN = "tl_the-token-of-these-tests"
+
+
+def reported(error: BaseException) -> str:
+    """Return what an error reporter shows of an error: its text, and the repr of all locals but those of this file."""
+    parts = [repr(error)]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename != __file__:
+            names = ", ".join(f"{name}={value!r}" for name, value in frame.f_locals.items())
+            parts.append(f"{frame.f_code.co_filename}:{line}: {names}")
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join([*parts, *([] if cause is None else [reported(cause)])])
+
+
+def connect_to_nobody() -> None:
+    """Let a request fail because nobody listens."""
+    RemoteDataset("http://127.0.0.1:9", token=TOKEN, reconnect_timeout=0)
+
+
+def pass_a_line_break() -> None:
+    """Give a token that cannot stand in a header."""
+    RemoteDataset("http://127.0.0.1:9", token=f"{TOKEN}\n")
+
+
+def pass_a_wrong_url() -> None:
+    """Let the construction fail before the token is looked at."""
+    RemoteDataset([], token=TOKEN)
+
+
+def present_a_wrong_token() -> None:
+    """Let a server refuse a token."""
+    with serve([1], num_workers=0, token=f"{TOKEN}-of-the-server") as url:
+        RemoteDataset(url, token=TOKEN)
+
+
+def lose_the_server() -> None:
+    """Let the server go in the middle of an epoch."""
+    with serve([1, 2], num_workers=0, token=TOKEN) as url:
+        batches = iter(DataLoader(RemoteDataset(url, token=TOKEN, reconnect_timeout=0.1), 1, output="numpy"))
+    list(batches)
+
+
+def receive_a_cut_response() -> None:
+    """Let a response end early."""
+
+    def hang_up(connection: Any) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")
+
+    with fake_server(lambda request: hang_up) as url:
+        list(DataLoader(RemoteDataset(url, token=TOKEN, reconnect_timeout=0.1), 1, output="numpy"))
+
+
+def serve_a_short_token() -> None:
+    """Give a server a token that is too short."""
+    with serve([1], token=TOKEN[:12]):
+        pass
+
+
+def serve_where_others_are() -> None:
+    """Let a server with a token fail to bind."""
+    with serve([1], token=TOKEN, host_address="192.0.2.1"):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the credentials of whoever runs the tests."""
+    for name in ("TOKEN", "TOKEN_FILE"):
+        monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (connect_to_nobody, ServerUnavailable),
+        (pass_a_line_break, ValueError),
+        (pass_a_wrong_url, ValueError),
+        (present_a_wrong_token, Unauthorized),
+        (lose_the_server, ServerUnavailable),
+        (receive_a_cut_response, ServerUnavailable),
+        (serve_a_short_token, ConfigError),
+        (serve_where_others_are, OSError),
+    ],
+)
+def test_no_local_variable_shows_a_token(fail: Callable[[], None], kind: type[Exception]) -> None:
+    """Error reporters and ``pytest --showlocals`` print locals of all frames, those of other packages included."""
+    with pytest.raises(kind) as raised:
+        fail()
+    report = reported(raised.value)
+    assert "site-packages" in report or "teleloader" in report
+    assert TOKEN[:12] not in report
+
+
+def test_a_token_file_that_is_refused_shows_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with a token and more holds the token all the same."""
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\nsecond line\n")
+    monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(file))
+    with pytest.raises(ValueError, match="expected letters, digits") as raised:
+        RemoteDataset("http://127.0.0.1:9")
+    assert TOKEN not in reported(raised.value)
+
+
+def test_a_dataset_whose_construction_failed_has_a_repr() -> None:
+    """An error report prints `self` of the frame in which it failed."""
+    for fail in (connect_to_nobody, pass_a_wrong_url, pass_a_line_break):
+        with pytest.raises((ServerUnavailable, ValueError)) as raised:
+            fail()
+        frames = [frame for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+        dataset = next(found for frame in frames if isinstance(found := frame.f_locals.get("self"), RemoteDataset))
+        assert repr(dataset) == "<RemoteDataset, not connected>"
+
+
+def test_a_secret_is_sent_as_a_string_and_shown_as_none() -> None:
+    """Formatting gives the text, because headers are made of it; repr does not, in containers neither."""
+    secret = Secret("text")
+    assert f"{secret}" == str(secret) == "text"
+    assert "text" not in f"{secret!r} {[secret]} { {'key': secret} }"
