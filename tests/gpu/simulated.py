@@ -105,6 +105,11 @@ class Block:
         self.users: set[Queue] = set()
         """Streams that ``record_stream`` named."""
 
+    def overwrite(self) -> bool:
+        """Destroy what the block holds."""
+        self.data.fill(GARBAGE)
+        return True
+
     @property
     def address(self) -> int:
         """Of its first byte."""
@@ -224,9 +229,9 @@ class Machine:
         self.freed.remove(block)
         block.uses.clear()
         if block.stream is None:
-            block.data.fill(GARBAGE)  # what the next response would do
+            block.overwrite()  # as the next response would do
         else:
-            block.stream.operations.append(lambda: block.data.fill(GARBAGE) is None)  # what the next kernel would do
+            block.stream.operations.append(block.overwrite)  # as the next kernel would do
         self.free[block.stream, len(block.data)].append(block)
         return True
 

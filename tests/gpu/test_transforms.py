@@ -183,7 +183,8 @@ def test_an_interruption_loses_no_batch(gpu: Any, error: Any) -> None:
 
     with serve([{"k": np.int64(k)} for k in range(7)], num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, device=gpu.name, device_transform=transform, device_ahead=3)
-        batches, seen = iter(loader), []
+        batches = iter(loader)
+        seen: list[int] = []
         while len(seen) < 7:
             try:
                 seen.append(next(batches))
