@@ -288,11 +288,13 @@ class LoaderIterator:
         frame = arrived.frame
         if isinstance(frame.content, Failure):
             return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
-        batch = frame.content if current.stager is None else current.stager.use(frame)
-        if current.transform is None:
-            return Delivery(frame, batch)
         try:
-            return Delivery(frame, current.transform(batch))
+            batch = frame.content if current.stager is None else current.stager.use(frame)
+            return Delivery(frame, batch if current.transform is None else current.transform(batch))
+        except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
+            stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
+            stopped.__cause__ = error
+            return Delivery(frame, error=stopped)
         except BaseException as error:
             if isinstance(error, Exception) and not is_out_of_memory(error):
                 return Delivery(frame, error=error)

@@ -109,6 +109,8 @@ class Source:
             if self._wanted.device is not None:
                 self._wanted.device.enter_thread()
             self._receive_epoch()
+        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait for ever
+            self._inbox.fail(error)
         finally:
             self._drop_connections()
 

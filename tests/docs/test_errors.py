@@ -493,10 +493,9 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device="cuda", output="numpy"))
 
 
-@meets("A transform without a device")
+@meets("A sharding without JAX arrays")
 def _(server: ServerProcess) -> str:
-    need("torch")
-    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device_transform=len))
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), output="numpy", sharding="data"))
 
 
 @meets("A wrong number of batches on the device")

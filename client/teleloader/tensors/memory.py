@@ -2,8 +2,9 @@
 
 Ordinary memory comes from a pool that recycles it. Page-locked memory must not: a copy to an accelerator with
 ``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's own allocator knows when such a
-copy is done: it records an event for each copy whose source lies in a storage of its own, and reuses the block after
-that. So pinned batches are tensors of the very storage that torch allocated, and nothing here holds or recycles it.
+copy is done. It notes the stream of each copy whose source lies in a storage of its own, and reuses the block after
+what that stream had queued. So pinned batches are tensors of the very storage that torch allocated, and nothing here
+holds or recycles it.
 """
 
 from __future__ import annotations
