@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from teleloader.control import Server, error_of
+from teleloader.control import MAX_PROBLEM_BYTES, Server, error_of, parse_retry_after
 from teleloader.session import Range
 from teleloader.tracing import AskTrace
 from teleloader_shared.buffers import Buffer, BufferPool
@@ -38,7 +38,6 @@ KEEPALIVE_OPTIONS: Final = (
 """Names in `socket`, of which each system has some."""
 # unlike the default selector of Linux and macOS it needs no descriptor of its own, which forked processes would share
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
-MAX_PROBLEM_BYTES: Final = 64 * 1024
 MAX_HEAD_BYTES: Final = 128 * 1024
 """Bytes of an answer besides its body: a server could send headers, or say "100 Continue", without end."""
 LEAST_RATE: Final = 1024
@@ -200,7 +199,10 @@ class BatchConnection:
                 raise ConnectionError("the token was replaced")
             if answer.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
-                raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below)
+                raise error_of(
+                    answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below,
+                    retry_after=parse_retry_after(answer.getheader("Retry-After", "")),
+                )  # fmt: skip
             size = answer.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(
@@ -237,7 +239,7 @@ class BatchConnection:
                 if self._has_begun(arriving):
                     return
                 continue
-            if not self._server.is_alive():
+            if not self._server.is_alive() and not self._arrival.select(0):
                 raise ServerUnavailable(f"{self._server.url} has sent nothing for {self._server.timeout:g} s")
         raise SilentConnection
 
