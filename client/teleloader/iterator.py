@@ -26,6 +26,7 @@ from teleloader.state import Position
 from teleloader.tensors.devices import is_out_of_memory
 from teleloader_shared.codec import Address, End, Failure, Frame
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -432,4 +433,4 @@ def _leave() -> None:
 # what is registered last is called first: before the servers of objects of this process end, which are finalizers too
 weakref.finalize(Pass, lambda: None)
 atexit.register(_leave)
-os.register_at_fork(after_in_child=_passes.clear)
+after_fork_in_child(_passes.clear)

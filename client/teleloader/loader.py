@@ -379,8 +379,6 @@ class DataLoader:
         spec = self._spec_of_pass(order, session)
         server, registered = self._remote.register(spec)
         spec = replace(spec, fingerprint=registered.fingerprint)
-        if registered.key != spec.key:
-            raise ProtocolError(f"{self._remote!r} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
         progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from reprlib import repr as short
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgpack
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from teleloader_shared import dtypes
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
 from teleloader_shared.spec import Compression
+from teleloader_shared.text import short
 from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, unflatten
 
 MAGIC: Final = b"TLF1"
@@ -315,7 +315,7 @@ def _decode(memory: Memory, max_bytes: int) -> Frame:
     try:
         header = msgpack.unpackb(raw[PROLOGUE_SIZE:end], strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header of a frame is not msgpack: {error!r}") from None
+        raise ProtocolError(f"the header of a frame is not msgpack: {type(error).__name__}") from None
     match header:
         case {"loader": str(loader), "epoch": int(epoch), "batch": int(batch)}:
             address = Address(loader, epoch, batch)
@@ -415,7 +415,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
         array, values, string, magic, size_type, size, flag, digest_type, digest, header_type, header_size
     ) = _PROLOGUE.unpack_from(raw, start)  # fmt: skip
     if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
-        raise ProtocolError(f"not a frame of this protocol version: it begins with {bytes(raw[start : start + 10])!r}")
+        raise ProtocolError(f"not a frame of this protocol version: it begins with {raw[start : start + 10].hex()}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
         raise ProtocolError("the prologue of a frame has values of other types than the format states")
     if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
