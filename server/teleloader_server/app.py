@@ -105,10 +105,10 @@ class Server(uvicorn.Server):
         limits = service.client_limits
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
-        self._watch = Watch(limits)
+        self.gate = gate or Gate()
+        self._watch = Watch(limits, self.gate)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
-        self.gate = gate or Gate()
         super().__init__(
             uvicorn.Config(
                 Identified(create_app(service, self.gate)),
