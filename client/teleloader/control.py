@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import json
 import logging
 import socket
@@ -141,9 +143,12 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float, credentials: Credentials | None = None) -> None:
-        self.url = str(_parsed(url)).rstrip("/")
+        parsed = _parsed(url)
+        self.url = str(parsed).rstrip("/")
         self.timeout = timeout
         self.credentials = Credentials() if credentials is None else credentials
+        if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
+            _warn_of_clear_token(self.url)
         self.trouble: type[Exception] | None = None
         """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
         self.is_identified = False
@@ -400,6 +405,25 @@ def _parsed(url: object) -> httpx.URL:
             "token= or by TELELOADER_TOKEN"
         )
     return parsed
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a host of a URL is this machine, without a look-up of its name."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+@functools.cache  # once for each server, however many datasets are made of it
+def _warn_of_clear_token(url: str) -> None:
+    logger.warning(
+        "the token for %s is sent in clear, because http:// has no TLS: everybody on the network path can read and use "
+        "it. Start the server with --ssl-certfile and write https://",
+        url,
+    )
 
 
 def _without_secrets(url: object) -> str:

@@ -20,7 +20,7 @@ from teleloader_server.api_http import address_of, index_lists, joined, ready_fr
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
 from teleloader_server.gate import Gate, enter
-from teleloader_server.problems import Refusal, problem_of
+from teleloader_server.problems import REFUSED, Refusal, problem_of
 from teleloader_server.service import LoaderService
 from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
 from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
@@ -167,6 +167,8 @@ class Conversation:
         message = await self._socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect
+        if REFUSED in message:
+            raise message[REFUSED]
         content: bytes | None = message.get("bytes")
         if content is None:
             raise InvalidSpec("an ask must be a binary message, was text")
@@ -201,7 +203,13 @@ def make_stream_router(service: LoaderService, holdings: Holdings) -> APIRouter:
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
-        await socket.accept()  # refusals are told as everything else is, in a message
+        try:
+            # before it is accepted: a stranger gets a response, and the server reads no message of a stranger
+            await enter(socket, READ)
+        except (TeleloaderError, Refusal) as error:
+            await socket.send_denial_response(problem_of(error))
+            return
+        await socket.accept()  # later refusals are messages
         await Conversation(socket, service, key, holdings).run()
 
     return router

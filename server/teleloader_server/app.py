@@ -28,6 +28,7 @@ from teleloader_server.problems import DOCUMENTED, handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_server.tls import Renewal, TlsFiles
+from teleloader_server.uvicorn_members import check_members
 from teleloader_server.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
@@ -90,7 +91,7 @@ class Server(uvicorn.Server):
         tls: The certificate; None speaks plain HTTP.
 
     Raises:
-        ConfigError: When the limit of open files is too low for a server.
+        ConfigError: When the limit of open files is too low for a server, or uvicorn lacks a member that is needed.
     """
 
     def __init__(
@@ -102,13 +103,14 @@ class Server(uvicorn.Server):
         gate: Gate | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
+        check_members()
         limits = service.client_limits
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
-        self._watch = Watch(limits)
+        self.gate = gate or Gate()
+        self._watch = Watch(limits, self.gate)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
-        self.gate = gate or Gate()
         super().__init__(
             uvicorn.Config(
                 Identified(create_app(service, self.gate)),

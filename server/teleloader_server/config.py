@@ -19,8 +19,8 @@ DEFAULT_PORT: Final = 8000
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
-MIN_HEAD_BYTES: Final = 1024
-"""What a client of ours needs for its request line and headers, and some more."""
+_LEAST: Final = {"head_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
+"""Smallest values of limits: below them the server would refuse the requests of its own clients."""
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -140,6 +140,10 @@ class ClientLimits:
     """Those of them that come from one network address."""
     head_bytes: int = 64 * 2**10
     """Bytes of a request line and its headers."""
+    max_headers: int = 128
+    """Header fields of a request."""
+    max_unauthenticated_bytes: int = 128 * 2**20
+    """Bytes of memory of all connections without an authenticated request; beyond it the oldest of them is closed."""
     head_seconds: float = 10.0
     """Seconds for a request line and its headers."""
     body_bytes: int = 64 * 2**20
@@ -187,8 +191,9 @@ class ClientLimits:
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
                 what = "a whole number" if field.type == "int" else "a number"
                 raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, was {value!r}")
-        if self.head_bytes < MIN_HEAD_BYTES:
-            raise ConfigError(f"head_bytes of [limits] must be at least {MIN_HEAD_BYTES}, was {self.head_bytes}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} of [limits] must be at least {least}, was {getattr(self, name)}")
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
