@@ -19,6 +19,7 @@ from teleloader.control import Server, Unreached
 from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
 from teleloader.output import array_maker, choose_output
+from teleloader.sampling import index_frame
 from teleloader_shared import codec, local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
@@ -160,7 +161,7 @@ class RemoteDataset:
         number, registered = self._register(spec)
         server, key = self.servers[number], registered.key
         try:
-            listed = None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
+            listed = None if indices is None else index_frame(Address(key, epoch, k), indices)
             raw = server.batch(key, epoch, k, listed, consumer=consumer)
             server.answered()
         finally:

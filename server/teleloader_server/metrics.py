@@ -464,4 +464,4 @@ def _no_array(bits: NDArray[Any], _dtype: str, _kind: str) -> Any:
 def _shown_indices(task: Task) -> list[int]:
     if task.spec.order == "client" and task.indices is None:
         return []  # its list was too long to be kept
-    return indices_of(task)[:MAX_SHOWN_INDICES]
+    return indices_of(task, MAX_SHOWN_INDICES)
