@@ -210,6 +210,24 @@ def test_a_token_ends_what_waits_when_it_expires(
         assert "has expired" in waiting.answer().problem["detail"]
 
 
+# -- what is told of whom
+
+
+def test_stats_tell_consumers_of_different_tokens_apart(start_server: StartServer, table: TokenTable) -> None:
+    """Clients choose the names of consumers, so two tokens may use the same name for the same loader and epoch."""
+    tokens = {name: table.add(name) for name in ("first", "second")}
+    server = start_server(f"{HOSTED}numbers", "--num-workers", "1", "--tokens", table.write())
+    for count, token in enumerate(tokens.values(), 1):
+        with client_of(server.url, token) as client:
+            key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
+            for k in range(count):
+                path = f"/v1/loaders/{key}/epochs/0/batches/{k}"
+                assert client.get(path, headers={"Teleloader-Consumer": "trainer"}).status_code == 200
+            consumers = client.get("/stats").json()["consumers"]
+    found = {consumer["token"]: (consumer["consumer"], consumer["batches_sent"]) for consumer in consumers}
+    assert found == {"first": ("trainer", 1), "second": ("trainer", 2)}
+
+
 # -- all routes
 
 KEY = "0" * 32
