@@ -23,6 +23,8 @@ from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
 """Consumers in one answer, which has 1 MB then."""
+MAX_ACCEPT: Final = 1000
+"""Characters of the header Accept that are looked at: it is taken apart type by type."""
 MAX_WATCHERS: Final = 16
 """Streams of records at a time: each costs the server what as many requests would."""
 
@@ -133,7 +135,7 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     )
     @needs(STATS)
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
         records = await service.stats(caller_of(request), MAX_CONSUMERS)
         return Response(encode(exposed(records, service.counts)), media_type=content_type)
 

@@ -183,10 +183,11 @@ def test_requests_without_a_token_are_limited_by_address() -> None:
     with serve(Numbers(), num_workers=0, token=TOKEN, limits=limits) as url, ExitStack() as stack:
         owner, other = stack.enter_context(Raw(url)), stack.enter_context(Raw(url, source="127.0.0.2"))
         strangers = [stack.enter_context(Raw(url)) for _ in range(60)]
-        paths = ("/healthz", "/nothing", "/v1/datasets", "/", "/session", "/stats")
+        paths = ("/healthz", "/nothing", "/v1/datasets", "/", "/session", "/v1/loaders/x/stream", "/stats")
         for number, stranger in enumerate(strangers):
+            path = paths[number % len(paths)]
             wrong = b"Authorization: Bearer not-one-of-the-tokens\r\n" if number % 2 else b""
-            stranger.ask(paths[number % len(paths)], wrong)
+            stranger.ask(path, wrong + (HANDSHAKE if path.endswith("stream") else b""))
         valid = f"Authorization: Bearer {TOKEN}\r\n".encode()
         assert [owner.get("/v1/datasets", valid).status for _ in range(50)] == [200] * 50
         assert other.get("/healthz").status == 200
@@ -194,6 +195,12 @@ def test_requests_without_a_token_are_limited_by_address() -> None:
         assert len(refused) >= 20
         assert "max_unauthenticated_requests_per_second" in refused[0].problem["detail"]
         assert all(answer.headers["retry-after"] for answer in refused)
+
+
+HANDSHAKE = (
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
 
 
 def test_a_server_without_tokens_has_no_strangers() -> None:
