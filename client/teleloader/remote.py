@@ -16,7 +16,8 @@ from teleloader.backoff import Backoff
 from teleloader.control import Server, Unreached
 from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
-from teleloader_shared import codec, local
+from teleloader.sampling import index_frame
+from teleloader_shared import local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import (
     DatasetChanged,
@@ -166,7 +167,7 @@ class RemoteDataset:
         number, registered = self._register(spec)
         server, address = self.servers[number], Address(registered.key, epoch, k)
         try:
-            listed = None if indices is None else codec.to_bytes(address, indices)
+            listed = None if indices is None else index_frame(address, indices)
             frame = server.batch(address, listed, consumer=consumer)
             server.answered()
         finally:

@@ -22,8 +22,8 @@ from teleloader_server.api_websocket import make_stream_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
-from teleloader_server.gate import Gate
-from teleloader_server.pace import Pace
+from teleloader_server.gate import Authentication, Gate
+from teleloader_server.pace import AddressLimit, Pace
 from teleloader_server.problems import DOCUMENTED, handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
@@ -67,10 +67,13 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
         responses=DOCUMENTED,
     )
     app.state.gate = gate or Gate()
-    app.state.gate.dataset_of = service.dataset_of
+    app.state.gate.on_change = service.tokens_changed
     app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
+    unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
+    app.add_middleware(Authentication, gate=app.state.gate, limit=unauthenticated)
     app.include_router(make_access_router(app.state.gate))
-    holdings = Holdings(service.client_limits.held_bytes, lambda: len(app.state.gate.tokens.entries) > 1)
+    service.is_shared = lambda: len(app.state.gate.tokens.entries) > 1
+    holdings = Holdings(service.client_limits.held_bytes, service.is_shared)
     app.include_router(make_router(service, holdings))
     app.include_router(make_stream_router(service, holdings))
     app.include_router(make_status_router(service))

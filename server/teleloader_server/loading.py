@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_server import index_lists
 from teleloader_server.datasets import HostedDataset
 from teleloader_server.shards import Shard
 from teleloader_server.worker_info import was_asked
-from teleloader_shared import codec
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Address, End, Failure, FrameWriter
 from teleloader_shared.plan import Plan
 from teleloader_shared.seeding import derive
@@ -109,7 +109,7 @@ class Loading:
                 samples = shard.fetch(task.address.batch // task.spec.shards)
                 shard_state = shard.state()
             else:
-                indices, padding = self._indices(task)
+                indices, padding = self._indices(hosted, task)
                 samples = self._fetch(hosted, task, indices)
             fetched = collated = time.perf_counter()
             if samples is None:
@@ -131,10 +131,13 @@ class Loading:
         )  # fmt: skip
         return writer.nbytes, report
 
-    def _indices(self, task: Task) -> tuple[Indices, int]:
+    def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
         """What the batch holds, and how many of it are padding."""
         if task.indices is not None:
-            return _listed(task.spec, task.indices), 0
+            listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
+            if hosted.info.indices == "integers":
+                index_lists.check_range(listed, hosted.info.length, hosted.info.name)
+            return listed, 0
         if task.spec.order == "client":
             raise RuntimeError(
                 "the server does not know what this batch holds: a bug, and it must not make another one"
@@ -210,30 +213,14 @@ class Loading:
         )
 
 
-def indices_of(task: Task) -> list[int]:
-    """What a batch holds, as far as it can be numbered: [] for an iterable-style dataset."""
+def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
+    """The first `count` indices of a batch, as far as they are integers: [] for an iterable-style dataset."""
     if task.indices is not None:
-        return _numbers(_listed(task.spec, task.indices))
+        return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
         return []
-    return _numbers(Plan(task.spec, task.length, task.address.epoch)[task.address.batch])
-
-
-def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
-    """The client's list; for ``batch_size=None`` whatever its sampler gave is one index."""
-    content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
-    return [content] if spec.batch_size is None else list(content)
-
-
-class IndexMemory(codec.Bits):
-    """Memory of an index list: a tensor of indices becomes a list of integers."""
-
-    __slots__ = ()
-
-    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the list, or the array."""
-        bits = super().leaf(offset, dtype_name, shape, kind)
-        return bits.tolist() if kind == "tensor" else bits
+    found: list[int] = Plan(task.spec, task.length, task.address.epoch).first(task.address.batch, count).tolist()
+    return found
 
 
 def _as_list(indices: Indices) -> list[Any]:
@@ -257,9 +244,8 @@ def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
     except Exception:  # noqa: BLE001 - as above
         text = f"{name}: {message}\n"
     return Failure(
-        type=_utf8(name), message=_utf8(message[:MAX_TEXT]), traceback=_utf8(_cut(text)),
-        indices=_numbers(indices), worker=worker,
-    )  # fmt: skip
+        type=name, message=message[:MAX_TEXT], traceback=_cut(text), indices=_numbers(indices), worker=worker
+    )
 
 
 def _cut(text: str) -> str:
@@ -320,7 +306,3 @@ def _collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[
     if hosted.gives_batches(name):
         return len(indices), hosted.convert_sample(samples[0], name)
     return len(samples), hosted.collate_batch(samples, name)
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

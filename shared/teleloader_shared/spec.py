@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
@@ -112,6 +113,12 @@ class LoaderSpec:
             )
 
     @property
+    def memory(self) -> int:
+        """Bytes of memory that the spec takes, and what a server keeps with it."""
+        texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session)
+        return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
+
+    @property
     def shards(self) -> int:
         """Into how many shards an iterable-style dataset is divided: without workers it is one pass."""
         return max(1, self.num_workers)
@@ -122,11 +129,9 @@ class LoaderSpec:
         if not isinstance(fields, Mapping):
             raise InvalidSpec(f"a loader spec must be a JSON object, was {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in fields if name not in known]
-        if unknown:
-            raise InvalidSpec(
-                f"unknown field {_shown(unknown[0])} in the loader spec; the fields are {', '.join(known)}"
-            )
+        unknown = next((name for name in fields if name not in known), None)
+        if unknown is not None:
+            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec; the fields are {', '.join(known)}")
         if "dataset" not in fields:
             raise InvalidSpec("the loader spec must name a dataset; GET /v1/datasets lists those that are hosted")
         return cls(**fields)
@@ -145,6 +150,8 @@ class LoaderSpec:
         return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
 
 
+_RECORD_BYTES: Final = 2048
+"""What a spec takes besides its strings."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

@@ -11,6 +11,7 @@ from teleloader import RemoteDataset, UnknownDataset
 from teleloader.control import Server
 from teleloader.credentials import Credentials
 from teleloader_server import serve
+from teleloader_shared.secret import Secret
 
 NO_URLS: list[Any] = [
     "", "http://", "https://", "http:///train", "ftp://cpu-box", "cpu-box:8000", "//cpu-box", "http://[::1",
@@ -77,7 +78,7 @@ def test_a_token_in_clear_is_warned_of(
     for name in ("TELELOADER_TOKEN", "TELELOADER_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        Server(url, 1.0, Credentials(token))
+        Server(url, 1.0, Credentials(None if token is None else Secret(token)))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == lines
     assert all(f"the token for {url} is sent in clear" in line and "a-token" not in line for line in warnings)

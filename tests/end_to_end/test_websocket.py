@@ -290,7 +290,7 @@ def test_index_lists_that_are_kept_have_a_limit(
         gate.touch()
         assert [frame.address.batch for frame in frames(socket, 30)] == list(range(30))
         assert not refused()
-        socket.send(codec.to_bytes(Address(key, 0, 30), [1] * 20_000, checksum=False))
+        socket.send(codec.to_bytes(Address(key, 0, 30), np.ones(2000, np.int64), checksum=False))
         problem, code = refusal(socket)
         assert (problem["code"], code) == ("ServerUnavailable", 1012)
         assert "held_bytes" in problem["detail"]
