@@ -271,7 +271,9 @@ class LoaderService:
         return session
 
     def _drop_loader(self, key: str) -> None:
-        self._loaders.pop(key).account.counts["loaders"] -= 1
+        known = self._loaders.pop(key)
+        known.account.counts["loaders"] -= 1
+        known.loader.engine.forget_loader(key)
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
