@@ -279,7 +279,7 @@ def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
 
 
 @pytest.mark.usefixtures("short_stops")
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN], ids=lambda number: number.name)
 @pytest.mark.parametrize("session", [False, True])
 def test_a_batch_that_stops_each_worker_is_an_error(number: signal.Signals, session: bool) -> None:
     """A batch whose code stops its worker is given up after three workers that had only this batch, as for an exit."""

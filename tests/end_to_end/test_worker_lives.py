@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,8 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset, WorkerDied
 from teleloader_server import get_worker_info, pool_processes, serve, worker
+from teleloader_server.arena import Mapping
+from teleloader_server.dispatcher import MAX_ATTEMPTS
 from tests.conftest import StartServer
 from tests.end_to_end.hosted import Samples
 from tests.end_to_end.test_worker_faults import arrived, count, eventually, loader_of, shared_counter, stats_of
@@ -108,6 +111,28 @@ def test_a_persistent_worker_is_replaced_in_the_random_state_of_its_epoch() -> N
     assert len({str(epoch) for epoch in whole}) == 3
 
 
+def test_workers_of_different_loaders_do_not_share_the_epoch_of_a_dataset() -> None:
+    """A dataset may hold its epoch in memory that forks share, as Hugging Face's: each worker has a copy of its own."""
+    torch = pytest.importorskip("torch")
+    both_are_told = multiprocessing.get_context("fork").Barrier(2)
+
+    class Shared:
+        def __init__(self) -> None:
+            self.epoch = torch.tensor(-1).share_memory_()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch.fill_(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            both_are_told.wait(60)
+            yield int(self.epoch)
+
+    with serve(Shared(), num_workers=1) as url:
+        loaders = [loader_of(url, num_workers=1) for _ in range(2)]
+        loaders[1].set_epoch(2)
+        assert [arrived(batches) for batches in [iter(loader) for loader in loaders]] == [[[0]], [[2]]]
+
+
 # --- The machine has no descriptors left ---------------------------------------------------------------------------
 
 
@@ -178,6 +203,43 @@ def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None
             gate.set()
             with pytest.raises(WorkerDied, match=r"RLIMIT_NOFILE is [0-9,]+ of at most .*ulimit -n"):
                 next(batches)
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_lack_of_descriptors_is_never_the_fault_of_a_batch(monkeypatch: pytest.MonkeyPatch, session: bool) -> None:
+    """A batch may be lost for it more often than it may end its workers: it is computed again, and arrives."""
+    tries = []
+
+    def mapped(fd: int, size: int) -> Any:
+        tries.append(size)
+        if len(tries) <= MAX_ATTEMPTS + 2:
+            os.close(fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return Mapping(fd, size)
+
+    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    with serve(Samples(large, 3), num_workers=1) as url:
+        batches = list(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
+    assert [int(batch[0]) for batch in batches] == [0, 1, 2]
+    assert len(tries) > MAX_ATTEMPTS + 2
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_batch_that_lacks_descriptors_for_too_long_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, session: bool
+) -> None:
+    """`WorkerDied` names the resource after the time that a batch may take, although workers can be started."""
+
+    def mapped(fd: int, size: int) -> Any:
+        os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    with serve(Samples(large, 1), num_workers=1, batch_timeout=0.5) as url:
+        (error,) = arrived(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
+    assert isinstance(error, WorkerDied)
+    assert "RLIMIT_NOFILE" in str(error)
+    assert "until its time was over" in str(error)
 
 
 def test_a_loader_of_an_object_names_the_descriptors_that_it_lacks() -> None:
