@@ -321,7 +321,7 @@ class Engine:
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
         """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
         self.tally.worker_lost()
-        given_up = self._dispatcher.worker_lost(worker, loss.blame)
+        given_up = self._dispatcher.worker_lost(worker, loss.blame, loss.overdue)
         for task in tasks:
             if task.address not in given_up:
                 self.tally.retried(task.spec.dataset)
@@ -374,8 +374,13 @@ class Engine:
         for key in self._loaders.keys() - in_use:
             del self._loaders[key]
             self._dispatcher.forget_loader(key)
+            self._pool.forget(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
+
+    def forget_loader(self, key: str) -> None:
+        """Have the workers forget a loader that is not registered any more."""
+        self._pool.forget(key)
 
     def wake(self) -> None:
         """What kept a batch from being begun may have gone."""
@@ -443,4 +448,6 @@ def _told_of(loss: Loss) -> tuple[type[TeleloaderError], str]:
     """The error that stands in the place of a batch that is given up."""
     if isinstance(loss.blame, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
+    if loss.blame == "machine":
+        return WorkerDied, f"DataLoader {loss.reason}. The batch was computed again until its time was over"
     return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"

@@ -324,6 +324,7 @@ class LoaderService:
         known = self._loaders.pop(key)
         known.account.counts["loaders"] -= 1
         self._specs.give_back(known.account.name, known.memory)
+        known.loader.engine.forget_loader(key)
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.units import counted
 
 Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
@@ -21,8 +22,8 @@ MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
-MAX_STATE: Final = 16 * 1024
-"""Characters of a shard's state, which travels with each of its batches."""
+MAX_STATES: Final = 768 * 1024
+"""Characters of the states of all shards together, each of which may have an equal part: one spec holds them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +177,11 @@ def _states(value: object, count: int) -> tuple[str | None, ...]:
     """As a tuple, because a spec can be a key."""
     if not isinstance(value, list | tuple) or len(value) != count:
         raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
-    if not all(state is None or (isinstance(state, str) and len(state) <= MAX_STATE) for state in value):
+    limit = MAX_STATES // count
+    if not all(state is None or (isinstance(state, str) and len(state) <= limit) for state in value):
         raise InvalidSpec(
-            f"shard_states must hold nulls and strings of up to {MAX_STATE:,} characters, was {_shown(value)}"
+            f"shard_states must hold nulls and strings of up to {limit:,} characters ({MAX_STATES:,} for all "
+            f"{counted(count, 'shard')}), was {_shown(value)}"
         )
     return tuple(value)
 

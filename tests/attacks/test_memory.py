@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server that requires a token. Each test has its own: memory that is kept hides what is taken again."""
     tokens = tmp_path / "tokens.toml"
     tokens.touch(0o600)
-    tokens.write_text(f'[trainer]\ntoken = "{TOKEN}"\n')
+    tokens.write_text(f'[trainer]\ntoken = "{TOKEN}"\nscopes = ["read", "stats"]\n')
     running = ServerProcess(
         "--port", "0", "tests.end_to_end.hosted:numbers", "--num-workers", "1", "--tokens", str(tokens),
         "--limit", f"max_unauthenticated_bytes={UNAUTHENTICATED}", "--limit", f"held_bytes={HELD}",
