@@ -43,7 +43,7 @@ class Copying:
 
     def prepare(self, setting: Setting) -> tuple[int, Callable[[Step, Rounds], Outcome]]:
         """Return the steps of a round, one for each size, and the function that measures."""
-        sizes = QUICK_SIZES if setting.quick else SIZES
+        sizes = QUICK_SIZES if setting.quick else SIZES if setting.accelerator.is_gpu else SIZES[:-1]
         return len(sizes), partial(self._run, setting, sizes)
 
     def _run(self, setting: Setting, sizes: Sequence[int], step: Step, rounds: Rounds) -> Outcome:
