@@ -210,6 +210,10 @@ def _measure(
         for number, measurement in enumerate(chosen):
             weight = measurement.weight / sum(each.weight for each in chosen[number:])
             now = time.monotonic()
+            if now > deadline:
+                report.errors[measurement.name] = f"not measured: the limit of {options.minutes:g} minutes was over"
+                report.write()
+                continue
             rounds = Rounds(options.rounds, now + weight * (deadline - now))
             steps, run = measurement.prepare(setting)
             bar = progress.add_task(measurement.name, total=steps * options.rounds)

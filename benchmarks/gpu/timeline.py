@@ -30,9 +30,11 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, *, is_gpu: bool, devi
     rounds = {row["contender"]: row["rounds"][0] for row in results if row.get("rounds")}
     names = [name for name in SHOWN if name in rounds]
     figure, axes = plt.subplots(len(names), 1, figsize=(10, 1.5 * len(names) + 1), sharex=True, squeeze=False)
+    ends = []
     for axis, name in zip(axes[:, 0], names, strict=True):
-        _lanes(axis, rounds[name])
+        ends.append(_lanes(axis, rounds[name]))
         axis.set_title(f"{name} (control)" if name == NOT_AHEAD else name, loc="left", fontsize="medium")
+    axes[-1, 0].set_xlim(0, max(ends))
     axes[-1, 0].set_xlabel("time, ms")
     clock = f"{device}, CUDA events" if is_gpu else "CPU fallback, host clock: no figures of a GPU"
     figure.suptitle(f"Copies to the device and computation\n{clock}", fontsize="medium")
@@ -41,8 +43,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, *, is_gpu: bool, devi
     plt.close(figure)
 
 
-def _lanes(axis: Any, turn: Mapping[str, Any]) -> None:
-    """Draw copies above computation, from the first shown step on."""
+def _lanes(axis: Any, turn: Mapping[str, Any]) -> float:
+    """Draw copies above computation, from the first shown step on; return the last time."""
     compute = turn["compute_spans_ms"][: STEPS + 1]
     origin, end = compute[0][0], compute[-1][1]
     copies = [span for span in turn["copy_spans_ms"] if span[0] < end]
@@ -51,7 +53,7 @@ def _lanes(axis: Any, turn: Mapping[str, Any]) -> None:
         axis.broken_barh(bars, (height - 0.35, 0.7), facecolors=COLORS[label])
     axis.set_yticks([0, 1], ["computation", "copies"])
     axis.set_ylim(-0.6, 1.6)
-    axis.set_xlim(0, end - origin)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", linewidth=0.4, alpha=0.6)
     axis.set_axisbelow(True)
+    return float(end - origin)
