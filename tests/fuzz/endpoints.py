@@ -38,6 +38,8 @@ PATIENCE: Final = 10.0
 MOST_ANSWER: Final = 2**20
 ALLOWED: Final = 503
 """The one status of a server error that is documented for a server that is well."""
+UNSUPPORTED: Final = 505
+"""Status for a request line with another version of HTTP, which only raw bytes can have."""
 RAW_SHARE: Final = 10
 """A raw connection takes longer than an execution without a network, so there is one for so many that are asked for."""
 
@@ -133,7 +135,7 @@ def attack_raw(url: str, connections: int, seed: int) -> list[str]:
         data = random.choice((_broken_request, _broken_request, _broken_body))(random, keys)
         for status in exchange(url, data):
             attack.outcomes[f"status {status}" if status else "closed without an answer"] += 1
-            if status >= 500 and status != ALLOWED:
+            if status >= 500 and status not in (ALLOWED, UNSUPPORTED):
                 attack.findings.append(f"status {status} for {data[:400]!r} (connection {number} of seed {seed})")
     took = time.perf_counter() - began
     print(f"endpoints, raw sockets: {connections:,} connections in {took:.1f} s, {connections / took:,.0f} a second")
