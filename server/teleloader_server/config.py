@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
-from teleloader_shared.messages import IndexKind
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
@@ -22,6 +21,8 @@ DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
 _LEAST: Final = {"head_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
 """Smallest values of limits: below them the server would refuse the requests of its own clients."""
+
+IndexKind = Literal["integers", "any"]
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

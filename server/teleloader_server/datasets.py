@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from teleloader_server.collate import default_convert, lazy_collate, path_to_uncollatable
-from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
-from teleloader_shared.messages import DatasetInfo, IndexKind
+from teleloader_server.config import ConfigError, DatasetConfig, IndexKind, default_num_workers
+from teleloader_shared.messages import DatasetInfo
 
 _MAX_TEXT: Final = 64 * 1024
 
@@ -31,6 +31,8 @@ class HostedDataset:
     worker_init: Callable[[int], None] | None
     functions: Mapping[str, Callable[..., Any]]
     """What a client may choose in place of `collate` and `worker_init`, by name."""
+    indices: IndexKind = "any"
+    """See `DatasetConfig.indices`."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
         """The batch of `samples`, by the usual collate function or the one of that name."""
@@ -176,9 +178,10 @@ def host(
         functions=list(functions),
         seeding=seeding,
         cpus=default_num_workers(),
-        indices=indices,
     )
-    return HostedDataset(info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions)
+    return HostedDataset(
+        info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions, indices=indices
+    )
 
 
 def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:

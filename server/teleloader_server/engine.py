@@ -14,6 +14,7 @@ import numpy as np
 
 from teleloader_server import request_ids
 from teleloader_server.accounts import Account, Memory
+from teleloader_server.config import IndexKind
 from teleloader_server.demand import Ask, Consumer, Run
 from teleloader_server.dispatcher import Dispatcher
 from teleloader_server.loading import Report, Task, indices_of
@@ -24,7 +25,7 @@ from teleloader_server.tracing import AnswerTrace, Made
 from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import ConsumerReport, DatasetInfo, IndexKind
+from teleloader_shared.messages import ConsumerReport, DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 LONG_SECONDS: Final = 5.0
@@ -44,7 +45,7 @@ class Loader:
     """Batches in an epoch, or what none can have when only its end tells."""
     engine: Engine
     indices: IndexKind = "any"
-    """What an order of the client's own may hold, see `DatasetInfo.indices`."""
+    """What an order of the client's own may hold, see `DatasetConfig.indices`."""
 
 
 class ReadyFrame(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from teleloader_server.config import DatasetConfig, Limits
+from teleloader_server.config import DatasetConfig, IndexKind, Limits
 from teleloader_server.datasets import HostedDataset, open_datasets
 from teleloader_server.pool import Pool
 from teleloader_server.pool_inprocess import InProcessPool
@@ -26,6 +26,9 @@ class Host(Protocol):
 
     def infos(self) -> list[DatasetInfo] | None:
         """The datasets as they are now; None when they are what a shared pool says at its start, and stay so."""
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """The indices that a client may send for a dataset."""
 
     def shared_pool(self) -> Pool:
         """The pool of all loaders that have none of their own."""
@@ -50,6 +53,10 @@ class ConfiguredHost:
 
     def infos(self) -> None:
         """What the shared pool says."""
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """As configured."""
+        return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
         """Workers forked from a clean process that has built the datasets."""
@@ -106,6 +113,10 @@ class ObjectHost:
     def infos(self) -> list[DatasetInfo]:
         """The objects as they are now."""
         return [hosted.info for hosted in self._datasets().values()]
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """Any: an object of one's own process is indexed with what its sampler gives, as with torch."""
+        return "any"
 
     def shared_pool(self) -> Pool:
         """Workers that see the objects as they are when the first client without a session comes."""

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 
+from teleloader_server.config import IndexKind
 from teleloader_shared import codec, dtypes
 from teleloader_shared.codec import Address, Envelope
 from teleloader_shared.errors import InvalidSpec, ProtocolError
-from teleloader_shared.messages import IndexKind
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
@@ -44,7 +44,7 @@ class Rules(NamedTuple):
     """What the index lists of a loader may hold."""
 
     kind: IndexKind
-    """See `DatasetInfo.indices`."""
+    """See `DatasetConfig.indices`."""
     single: bool
     """Whether a batch is one sample (``batch_size=None``): then the frame holds its index in place of a list."""
     max_lists: int

@@ -197,7 +197,7 @@ class Loading:
         """What the batch holds, and how many of it are padding."""
         if task.indices is not None:
             listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
-            if hosted.info.indices == "integers":
+            if hosted.indices == "integers":
                 index_lists.check_range(listed, hosted.info.length, hosted.info.name)
             return listed, 0
         if task.spec.order == "client":

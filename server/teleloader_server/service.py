@@ -247,7 +247,7 @@ class LoaderService:
             engine = await self._engine_of(key, spec, info, account)
             if key not in self._loaders:  # nobody asked for the same meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
-                loader = Loader(key, spec, length, batches, engine, info.indices)
+                loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
                 self._loaders[key] = _Known(loader, info.length, account, memory)
                 account.counts["loaders"] += 1
                 memory = 0

@@ -53,6 +53,8 @@ class Shard:
         self._first_state: Any = None
         """State of the dataset after the first ``iter()``, before any sample."""
         self._iterator: Iterator[Any] | None = None
+        self._keepers: dict[str, Any] = {}
+        """The dataset and the iterator, as far as they keep a state."""
         self._was_loaded = False
         """Whether the dataset was given a saved state, so that iterating it does not begin at its beginning."""
         self._source: dict[str, Any] = {}
@@ -96,6 +98,7 @@ class Shard:
         The next batch is found by iterating again.
         """
         self._iterator = None
+        self._keepers = {}
         self._is_new = True
 
     def _move_before(self, number: int) -> None:
@@ -141,7 +144,10 @@ class Shard:
         iterator: Any = iter(self._dataset)
         if "iterator" in self._source:
             iterator.load_state_dict(copy.deepcopy(self._source["iterator"]))
-        if not self._source and self._first_state is None and is_stateful(self._dataset):
+        self._keepers = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
+        if iterator is not self._dataset and is_stateful(iterator):
+            self._keepers["iterator"] = iterator
+        if not self._source and self._first_state is None and "dataset" in self._keepers:
             # only now: many datasets have a state no sooner than their iteration has begun, some not even here
             with suppress(Exception):
                 self._first_state = copy.deepcopy(self._dataset.state_dict())
@@ -153,14 +159,10 @@ class Shard:
         As in torchdata the dataset may keep its state, or its iterator, or both. None where neither does, or before
         the iteration has begun.
         """
-        states: dict[str, Any] = {}
         if self._iterator is None:
             states = {name: state for name, state in self._source.items() if name in ("dataset", "iterator")}
         else:
-            kept: dict[str, Any] = {"dataset": self._dataset}
-            if self._iterator is not self._dataset:
-                kept["iterator"] = self._iterator
-            states = {name: keeper.state_dict() for name, keeper in kept.items() if is_stateful(keeper)}
+            states = {name: keeper.state_dict() for name, keeper in self._keepers.items()}
         if not states:
             return None
         place = {"next": self.next, "samples": self.samples, "ended": self._ended}
