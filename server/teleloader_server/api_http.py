@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -201,27 +201,35 @@ def _concatenated(frames: list[Lease]) -> memoryview:
     return np.concatenate(frames, out=_writes.take(sum(map(len, frames)))).data
 
 
-def make_router(service: LoaderService, holdings: Holdings) -> APIRouter:
-    """The endpoints of `service`; the bodies of their requests count among `holdings`."""
+def service_of(connection: HTTPConnection) -> LoaderService:
+    """Return the service of the application that handles a request.
+
+    Endpoints find their state here and not in a closure: FastAPI keeps endpoint functions in caches of its modules,
+    which outlive the server, and a closure would keep the hosted dataset in memory with them.
+    """
+    return cast("LoaderService", connection.app.state.service)
+
+
+def make_router() -> APIRouter:
+    """Return the endpoints for loaders and batches; they use `service` and `holdings` of the application's state."""
     router = APIRouter(route_class=GuardedRoute)
-    bodies = Bodies(service.client_limits, holdings)
-    _add_loaders(router, service, bodies)
-    _add_batches(router, service, bodies)
+    _add_loaders(router)
+    _add_batches(router)
     return router
 
 
-def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
+def _add_loaders(router: APIRouter) -> None:
 
     @router.get(DATASETS_PATH, summary="The datasets that are hosted")
     @needs(READ)
     async def datasets(request: Request) -> list[DatasetInfo]:
         scopes = principal_of(request).scopes
-        return [info for info in service.datasets.values() if allows(scopes, READ, info.name)]
+        return [info for info in service_of(request).datasets.values() if allows(scopes, READ, info.name)]
 
     @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
     @needs(READ)
-    async def dataset(name: str) -> DatasetInfo:
-        return service.dataset(name)
+    async def dataset(request: Request, name: str) -> DatasetInfo:
+        return service_of(request).dataset(name)
 
     @router.post(
         LOADERS_PATH,
@@ -242,13 +250,13 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies.read(request, "spec_bytes") as body:
+        async with bodies_of(request).read(request, "spec_bytes") as body:
             spec = LoaderSpec.from_json(parsed_json(body))
         principal = principal_of(request)
         check(principal, READ, spec.dataset)
         if spec.in_process:  # it holds up everybody
             check(principal, ADMIN)
-        return await service.register(spec, principal)
+        return await service_of(request).register(spec, principal)
 
     @router.get(
         LOADERS_PATH + "/{key}",
@@ -256,7 +264,7 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
-        return service.registration(key, principal_of(request))
+        return service_of(request).registration(key, principal_of(request))
 
     @router.delete(
         LOADERS_PATH + "/{key}",
@@ -265,10 +273,10 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
     )
     @needs(READ)
     async def end(request: Request, key: str) -> None:
-        await service.end_session_of(key, principal_of(request))
+        await service_of(request).end_session_of(key, principal_of(request))
 
 
-def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
+def _add_batches(router: APIRouter) -> None:
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
         summary="One batch, as a frame",
@@ -280,7 +288,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
         consumer: Consumer = "", report: Report = "",
     ) -> Response:  # fmt: skip
-        principal = principal_of(request)
+        service, principal = service_of(request), principal_of(request)
         service.loader(principal, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
@@ -320,7 +328,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
             raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
-        said = said_with(request, report)
+        service, said = service_of(request), said_with(request, report)
         asked = service.batches(principal_of(request), who, key, epoch, start, stop, ahead, said=said)
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
@@ -340,9 +348,10 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
-        principal, limits = principal_of(request), service.client_limits
+        service, principal = service_of(request), principal_of(request)
+        limits = service.client_limits
         service.loader(principal, key, epoch, start)
-        async with bodies.read(request, "body_bytes") as body:
+        async with bodies_of(request).read(request, "body_bytes") as body:
             if len(body) < LARGE_BODY:
                 first, indices = index_lists(body, limits)
             else:
@@ -423,6 +432,12 @@ class Bodies:
             yield bytes(body)
         finally:
             self._holdings.give_back(owner, len(body))
+
+
+def bodies_of(request: Request) -> Bodies:
+    """Return the reader of request bodies of the application that handles a request."""
+    state = request.app.state
+    return Bodies(state.service.client_limits, state.holdings)
 
 
 def parsed_json(body: bytes) -> object:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.access import STATS, UNCHECKED, needs
-from teleloader_server.api_http import departure
+from teleloader_server.api_http import departure, service_of
 from teleloader_server.exposition import exposed
 from teleloader_server.gate import GuardedRoute, is_still_admitted, principal_of
 from teleloader_server.problems import Problem
@@ -66,22 +66,23 @@ class StatsStream(Response):
             self._watchers.pop(self, None)
 
 
-def make_status_router(service: LoaderService) -> APIRouter:
-    """The endpoints of `service` that tell how it does."""
+def make_status_router() -> APIRouter:
+    """Return the endpoints for statistics and probes.
+
+    They use the `service` of the application's state, and its `stats_streams`: the open streams of ``/stats``, with the
+    names of their principals.
+    """
     router = APIRouter(route_class=GuardedRoute)
-    _add_stats(router, service)
-    _add_probes(router, service)
+    _add_stats(router)
+    _add_probes(router)
     return router
 
 
-def _add_stats(router: APIRouter, service: LoaderService) -> None:
-    watchers: dict[StatsStream, str] = {}
-    """With the name of the principal whose they are."""
-
+def _add_stats(router: APIRouter) -> None:
     @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
     @needs(STATS)
-    async def stats(limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
-        return await service.stats(limit, offset)
+    async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
+        return await service_of(request).stats(limit, offset)
 
     @router.get(
         STATS_PATH + "/stream",
@@ -97,13 +98,14 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
         offset: Offset = 0,
     ) -> Response:
         name = principal_of(request).name
+        watchers: dict[StatsStream, str] = request.app.state.stats_streams
         most = MAX_WATCHERS // 2 if request.app.state.gate.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
                 f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "
                 "them to one principal: ask for /stats now and then"
             )
-        return StatsStream(service, watchers, name, limit, offset, interval)
+        return StatsStream(service_of(request), watchers, name, limit, offset, interval)
 
     @router.get(
         "/metrics",
@@ -114,11 +116,12 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     @needs(STATS)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        service = service_of(request)
         records = await service.stats(MAX_CONSUMERS)
         return Response(encode(exposed(records, service.counts)), media_type=content_type)
 
 
-def _add_probes(router: APIRouter, service: LoaderService) -> None:
+def _add_probes(router: APIRouter) -> None:
     @router.get(HEALTH_PATH, summary="The process answers")
     @needs(UNCHECKED)
     async def healthz() -> dict[str, str]:
@@ -126,7 +129,8 @@ def _add_probes(router: APIRouter, service: LoaderService) -> None:
 
     @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
     @needs(UNCHECKED)
-    async def readyz() -> Any:
+    async def readyz(request: Request) -> Any:
+        service = service_of(request)
         if service.ready:
             return {"status": "ready"}
         return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")

@@ -16,7 +16,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from teleloader_server.access import READ, needs
 from teleloader_server.accounts import Holdings
-from teleloader_server.api_http import address_of, index_lists, joined, ready_frames
+from teleloader_server.api_http import address_of, index_lists, joined, ready_frames, service_of
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
 from teleloader_server.gate import Gate, enter
@@ -194,14 +194,14 @@ class Conversation:
             pass  # nobody wants to know
 
 
-def make_stream_router(service: LoaderService, holdings: Holdings) -> APIRouter:
-    """The WebSocket of `service`; the lists that come there count among `holdings`."""
+def make_stream_router() -> APIRouter:
+    """Return the WebSocket endpoint; it uses the `service` and `holdings` of the application's state."""
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
         await socket.accept()  # refusals are told as everything else is, in a message
-        await Conversation(socket, service, key, holdings).run()
+        await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
 
     return router

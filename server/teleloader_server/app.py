@@ -68,11 +68,12 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
     app.state.gate = gate or Gate()
     app.state.gate.dataset_of = service.dataset_of
     app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
-    app.include_router(make_access_router(app.state.gate))
-    holdings = Holdings(service.client_limits.held_bytes, lambda: len(app.state.gate.tokens.entries) > 1)
-    app.include_router(make_router(service, holdings))
-    app.include_router(make_stream_router(service, holdings))
-    app.include_router(make_status_router(service))
+    app.state.service = service
+    app.state.holdings = Holdings(service.client_limits.held_bytes, lambda: len(app.state.gate.tokens.entries) > 1)
+    app.state.stats_streams = {}
+    app.state.delayed_sign_ins = 0
+    for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
+        app.include_router(router)
     add_dashboard(app)
     handle_problems(app)
     return app
