@@ -3,16 +3,24 @@ PYTHON ?= python3
 VENV ?= .venv
 # What to install torch from, for example TORCH=torch==2.13.0. Empty: tests that need torch are skipped.
 TORCH ?=
+# Options of `python -m venv` and of `pip install`, for machines with packages of their own or without a network:
+# VENV_ARGS=--system-site-packages, PIP_ARGS="--no-index --find-links DIR".
+VENV_ARGS ?=
+PIP_ARGS ?=
 
 # Which tests to run; all of them unless some are named. And how many at a time.
 TESTS ?=
 JOBS ?= 3
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PIN := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --custom-compile-command 'make lock'
+# A virtual environment sees the system's packages, but not those of another one that it was made with.
+OUTER_PACKAGES = $(PYTHON) -c 'import site, sys; print("\n".join(site.getsitepackages() if sys.prefix != sys.base_prefix else []))' \
+	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_packages.pth"
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint docs chaos fuzz bench wheel lock secrets clean
+.PHONY: help demo test lint docs chaos fuzz bench gpu wheel lock secrets clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
@@ -42,6 +50,9 @@ fuzz: $(VENV)/.fuzz  ## Try hostile frames, states and requests for some minutes
 bench: $(VENV)/.dev  ## Measure against plain sockets and torch's local DataLoader (TORCH=torch to have it). See benchmarks/README.md for more.
 	$(BIN)/python -m benchmarks
 
+gpu: $(VENV)/.gpu  ## Test and measure the path to a GPU in ten minutes at most; without a GPU, on a CPU fallback (GPU="--quick --output DIR").
+	$(BIN)/python -m benchmarks.gpu --tests $(GPU)
+
 wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
 	$(BIN)/python .ci/check_wheel.py
 
@@ -57,24 +68,29 @@ clean:  ## Remove what the other targets made.
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(if $(findstring --system-site-packages,$(VENV_ARGS)),$(OUTER_PACKAGES))
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[server,demo]'
+	$(PIP) --editable '.[server,demo]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[dev]'
+	$(PIP) $(TORCH) --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
+$(VENV)/.gpu: pyproject.toml | $(VENV)/bin/python
+	$(PIP) $(TORCH) --editable '.[gpu]' || { $(BIN)/python -m benchmarks.gpu.requirements $(PIP_ARGS); exit 1; }
+	touch $@
+
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	$(PIP) --editable '.[fuzz]'
 	touch $@
 
 $(VENV)/.lock: | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(PIP) uv
 	touch $@

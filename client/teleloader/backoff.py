@@ -37,14 +37,21 @@ class Backoff:
         """Whether nothing has failed since `reset`: what is wrong is worth telling once."""
         return self._deadline is None
 
-    def pause(self) -> bool:
-        """Wait before the next try; False when the time is over."""
+    def pause(self, at_least: float = 0.0) -> bool:
+        """Wait before the next attempt.
+
+        Args:
+            at_least: Seconds that the server asked the client to wait. The time that is left is not exceeded.
+
+        Returns:
+            False if the time is over; then there was no wait.
+        """
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._timeout
         left = self._deadline - now
         if left <= 0:
             return False
-        self._sleep(min(left, self._random.uniform(0, self._delay)))
+        self._sleep(min(left, at_least + self._random.uniform(0, self._delay)))
         self._delay = min(2 * self._delay, LAST_DELAY)
         return True

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from teleloader.remote import RemoteDataset
 from teleloader_shared import local
+from teleloader_shared.errors import TeleloaderError
 
 ENTRY_POINT_GROUP: Final = "teleloader.serve"
 """Under which the server's part of the distribution offers its ``serve``: the client does not import it."""
@@ -24,7 +25,13 @@ def host_here(dataset: Any) -> RemoteDataset:
 
     Raises:
         TypeError: When no server is installed, or `dataset` is no dataset.
+        TeleloaderError: When the server cannot start, with the cause: a package or a file descriptor is missing, say.
     """
+    if not (callable(dataset) or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        raise TypeError(
+            f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
+            f"({type(dataset).__qualname__})"
+        )
     found = list(entry_points(group=ENTRY_POINT_GROUP))
     if not found:
         raise TypeError(
@@ -35,7 +42,8 @@ def host_here(dataset: Any) -> RemoteDataset:
     try:
         url = serving.__enter__()
     except Exception as error:
-        raise TypeError(f"dataset must be a RemoteDataset, or an object that can be hosted here: {error}") from error
+        kind = type(dataset).__qualname__
+        raise TeleloaderError(f"a dataset of type {kind} cannot be hosted in this process: {error}") from error
     remote = RemoteDataset(url, _NAME)
     weakref.finalize(remote, _stop, serving, os.getpid())
     return remote

@@ -325,6 +325,13 @@ class Inbox:
             self._end()
             return True
 
+    def fail(self, error: Exception) -> None:
+        """Raise `error` in the training loop: nothing more can be received."""
+        with self.changed:
+            self._error = error
+            self._wake()
+            self._end()
+
     def sleep(self, seconds: float) -> None:
         """Wait so long, or until there is nothing more to receive."""
         with self.changed:

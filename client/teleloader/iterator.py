@@ -26,6 +26,7 @@ from teleloader.state import Position
 from teleloader.tensors.devices import is_out_of_memory
 from teleloader_shared.codec import Address, End, Failure, Frame
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -288,11 +289,13 @@ class LoaderIterator:
         frame = arrived.frame
         if isinstance(frame.content, Failure):
             return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
-        batch = frame.content if current.stager is None else current.stager.use(frame)
-        if current.transform is None:
-            return Delivery(frame, batch)
         try:
-            return Delivery(frame, current.transform(batch))
+            batch = frame.content if current.stager is None else current.stager.use(frame)
+            return Delivery(frame, batch if current.transform is None else current.transform(batch))
+        except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
+            stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
+            stopped.__cause__ = error
+            return Delivery(frame, error=stopped)
         except BaseException as error:
             if isinstance(error, Exception) and not is_out_of_memory(error):
                 return Delivery(frame, error=error)
@@ -430,4 +433,4 @@ def _leave() -> None:
 # what is registered last is called first: before the servers of objects of this process end, which are finalizers too
 weakref.finalize(Pass, lambda: None)
 atexit.register(_leave)
-os.register_at_fork(after_in_child=_passes.clear)
+after_fork_in_child(_passes.clear)

@@ -41,6 +41,7 @@ from teleloader.tensors.devices import (
     Device,
     JaxDevice,
     TorchDevice,
+    check_sharding,
     current_accelerator,
     parse_device,
     warn_of_shared_device,
@@ -126,10 +127,10 @@ class DataLoader:
             current when ``iter()`` is called. Batches are received into page-locked memory and copied by a thread, on a
             stream of their own, when they arrive. The current stream of the thread that calls ``next()`` waits for the
             copy: a batch can be used at once, and kept. See docs/accelerators.md.
-        device_transform: Called with each batch on the device, in the thread and on the stream that call ``next()``;
-            its result is the batch. For example a cast: ``uint8`` travels, and becomes floating-point there. An
-            exception takes the place of the batch, except that after running out of device memory, or an interruption
-            such as Ctrl-C, the next ``next()`` copies and transforms the same batch anew.
+        device_transform: Called with each batch where it is (on `device`, if one is given), in the thread and on the
+            stream that call ``next()``; its result is the batch. For example a cast: ``uint8`` travels, and becomes
+            floating-point there. An exception takes the place of the batch, except that after running out of device
+            memory, or an interruption such as Ctrl-C, the next ``next()`` copies and transforms the same batch anew.
         device_ahead: Batches to copy to a device before the training loop requests them, from 0 on; 2 by default. Each
             takes device memory.
         sharding: With ``output="jax"``, a jax.sharding.Sharding that lays the arrays out over devices; each process
@@ -189,7 +190,6 @@ class DataLoader:
         self._remote = remote
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        self.pin_memory = pin_memory
         self.pin_memory_device = pin_memory_device
         self.timeout = timeout
         self.worker_init_fn = worker_init_fn
@@ -205,8 +205,7 @@ class DataLoader:
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = False if batch_sampler is not None else drop_last
         self._output: Output = choose_output(output)
-        if pin_memory and self._output != "torch":
-            raise TeleloaderError(_needs_torch("pin_memory", pin_memory))
+        self.pin_memory = pin_memory
         self.device = device
         self.device_transform = device_transform
         self.device_ahead = device_ahead
@@ -261,7 +260,7 @@ class DataLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
-        if name in ("device", "device_transform", "device_ahead", "sharding"):
+        if name in ("device", "device_ahead", "sharding", "pin_memory"):
             self._check_device(name, value)
         super().__setattr__(name, value)
         if name in ("collate_fn", "worker_init_fn") and getattr(self, "_initialised", False):
@@ -325,28 +324,27 @@ class DataLoader:
     # -- iterating
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begun()
+        return self._begun(self._accelerator())
 
-    def _begun(self) -> LoaderIterator:
+    def _begun(self, device: Device | None) -> LoaderIterator:
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device, current_accelerator(), stacklevel=4)
-        if self.device is not None:
-            warn_of_shared_device(self.device, stacklevel=4)
         if not self._keeps_workers:
-            self._begin(iterator := LoaderIterator())
+            self._begin(iterator := LoaderIterator(), device)
             return iterator
         if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
-        self._begin(self._iterator)
+        self._begin(self._iterator, device)
         return self._iterator
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The same batches for asyncio: waiting for one does not hold up the event loop."""
-        return AsyncLoaderIterator(self._begun)
+        device = self._accelerator()  # here: the current device is that of a thread, and iter() runs in another one
+        return AsyncLoaderIterator(lambda: self._begun(device))
 
-    def _begin(self, iterator: LoaderIterator) -> None:
+    def _begin(self, iterator: LoaderIterator, device: Device | None) -> None:
         """Make `iterator` go through the next epoch."""
         order = self._order
         if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
@@ -365,7 +363,7 @@ class DataLoader:
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            passing = self._pass(order, lists, iterator.session)
+            passing = self._pass(order, lists, iterator.session, device)
             iterator.begin(passing)
             # torch without workers draws nothing before the first batch is asked for
             if self.num_workers > 0 or begun.random:
@@ -376,13 +374,11 @@ class DataLoader:
         self._measures = passing.measures
         self._next = Position(begun.epoch + 1)
 
-    def _pass(self, order: _Order, lists: IndexLists | None, session: str | None) -> Pass:
+    def _pass(self, order: _Order, lists: IndexLists | None, session: str | None, device: Device | None) -> Pass:
         """The pass that begins now."""
         spec = self._spec_of_pass(order, session)
         server, registered = self._remote.register(spec)
         spec = replace(spec, fingerprint=registered.fingerprint)
-        if registered.key != spec.key:
-            raise ProtocolError(f"{self._remote!r} calls the loader {registered.key!r}, and its key is {spec.key!r}")
         stop, longest = self._extent(order, spec, registered)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
         progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)
@@ -397,10 +393,8 @@ class DataLoader:
             # shards stand at a place in the stream: they are on one server at a time
             servers=1 if order == "iterable" else len(self._remote.servers),
         )
-        device = self._accelerator()
-        buffers = HostBuffers(
-            self._output, self._pool, process_budget() if device is not None and device.pins else None
-        )
+        pinned = process_budget() if device is not None and device.pins else None
+        buffers = HostBuffers(self._output, self._pool, pinned)
         wanted = Wanted(
             spec=spec,
             key=registered.key,
@@ -431,18 +425,20 @@ class DataLoader:
         )
 
     def _check_device(self, name: str, value: Any) -> None:
-        """Raise if an argument that says where batches go is invalid, or does not fit the others."""
+        """Raise if an argument that says where batches go is invalid, or does not fit `output`."""
+        if name == "pin_memory" and value and self._output != "torch":
+            raise TeleloaderError(_needs_torch("pin_memory", value))
         if name == "device_ahead" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ValueError(f"device_ahead must be a whole number from 0, was {value!r}")
-        if name == "sharding" and value is not None and self._output != "jax":
-            raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={self._output!r}")
-        device = value if name == "device" else self.device
-        if device is not None and self._output != "torch":
-            hint = "; for JAX, pass sharding= instead" if self._output == "jax" else ""
-            raise TeleloaderError(_needs_torch("device", device) + hint)
-        transform = value if name == "device_transform" else getattr(self, "device_transform", None)
-        if parse_device(device) is None and transform is not None and self._output != "jax":
-            raise ValueError(f"device_transform needs a device, e.g. device='cuda', was device={device!r}")
+        if name == "sharding" and value is not None:
+            if self._output != "jax":
+                raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={self._output!r}")
+            check_sharding(value)
+        if name == "device" and value is not None:
+            if self._output != "torch":
+                hint = "; for JAX, pass sharding= instead" if self._output == "jax" else ""
+                raise TeleloaderError(_needs_torch("device", value) + hint)
+            parse_device(value)
 
     def _stager(self, inbox: Inbox, device: Device | None) -> Stager | None:
         copies = self._output == "jax" or parse_device(self.device) is not None
@@ -452,6 +448,8 @@ class DataLoader:
         """Return the accelerator to copy to or, with `pin_memory` alone, the one that page-locked memory is for."""
         if self._output == "jax":
             return JaxDevice(self.sharding)
+        if self.device is not None:
+            warn_of_shared_device(self.device, stacklevel=3)
         named = parse_device(self.device)
         if named is None and self.pin_memory:
             named = current_accelerator()

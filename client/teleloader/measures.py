@@ -44,7 +44,7 @@ class LoaderStats:
     max_pinned_bytes: int
     """The limit of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 without ``pin_memory`` and ``device``."""
     unpinned: int
-    """Allocations that were served from ordinary memory because of that limit."""
+    """Allocations that were served from ordinary memory, because of that limit or because the system locks no more."""
     copy: float
     """Duration of the copies to ``device``. They overlap with training; those under way are not included."""
     late_copies: int

@@ -12,17 +12,20 @@ from contextlib import suppress
 from typing import Any, Final, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from teleloader.backoff import Backoff
 from teleloader.control import Server, Unreached
 from teleloader.credentials import Credentials
 from teleloader.failures import exception_of
-from teleloader.tensors.memory import ordinary_memory
-from teleloader.tensors.output import choose_output
-from teleloader_shared import codec, local
+from teleloader.sampling import index_frame
+from teleloader_shared import local
 from teleloader_shared.codec import Address, Failure, Frame
-from teleloader_shared.errors import DatasetChanged, ServerUnavailable, TeleloaderError, UnknownDataset
+from teleloader_shared.errors import (
+    DatasetChanged,
+    ProtocolError,
+    ServerUnavailable,
+    TeleloaderError,
+    UnknownDataset,
+)
 from teleloader_shared.messages import LOOKING, DatasetInfo, Registration
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import LoaderSpec
@@ -156,20 +159,21 @@ class RemoteDataset:
         return self._batch(spec, epoch, k, indices, consumer=LOOKING)
 
     def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
-        raw = self._persistently(lambda: self._raw_batch(spec, epoch, k, indices, consumer))
-        return codec.read(ordinary_memory(choose_output(None), np.frombuffer(bytearray(raw), np.uint8)))
+        return self._persistently(lambda: self._registered_batch(spec, epoch, k, indices, consumer))
 
-    def _raw_batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None, consumer: str) -> bytes:
+    def _registered_batch(
+        self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None, consumer: str
+    ) -> Frame:
         number, registered = self._register(spec)
-        server, key = self.servers[number], registered.key
+        server, address = self.servers[number], Address(registered.key, epoch, k)
         try:
-            listed = None if indices is None else codec.to_bytes(Address(key, epoch, k), indices)
-            raw = server.batch(key, epoch, k, listed, consumer=consumer)
+            listed = None if indices is None else index_frame(address, indices)
+            frame = server.batch(address, listed, consumer=consumer)
             server.answered()
         finally:
             if spec.session is not None:
-                server.end_session(key)
-        return raw
+                server.end_session(address.loader)
+        return frame
 
     def __repr__(self) -> str:
         if not hasattr(self, "_info"):  # an error report shows a dataset whose __init__ failed
@@ -208,15 +212,15 @@ class RemoteDataset:
             for trouble in news:
                 logger.warning("%s; another server is asked", trouble)
             return number, registered
-        raise next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
+        raise _final(errors)
 
     def _found(self, name: str | None) -> DatasetInfo:
         """The dataset, as all servers that answer have it."""
         hosted: list[tuple[Server, DatasetInfo]] = []
-        missing: list[ServerUnavailable] = []
+        missing: list[TeleloaderError] = []
         for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
-            if isinstance(answer, ServerUnavailable):
-                server.trouble = ServerUnavailable
+            if isinstance(answer, TeleloaderError):
+                server.trouble = type(answer)
                 missing.append(answer)
                 continue
             server.answered()
@@ -231,7 +235,7 @@ class RemoteDataset:
                 raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, and {asked}: name one of these")
             hosted.append((server, found[wanted]))
         if not hosted:
-            raise missing[0]
+            raise _final(missing)
         for error in missing:
             logger.warning("%s; going on without it until it answers", error)
         if len({info.fingerprint for _, info in hosted}) > 1:
@@ -252,7 +256,7 @@ class RemoteDataset:
             except ServerUnavailable as error:
                 if backoff.first and self.reconnect_timeout > 0:
                     logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
-                if not backoff.pause():
+                if not backoff.pause(error.retry_after):
                     tried = f" (tried for {self.reconnect_timeout:g} s)" if self.reconnect_timeout > 0 else ""
                     hint = self._hint() if isinstance(error, Unreached) else ""
                     raise ServerUnavailable(f"{error}{tried}{hint}") from None
@@ -269,10 +273,15 @@ def consumers_prefix() -> str:
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 
-def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable:
+def _final(errors: list[TeleloaderError]) -> TeleloaderError:
+    """Of the errors of all servers the first that another attempt does not resolve, or the first if there is none."""
+    return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
+
+
+def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable | ProtocolError:
     try:
         return server.datasets()
-    except ServerUnavailable as error:
+    except (ServerUnavailable, ProtocolError) as error:
         return error
 
 

@@ -57,6 +57,42 @@ class Wanted:
     """Makes spans, where somebody traces."""
 
 
+class _Failures:
+    """The failures of a server since it last sent a batch.
+
+    Args:
+        backoff: The waits between attempts.
+    """
+
+    def __init__(self, backoff: Backoff) -> None:
+        self.backoff = backoff
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all failures, because a batch was received."""
+        self.backoff.reset()
+        self.damaged = 0
+        """Damaged responses in a row."""
+        self._refused = False
+
+    def count(self, error: Exception, *, is_confirmed: bool) -> bool:
+        """Count a failure.
+
+        Args:
+            error: The failure.
+            is_confirmed: Whether the request has been repeated already.
+
+        Returns:
+            False for the first refusal. One damaged bit in a request, or in the head of a response, can look like any
+            refusal, so it is confirmed by a second request, which is sent at once on a new connection.
+        """
+        self.damaged = self.damaged + 1 if isinstance(error, CorruptFrame) else 0
+        if is_confirmed or isinstance(error, BROKEN):
+            return True
+        was_refused, self._refused = self._refused, not self._refused
+        return was_refused
+
+
 class Source:
     """Receives from one server, or from one of several at a time.
 
@@ -109,13 +145,14 @@ class Source:
             if self._wanted.device is not None:
                 self._wanted.device.enter_thread()
             self._receive_epoch()
+        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait for ever
+            self._inbox.fail(error)
         finally:
             self._drop_connections()
 
     def _receive_epoch(self) -> None:
         """Receive until nothing more is to be received, beginning again where something broke."""
-        backoff = Backoff(self._wanted.reconnect_timeout, self._inbox.sleep)
-        damaged = 0
+        failures = _Failures(Backoff(self._wanted.reconnect_timeout, self._inbox.sleep))
         while not self._inbox.is_over():
             self._has_received = False
             try:
@@ -124,26 +161,34 @@ class Source:
                 if self._inbox.is_over():
                     return
                 if self._has_received:
-                    backoff.reset()
-                    damaged = 0
-                damaged = damaged + 1 if isinstance(error, CorruptFrame) else 0
-                for connection, _ in self._lanes:
-                    if connection.trace is not None:
-                        connection.trace.broke(error)
-                if self._connections:
-                    self._inbox.broke()
-                self._drop_connections()
-                self._inbox.lost(self._number)
-                self._is_registered = False
-                self._pause(backoff, error, damaged)
+                    failures.reset()
+                # `Server.register` confirms refusals itself
+                is_confirmed = failures.count(error, is_confirmed=not self._is_registered)
+                self._disconnect(error)
+                if not is_confirmed:
+                    continue
+                self._pause(failures, error)
                 if not self._has_received or isinstance(error, ServerUnavailable):
                     self._servers.rotate(-1)
 
-    def _pause(self, backoff: Backoff, error: Exception, damaged: int) -> None:
+    def _disconnect(self, error: Exception) -> None:
+        """Drop all connections after an error; what was requested on them is requested again."""
+        for connection, _ in self._lanes:
+            if connection.trace is not None:
+                connection.trace.broke(error)
+        if self._connections:
+            self._inbox.broke()
+        self._drop_connections()
+        self._inbox.lost(self._number)
+        self._is_registered = False
+
+    def _pause(self, failures: _Failures, error: Exception) -> None:
         """Wait before the server is tried again, or give it up."""
         server, timeout = self._servers[0], self._wanted.reconnect_timeout
-        if damaged >= MAX_DAMAGED:
-            error = ProtocolError(f"{damaged} damaged answers in a row from {server.url}: {sentence(str(error))}")
+        if failures.damaged >= MAX_DAMAGED:
+            error = ProtocolError(
+                f"{failures.damaged} damaged answers in a row from {server.url}: {sentence(str(error))}"
+            )
         trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.trouble is not trouble:
             others = "the other servers are asked, and it is tried now and then"
@@ -155,7 +200,9 @@ class Source:
             )  # fmt: skip
         server.trouble = trouble
         if isinstance(error, BROKEN):
-            if backoff.pause():
+            # of several servers the next one is tried meanwhile, which has not asked for this wait
+            asked = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
+            if failures.backoff.pause(asked):
                 return
             error = self._unavailable(error)
         if not self._inbox.give_up(server.url, error) and len(self._servers) == 1:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
+from dataclasses import replace
 from typing import Any, Final
 
 from teleloader.inbox import Inbox
 from teleloader.tensors.devices import Copy, Device, is_out_of_memory
 from teleloader_shared.codec import End, Failure, Frame
 
+_IN_NEXT: Final = 5
+"""The line of the training loop, seen from `Stager.use` through `LoaderIterator`."""
 CLOSE_TIMEOUT: Final = 5.0
 """Seconds to wait for the thread to end; it takes long only while a driver blocks it."""
 
@@ -40,6 +43,10 @@ class Stager:
         """By batch number: copies that the loop has not taken, or why there is none."""
         self._measured: deque[Copy] = deque()
         """Copies without their batches, whose duration is not known yet."""
+        self._late: int | None = None
+        """The last batch that was counted as copied late."""
+        self._warning: str | None = None
+        """For the training loop, whose thread it concerns."""
         inbox.stage(self.is_ready)
         self._thread = threading.Thread(target=self._run, name="teleloader-stager", daemon=True)
         self._thread.start()
@@ -56,6 +63,9 @@ class Stager:
         Raises:
             Exception: If it could not be copied; the next attempt copies it anew.
         """
+        if self._warning is not None:
+            text, self._warning = self._warning, None
+            warnings.warn(text, stacklevel=_IN_NEXT)
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
             self.discard(frame)
@@ -92,6 +102,7 @@ class Stager:
                     continue
                 copy = error
             self._put(frame, copy)
+            self._measure(copy)
             del frame, copy  # while this thread waits it must keep no batch alive
 
     def _next(self) -> Frame | None:
@@ -110,7 +121,9 @@ class Stager:
             if not is_awaited and len(self._copies) >= self._ahead:
                 return None
             if not self.is_ready(frame):
-                self._inbox.measures.late_copies += is_awaited
+                if is_awaited and frame.address.batch != self._late:
+                    self._late = frame.address.batch
+                    self._inbox.measures.late_copies += 1
                 return frame
         return None
 
@@ -119,17 +132,21 @@ class Stager:
             if self._inbox.closed is None:
                 self._copies[frame.address.batch] = copy
                 self._inbox.staged()
+
+    def _measure(self, copy: Copy | Exception) -> None:
         if isinstance(copy, Copy):
-            self._measured.append(Copy(None, [], copy.started, copy.done))
-        while self._measured and (seconds := self._device.seconds(self._measured[0])) is not None:
-            self._inbox.measures.copy += seconds
-            self._measured.popleft()
+            self._measured.append(replace(copy, batch=None, tensors=[]))
+        try:
+            while self._measured and (seconds := self._device.seconds(self._measured[0])) is not None:
+                self._inbox.measures.copy += seconds
+                self._measured.popleft()
+        except Exception:  # noqa: BLE001 - the device failed, which the next copy or the loop itself will find
+            self._measured.clear()
 
     def _stop_ahead(self, error: Exception) -> None:
         """Copy each batch only when the loop waits for it, from now on: by then it may have freed memory."""
         self._ahead = 0
-        warnings.warn(
+        self._warning = (
             f"out of device memory while a batch was copied ahead of use ({str(error).splitlines()[0]}): the rest of "
-            "this epoch is copied batch by batch. Set device_ahead=0 or 1, or use smaller batches",
-            stacklevel=1,
+            "this epoch is copied batch by batch. Set device_ahead=0 or 1, or use smaller batches"
         )

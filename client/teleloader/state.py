@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from reprlib import repr as short
 from types import UnionType
 from typing import Any, Final, NamedTuple
 
 from teleloader_shared.errors import StateMismatch
+from teleloader_shared.text import short
 
 STATE_VERSION: Final = 1
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
-import os
-import select
+import selectors
 import socket
 import ssl
 import time
@@ -17,18 +16,29 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from teleloader.control import Server, error_of
+from teleloader.control import MAX_PROBLEM_BYTES, Server, error_of, parse_retry_after
 from teleloader.session import Range
 from teleloader.tensors.memory import HostBuffers
 from teleloader.tracing import AskTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable
+from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport
 
 KEEPALIVE_IDLE: Final = 5
 """Seconds of silence after which the kernel asks the other machine whether it is still there."""
 KEEPALIVE_TRIES: Final = 3
-MAX_PROBLEM_BYTES: Final = 64 * 1024
+KEEPALIVE_OPTIONS: Final = (
+    ("TCP_KEEPIDLE", KEEPALIVE_IDLE),
+    ("TCP_KEEPALIVE", KEEPALIVE_IDLE),  # the name of TCP_KEEPIDLE on macOS
+    ("TCP_KEEPINTVL", KEEPALIVE_IDLE),
+    ("TCP_KEEPCNT", KEEPALIVE_TRIES),
+    # while a request is not acknowledged, no keep-alive is sent
+    ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_IDLE * (1 + KEEPALIVE_TRIES)),
+)
+"""Names in `socket`, of which each system has some."""
+# unlike the default selector of Linux and macOS it needs no descriptor of its own, which forked processes would share
+_Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
 """Bytes of an answer besides its body: a server could send headers, or say "100 Continue", without end."""
 LEAST_RATE: Final = 1024
@@ -137,24 +147,18 @@ class BatchConnection:
         self._http.response_class = self._answer  # type: ignore[assignment]
         self._http.auto_open = 0  # a connection that broke is not made anew behind our back
         self._socket: socket.socket = self._http.sock
-        self._arrival = select.poll()
-        self._arrival.register(self._socket, select.POLLIN)
+        self._arrival = _Selector()
+        self._arrival.register(self._socket, selectors.EVENT_READ)
         _open.add(self)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            ("TCP_KEEPIDLE", KEEPALIVE_IDLE),
-            ("TCP_KEEPINTVL", KEEPALIVE_IDLE),
-            ("TCP_KEEPCNT", KEEPALIVE_TRIES),
-            # while a request is not acknowledged, no keep-alive is sent
-            ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_IDLE * (1 + KEEPALIVE_TRIES)),
-        ):
+        for option, value in KEEPALIVE_OPTIONS:
             if hasattr(socket, option):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     @property
     def is_usable(self) -> bool:
         """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
-        return self._http.sock is not None and not self._arrival.poll(0)
+        return self._http.sock is not None and not self._arrival.select(0)
 
     def ask(self, wanted: Range, trace: AskTrace | None = None) -> None:
         """Send the request for a range; `receive` takes the answer.
@@ -201,7 +205,10 @@ class BatchConnection:
                 raise ConnectionError("the token was replaced")
             if answer.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
-                raise error_of(answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below)
+                raise error_of(
+                    answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below,
+                    retry_after=parse_retry_after(answer.getheader("Retry-After", "")),
+                )  # fmt: skip
             size = answer.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(
@@ -234,11 +241,11 @@ class BatchConnection:
     def _await(self, arriving: io.BufferedReader) -> None:
         """A batch may take as long as it takes; that the server is there can be seen by asking something else."""
         for _ in range(2 * SILENT_TIMEOUTS):
-            if self._arrival.poll(1000 * self._server.timeout / 2):
+            if self._arrival.select(self._server.timeout / 2):
                 if self._has_begun(arriving):
                     return
                 continue
-            if not self._server.is_alive():
+            if not self._server.is_alive() and not self._arrival.select(0):
                 raise ServerUnavailable(f"{self._server.url} has sent nothing for {self._server.timeout:g} s")
         raise SilentConnection
 
@@ -271,7 +278,7 @@ class BatchConnection:
         """In a forked process: close its copy, which would keep the connection open after its owner's end."""
         descriptor = self._socket.detach()
         if descriptor >= 0:  # a server may have ended it after its last answer
-            os.close(descriptor)
+            socket.close(descriptor)
 
 
 def _close_copies() -> None:
@@ -280,4 +287,4 @@ def _close_copies() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_close_copies)
+after_fork_in_child(_close_copies)

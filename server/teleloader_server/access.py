@@ -20,9 +20,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from teleloader_server.config import ConfigError
+from teleloader_shared.errors import Forbidden
 
 READ: Final = "read"
 STATS: Final = "stats"
@@ -46,6 +47,9 @@ TOKEN_NAME_RULE: Final = "1 to 64 letters, digits, '.', '_' and '-', starting wi
 SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SCOPE_RULE: Final = "read, read:DATASET, stats or admin"
 
+MAX_HOST: Final = 300
+"""Characters of a ``Host`` header: a DNS name has at most 253, and a port follows."""
+
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
 
@@ -61,6 +65,44 @@ class Principal(NamedTuple):
     """What its owner may do."""
     memory_share: float
     """The part of the memory for batches that its owner's consumers may fill together, in (0, 1]."""
+
+    def authorize(self, need: str, dataset: str | None = None) -> Principal:
+        """Return the principal itself if its scopes suffice: a principal is the `Caller` whose token never ends.
+
+        Args:
+            need: A scope, or `ANY`.
+            dataset: The dataset to be used; None stands for an operation that uses none.
+
+        Raises:
+            Forbidden: The scopes do not suffice.
+        """
+        if allows(self.scopes, need, dataset):
+            return self
+        wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
+        raise Forbidden(
+            f"the token {self.name!r} has the scopes {said_scopes(self.scopes)}, and this needs {wanted[:200]!r}: ask "
+            "who runs the server"
+        )
+
+
+class Caller(Protocol):
+    """The sender of a request.
+
+    A caller is kept instead of its principal because a token can expire, be revoked or lose a scope while the request
+    waits: `authorize` looks it up each time.
+    """
+
+    def authorize(self, need: str, dataset: str | None = None) -> Principal:
+        """Return the caller's principal if its token is valid now and its scopes suffice.
+
+        Args:
+            need: A scope, or `ANY`.
+            dataset: The dataset to be used; None stands for an operation that uses none.
+
+        Raises:
+            Unauthorized: The request has no token, or its token is not valid any more.
+            Forbidden: The scopes do not suffice.
+        """
 
 
 ANYONE: Final = Principal("anyone", ALL_SCOPES, 1.0)
@@ -293,6 +335,8 @@ def is_known_host(header: str, known: frozenset[str]) -> bool:
         header: The header, with or without a port.
         known: Names, of which ``*.example.com`` is all below it and ``*`` is any.
     """
+    if len(header) > MAX_HOST:
+        return False  # each parent domain is looked up below, which takes time by the square of the length
     name = _without_port(header).lower().rstrip(".")
     if name in known or name == "localhost" or name.endswith(".localhost") or "*" in known:
         return True

@@ -82,16 +82,28 @@ class Account:
         return not (self.frames or self.sending or self.counts.total())
 
     def delay(self, now: float, rate: float) -> float:
-        """A request has come at `now`: seconds for which it is held, so that there are no more than `rate` a second.
-
-        A burst of a second's worth passes at once. What is held longer than `PATIENCE` is not counted, and is to be
-        refused then.
-        """
-        due = max(self.due, now - 1.0)
-        wait = max(0.0, due - now)
-        if wait <= PATIENCE:
-            self.due = due + 1.0 / rate
+        """See `delayed`."""
+        wait, self.due = delayed(self.due, now, rate)
         return wait
+
+
+def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
+    """A request has come at `now`: seconds for which it is held, so that there are no more than `rate` a second.
+
+    A burst of a second's worth passes at once. What is held longer than `PATIENCE` is not counted, and is to be
+    refused then.
+
+    Args:
+        due: When the requests before it would be answered, if they came evenly.
+        now: The time.
+        rate: Requests a second.
+
+    Returns:
+        The seconds, and `due` for the next request.
+    """
+    due = max(due, now - 1.0)
+    wait = max(0.0, due - now)
+    return wait, due + 1.0 / rate if wait <= PATIENCE else due
 
 
 class Accounts:
@@ -124,16 +136,22 @@ class Accounts:
 
 
 class Holdings:
-    """What clients have sent and the server keeps until it is answered: bodies of requests, and lists of indices.
+    """What clients have sent and the server keeps: bodies of requests until they are answered, or specs of loaders.
 
     Args:
         limit: Bytes of all of it.
         shared: Says whether there are several principals. Then one may have no more than it leaves to the others.
+        what: What it is, for errors.
+        option: The name of the limit.
     """
 
-    def __init__(self, limit: int, shared: Callable[[], bool]) -> None:
+    def __init__(
+        self, limit: int, shared: Callable[[], bool], what: str = "requests", option: str = "held_bytes"
+    ) -> None:
         self._limit = limit
         self._shared = shared
+        self._what = what
+        self._option = option
         self._held: Counter[str] = Counter()
         """Bytes of each principal."""
 
@@ -150,9 +168,9 @@ class Holdings:
         """
         if not self.has_room(name, nbytes):
             raise ServerUnavailable(
-                f"the server holds {self._held.total():,} bytes of requests, {self._held[name]:,} of them of {name!r}, "
-                f"and may hold {self._limit:,} (held_bytes); where there are several tokens, the owner of each must "
-                "leave as much as it takes: try again later"
+                f"the server holds {self._held.total():,} bytes of {self._what}, {self._held[name]:,} of them of "
+                f"{name!r}, and may hold {self._limit:,} ({self._option}); where there are several tokens, the owner "
+                "of each must leave as much as it takes: try again later"
             )
         self._held[name] += nbytes
 

@@ -11,7 +11,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 
 from teleloader_server.access import ANY, OPEN, Principal, needs
-from teleloader_server.gate import Gate, GuardedRoute
+from teleloader_server.gate import Gate, GuardedRoute, caller_of
 from teleloader_server.problems import Refusal
 from teleloader_shared.errors import Unauthorized
 
@@ -46,10 +46,7 @@ def _add_sessions(router: APIRouter) -> None:
         gate = _gate_of(request)
         if not gate.has_tokens:
             return _said(None, required=False)
-        try:
-            return _said(gate.principal(request.scope), required=True)
-        except Unauthorized:
-            return _said(None, required=True)
+        return _said(caller_of(request).principal, required=True)
 
     @router.post(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)

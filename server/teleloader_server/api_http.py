@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
@@ -15,19 +16,18 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
-from teleloader_server.access import ADMIN, READ, allows, needs
+from teleloader_server import index_lists
+from teleloader_server.access import READ, needs
 from teleloader_server.accounts import Holdings
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream, Said
-from teleloader_server.gate import GuardedRoute, check, is_still_admitted, principal_of
+from teleloader_server.gate import GuardedRoute, caller_of
 from teleloader_server.pool import Lease
 from teleloader_server.problems import Refusal
 from teleloader_server.service import LoaderService
 from teleloader_server.tracing import AnswerTrace
-from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
-from teleloader_shared.codec import Address
-from teleloader_shared.errors import InvalidSpec, ProtocolError, TeleloaderError, VersionMismatch
+from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -46,12 +46,16 @@ from teleloader_shared.tracing import TRACE_HEADER
 
 _Result = TypeVar("_Result")
 
-LARGE_BODY: Final = 256 * 1024
-"""Bodies from this size on are taken apart in a thread: others wait for the event loop."""
 LINGER: Final = 0.005
 """Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
 WRITE_BYTES: Final = 512 * 1024
 """Small frames are joined into writes of about this size: one write costs more than copying it."""
+
+MAX_STRINGS: Final = 2048
+"""A spec has fewer strings: its fields, and the states of up to 1,024 shards."""
+MAX_BESIDES_STRINGS: Final = 16 * 1024
+"""Bytes of a spec outside of its strings."""
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MUTABLE: Final = {"cache-control": "no-store"}
 """A failure, or a part of a range: the next answer may be another one."""
@@ -102,8 +106,6 @@ class StreamResponse(Response):
             with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
                 while not stream.exhausted:
                     frames = await unless(gone, ready_frames(stream))
-                    if not is_still_admitted(scope):
-                        break
                     await self._send_frames(frames, stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -223,13 +225,12 @@ def _add_loaders(router: APIRouter) -> None:
     @router.get(DATASETS_PATH, summary="The datasets that are hosted")
     @needs(READ)
     async def datasets(request: Request) -> list[DatasetInfo]:
-        scopes = principal_of(request).scopes
-        return [info for info in service_of(request).datasets.values() if allows(scopes, READ, info.name)]
+        return service_of(request).datasets_for(caller_of(request))
 
     @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
     @needs(READ)
     async def dataset(request: Request, name: str) -> DatasetInfo:
-        return service_of(request).dataset(name)
+        return service_of(request).dataset(caller_of(request), name)
 
     @router.post(
         LOADERS_PATH,
@@ -251,12 +252,8 @@ def _add_loaders(router: APIRouter) -> None:
                 "release of teleloader on both sides"
             )
         async with bodies_of(request).read(request, "spec_bytes") as body:
-            spec = LoaderSpec.from_json(parsed_json(body))
-        principal = principal_of(request)
-        check(principal, READ, spec.dataset)
-        if spec.in_process:  # it holds up everybody
-            check(principal, ADMIN)
-        return await service_of(request).register(spec, principal)
+            spec = LoaderSpec.from_json(parsed_json(b"".join([piece async for piece in body])))
+        return await service_of(request).register(spec, caller_of(request))
 
     @router.get(
         LOADERS_PATH + "/{key}",
@@ -264,7 +261,7 @@ def _add_loaders(router: APIRouter) -> None:
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
-        return service_of(request).registration(key, principal_of(request))
+        return service_of(request).registration(key, caller_of(request))
 
     @router.delete(
         LOADERS_PATH + "/{key}",
@@ -273,7 +270,7 @@ def _add_loaders(router: APIRouter) -> None:
     )
     @needs(READ)
     async def end(request: Request, key: str) -> None:
-        await service_of(request).end_session_of(key, principal_of(request))
+        await service_of(request).end_session_of(key, caller_of(request))
 
 
 def _add_batches(router: APIRouter) -> None:
@@ -288,8 +285,8 @@ def _add_batches(router: APIRouter) -> None:
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
         consumer: Consumer = "", report: Report = "",
     ) -> Response:  # fmt: skip
-        service, principal = service_of(request), principal_of(request)
-        service.loader(principal, key, epoch, k)
+        service, caller = service_of(request), caller_of(request)
+        service.loader(caller, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
         shared = "private" if request.app.state.gate.has_tokens else "public"
@@ -298,7 +295,7 @@ def _add_batches(router: APIRouter) -> None:
             return Response(status_code=304, headers=immutable)
         who = consumer or address_of(request)
         said = said_with(request, report)
-        asked = service.batches(principal, who, key, epoch, k, k + 1, ahead, said=said)
+        asked = service.batches(caller, who, key, epoch, k, k + 1, ahead, said=said)
         async with asked as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
@@ -329,7 +326,7 @@ def _add_batches(router: APIRouter) -> None:
         if not ready and request.scope["http_version"] == "1.0":
             raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
         service, said = service_of(request), said_with(request, report)
-        asked = service.batches(principal_of(request), who, key, epoch, start, stop, ahead, said=said)
+        asked = service.batches(caller_of(request), who, key, epoch, start, stop, ahead, said=said)
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
     @router.post(
@@ -348,52 +345,17 @@ def _add_batches(router: APIRouter) -> None:
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
-        service, principal = service_of(request), principal_of(request)
-        limits = service.client_limits
-        service.loader(principal, key, epoch, start)
+        service, caller = service_of(request), caller_of(request)
+        rules = service.index_rules(caller, key, epoch, start)
         async with bodies_of(request).read(request, "body_bytes") as body:
-            if len(body) < LARGE_BODY:
-                first, indices = index_lists(body, limits)
-            else:
-                first, indices = await asyncio.to_thread(index_lists, body, limits)
+            first, indices = await index_lists.split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
             stop = start + len(indices)
             who = consumer or address_of(request)
             said = said_with(request, report)
-            asked = service.batches(principal, who, key, epoch, start, stop, 0, indices, said)
+            asked = service.batches(caller, who, key, epoch, start, stop, 0, indices, said)
             return await ready_answer(request, service, asked)
-
-
-def index_lists(body: bytes, limits: ClientLimits) -> tuple[Address, dict[int, bytes]]:
-    """The frames of a body, by batch, each of which must list the indices of the batch after the one before.
-
-    Returns:
-        The first one's address, and the frames.
-
-    Raises:
-        InvalidSpec: When they do not.
-    """
-    first: Address | None = None
-    found: dict[int, bytes] = {}
-    start = 0
-    try:
-        for frame in codec.read_all(codec.Bits(np.frombuffer(body, np.uint8)), limits.body_bytes):
-            first = first or frame.address
-            due = first._replace(batch=first.batch + len(found))
-            if frame.address != due:
-                raise InvalidSpec(f"the body lists the indices of {frame.address} in the place of batch {due.batch}")
-            if len(found) == limits.max_window:
-                raise InvalidSpec(
-                    f"the body must list the indices of 1 to {limits.max_window:,} batches (max_window), lists more"
-                )
-            found[due.batch] = body[start : start + frame.nbytes]
-            start += frame.nbytes
-    except ProtocolError as error:
-        raise InvalidSpec(f"the body lists no indices: {error}") from None
-    if first is None:
-        raise InvalidSpec(f"the body must list the indices of 1 to {limits.max_window:,} batches, lists none")
-    return first, found
 
 
 class Bodies:
@@ -404,8 +366,10 @@ class Bodies:
         self._holdings = holdings
 
     @asynccontextmanager
-    async def read(self, request: Request, name: Literal["body_bytes", "spec_bytes"]) -> AsyncIterator[bytes]:
-        """The body, which counts as held until the context ends.
+    async def read(
+        self, request: Request, name: Literal["body_bytes", "spec_bytes"]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The pieces of a body, which count as held until the context ends.
 
         Args:
             request: Whose it is.
@@ -415,23 +379,28 @@ class Bodies:
             Refusal: When it is larger.
             ServerUnavailable: When all bodies together are too large, or those of the same principal.
         """
-        body = bytearray()
         limit = getattr(self._limits, name)
         too_large = Refusal(
             413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed ({name})"
         )
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
-        owner = principal_of(request).name
-        try:
+        owner = caller_of(request).authorize(READ).name
+        held = 0
+
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal held
             async for piece in request.stream():
-                if len(body) + len(piece) > limit:
+                if held + len(piece) > limit:
                     raise too_large
                 self._holdings.take(owner, len(piece))
-                body += piece
-            yield bytes(body)
+                held += len(piece)
+                yield piece
+
+        try:
+            yield pieces()
         finally:
-            self._holdings.give_back(owner, len(body))
+            self._holdings.give_back(owner, held)
 
 
 def bodies_of(request: Request) -> Bodies:
@@ -441,7 +410,20 @@ def bodies_of(request: Request) -> Bodies:
 
 
 def parsed_json(body: bytes) -> object:
-    """The body, when it is JSON."""
+    """The body, when it is JSON.
+
+    A spec is some fields and a string for each shard. What has more values would hold the event loop while they are
+    made: strings are counted, and left out to see how much else there is.
+
+    Raises:
+        InvalidSpec: When it is not, or has more values than a spec.
+    """
+    rest, strings = _STRING.subn(b"", body, MAX_STRINGS)
+    if strings == MAX_STRINGS or len(rest) > MAX_BESIDES_STRINGS:
+        raise InvalidSpec(
+            f"the body has more values than a loader spec: {MAX_STRINGS - 1:,} strings and {MAX_BESIDES_STRINGS:,} "
+            "bytes besides them are allowed"
+        )
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:

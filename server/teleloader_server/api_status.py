@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,15 +14,17 @@ from starlette.types import Receive, Scope, Send
 from teleloader_server.access import STATS, UNCHECKED, needs
 from teleloader_server.api_http import departure, service_of
 from teleloader_server.exposition import exposed
-from teleloader_server.gate import GuardedRoute, is_still_admitted, principal_of
+from teleloader_server.gate import GuardedRoute, RequestCaller, caller_of
 from teleloader_server.problems import Problem
 from teleloader_server.service import DEFAULT_CONSUMERS, LoaderService
-from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.errors import AccessDenied, ServerUnavailable
 from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
 from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
 """Consumers in one answer, which has 1 MB then."""
+MAX_ACCEPT: Final = 1000
+"""Characters of the header Accept that are looked at: it is taken apart type by type."""
 MAX_WATCHERS: Final = 16
 """Streams of records at a time: each costs the server what as many requests would."""
 
@@ -37,33 +40,51 @@ class StatsStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: LoaderService, watchers: dict[StatsStream, str], name: str, limit: int, offset: int, every: float
+        self,
+        service: LoaderService,
+        watchers: dict[StatsStream, str],
+        caller: RequestCaller,
+        limit: int,
+        offset: int,
+        every: float,
     ) -> None:
         # a proxy that gathers answers would hold the events back
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service = service
         self._watchers = watchers
-        self._name = name
+        self._caller = caller
         self._page = limit, offset
         self._every = every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head, then events."""
-        self._watchers[self] = self._name
+        self._watchers[self] = self._caller.authorize(STATS).name
+        revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         drained = asyncio.create_task(self._service.drained())
+
+        def revoke(_: AccessDenied) -> None:
+            if not revoked.done():
+                revoked.set_result(None)
+
         try:
-            async with departure(receive) as gone:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                while not gone.done() and not drained.done() and is_still_admitted(scope):
-                    records = _records.dump_json(await self._service.stats(*self._page))
-                    event = b"event: stats\ndata: %b\n\n" % records
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    await asyncio.wait({gone, drained}, timeout=self._every, return_when=asyncio.FIRST_COMPLETED)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with self._service.revocable(self._caller, STATS, None, revoke):
+                async with departure(receive) as gone:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    with suppress(AccessDenied):  # an answer that has begun can only be broken off
+                        await self._send_events(send, {gone, drained, revoked})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             drained.cancel()
             self._watchers.pop(self, None)
+
+    async def _send_events(self, send: Send, ends: set[asyncio.Future[None]]) -> None:
+        """Send events until one of `ends` is done."""
+        while not any(end.done() for end in ends):
+            records = _records.dump_json(await self._service.stats(self._caller, *self._page))
+            event = b"event: stats\ndata: %b\n\n" % records
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.wait(ends, timeout=self._every, return_when=asyncio.FIRST_COMPLETED)
 
 
 def make_status_router() -> APIRouter:
@@ -82,7 +103,7 @@ def _add_stats(router: APIRouter) -> None:
     @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
     @needs(STATS)
     async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
-        return await service_of(request).stats(limit, offset)
+        return await service_of(request).stats(caller_of(request), limit, offset)
 
     @router.get(
         STATS_PATH + "/stream",
@@ -97,7 +118,8 @@ def _add_stats(router: APIRouter) -> None:
         limit: Limit = DEFAULT_CONSUMERS,
         offset: Offset = 0,
     ) -> Response:
-        name = principal_of(request).name
+        caller = caller_of(request)
+        name = caller.authorize(STATS).name
         watchers: dict[StatsStream, str] = request.app.state.stats_streams
         most = MAX_WATCHERS // 2 if request.app.state.gate.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
@@ -105,7 +127,7 @@ def _add_stats(router: APIRouter) -> None:
                 f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "
                 "them to one principal: ask for /stats now and then"
             )
-        return StatsStream(service_of(request), watchers, name, limit, offset, interval)
+        return StatsStream(service_of(request), watchers, caller, limit, offset, interval)
 
     @router.get(
         "/metrics",
@@ -115,9 +137,9 @@ def _add_stats(router: APIRouter) -> None:
     )
     @needs(STATS)
     async def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
         service = service_of(request)
-        records = await service.stats(MAX_CONSUMERS)
+        records = await service.stats(caller_of(request), MAX_CONSUMERS)
         return Response(encode(exposed(records, service.counts)), media_type=content_type)
 
 

@@ -7,27 +7,31 @@ nothing is made that was not asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
 from typing import Final, NamedTuple
 
 import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
+from teleloader_server import index_lists
 from teleloader_server.access import READ, needs
 from teleloader_server.accounts import Holdings
-from teleloader_server.api_http import address_of, index_lists, joined, ready_frames, service_of
+from teleloader_server.api_http import address_of, joined, ready_frames, service_of
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
-from teleloader_server.gate import Gate, enter
-from teleloader_server.problems import Refusal, problem_of
+from teleloader_server.gate import caller_of, enter
+from teleloader_server.index_lists import Rules
+from teleloader_server.problems import REFUSED, Refusal, problem_of
 from teleloader_server.service import LoaderService
-from teleloader_shared.errors import InvalidSpec, ServerUnavailable, TeleloaderError
+from teleloader_shared.errors import AccessDenied, InvalidSpec, ServerUnavailable, TeleloaderError, UnknownLoader
 from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
 from teleloader_shared.spec import MAX_EPOCH
 
 POLICY_VIOLATION: Final = 1008
 """How a connection is closed after an ask that cannot be answered."""
+MAX_RANGE_BYTES: Final = 64
+"""Bytes of an ask for a range, which are three ints."""
 SERVICE_RESTART: Final = 1012
 """How it is closed by a server that is stopping, or that cannot make batches."""
 
@@ -48,6 +52,8 @@ def parse_range(message: bytes, limits: ClientLimits) -> Ask:
     Raises:
         InvalidSpec: When it is none.
     """
+    if len(message) > MAX_RANGE_BYTES:
+        raise InvalidSpec(f"an ask must be a msgpack array of three ints, and had {len(message):,} bytes")
     try:
         epoch, start, stop = numbers = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException):
@@ -60,16 +66,20 @@ def parse_range(message: bytes, limits: ClientLimits) -> Ask:
     return Ask(epoch, start, stop)
 
 
-def parse_lists(message: bytes, loader: str, limits: ClientLimits) -> Ask:
+async def parse_lists(message: bytes, loader: str, rules: Rules) -> Ask:
     """Read an ask for batches whose indices it lists.
 
     Raises:
         InvalidSpec: When it is none.
     """
-    first, indices = index_lists(message, limits)
+    first, indices = await index_lists.split(_pieces(message), rules)
     if first.loader != loader:
         raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
     return Ask(first.epoch, first.batch, first.batch + len(indices), indices)
+
+
+async def _pieces(message: bytes) -> AsyncIterator[bytes]:
+    yield message
 
 
 class Conversation:
@@ -88,7 +98,9 @@ class Conversation:
         self._loader = loader
         self._holdings = holdings
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
-        self._gate: Gate = socket.app.state.gate
+        self._caller = caller_of(socket)
+        self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises the reason when the caller may not go on."""
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """What is to be sent, with what ends it; None after the last one."""
         self._outstanding = 0
@@ -99,51 +111,67 @@ class Conversation:
 
     async def run(self) -> None:
         """Answer until the client goes, asks for what cannot be, or the server is told to stop."""
-        reading, sending = asyncio.create_task(self._read()), asyncio.create_task(self._send())
-        drained = asyncio.create_task(self._service.drained())
-        drained.add_done_callback(lambda _: reading.cancel())
         try:
-            await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.cancelled():
-                self._asked.put_nowait(None)
-                await sending
-                await self._socket.close(SERVICE_RESTART)
-            for task in (reading, sending):
-                if task.done() and not task.cancelled():
-                    task.result()
+            self._service.refuse_when_draining()
+            spec = self._service.loader(self._caller, self._loader, 0).spec
+            with self._service.revocable(self._caller, READ, spec.dataset, self._deny):
+                await self._converse(lists=spec.order == "client")
         except WebSocketDisconnect:
             pass
         except (TeleloaderError, Refusal) as error:
             await self._refuse(error)
+
+    def _deny(self, error: AccessDenied) -> None:
+        if not self._denied.done():
+            self._denied.set_exception(error)
+
+    async def _converse(self, *, lists: bool) -> None:
+        reading, sending = asyncio.create_task(self._read(lists=lists)), asyncio.create_task(self._send())
+        drained = asyncio.create_task(self._service.drained())
+        drained.add_done_callback(lambda _: reading.cancel())
+        ends: set[asyncio.Future[None]] = {self._denied, reading, sending}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if reading.cancelled():
+                self._asked.put_nowait(None)
+                await asyncio.wait({self._denied, sending}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                    await self._socket.close(SERVICE_RESTART)
+            for end in ends:
+                if end.done() and not end.cancelled():
+                    end.result()
         finally:
             for task in (reading, sending, drained):
                 task.cancel()
+            self._denied.cancel()
             await asyncio.gather(reading, sending, drained, return_exceptions=True)
             while not self._asked.empty():
                 if (unsent := self._asked.get_nowait()) is not None:
                     await unsent[1].aclose()
 
-    async def _read(self) -> None:
-        principal = await enter(self._socket, READ)
-        self._service.refuse_when_draining()
-        lists = self._service.loader(principal, self._loader, 0).spec.order == "client"
+    async def _read(self, *, lists: bool) -> None:
         limits = self._service.client_limits
         while True:
             message = await self._message()
-            principal = await enter(self._socket, READ)  # a token ends, or is replaced
-            ask = parse_lists(message, self._loader, limits) if lists else parse_range(message, limits)
+            await enter(self._socket, READ)
+            if lists:
+                ask = await parse_lists(message, self._loader, self._service.index_rules(self._caller, self._loader, 0))
+            else:
+                ask = parse_range(message, limits)
             count = ask.stop - ask.start
             kept = sum(map(len, ask.indices.values())) if ask.indices else 0
+            owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_window or (
-                self._kept and not self._holdings.has_room(principal.name, kept)
+                self._kept and not self._holdings.has_room(owner, kept)
             ):
                 self._sent.clear()
                 await self._sent.wait()
             ending = AsyncExitStack()
-            self._keep(principal.name, kept, ending)
+            self._keep(owner, kept, ending)
             self._outstanding += count
             asked = self._service.batches(
-                principal, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
+                self._caller, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
             )
             try:
                 self._asked.put_nowait((await ending.enter_async_context(asked), ending))
@@ -167,6 +195,8 @@ class Conversation:
         message = await self._socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect
+        if REFUSED in message:
+            raise message[REFUSED]
         content: bytes | None = message.get("bytes")
         if content is None:
             raise InvalidSpec("an ask must be a binary message, was text")
@@ -178,7 +208,6 @@ class Conversation:
             async with ending:
                 while not stream.exhausted:
                     frames = await ready_frames(stream)
-                    self._gate.admit_still(self._socket.scope)
                     with self._service.sending(sum(map(len, frames)), stream):
                         for piece in joined(frames):
                             await self._socket.send({"type": "websocket.send", "bytes": piece})
@@ -201,7 +230,15 @@ def make_stream_router() -> APIRouter:
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
-        await socket.accept()  # refusals are told as everything else is, in a message
+        try:
+            # before it is accepted: a stranger gets a response, and the server reads no message of a stranger
+            await enter(socket, READ)
+            with suppress(UnknownLoader):  # a message says so, and the client registers it again
+                service_of(socket).loader(caller_of(socket), key, 0)
+        except (TeleloaderError, Refusal) as error:
+            await socket.send_denial_response(problem_of(error))
+            return
+        await socket.accept()  # later refusals are messages
         await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
 
     return router

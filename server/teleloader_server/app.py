@@ -22,12 +22,13 @@ from teleloader_server.api_websocket import make_stream_router
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.connections import Connection, Watch, connections_for
 from teleloader_server.dashboard import add_dashboard
-from teleloader_server.gate import Gate
-from teleloader_server.pace import Pace
+from teleloader_server.gate import Authentication, Gate
+from teleloader_server.pace import AddressLimit, Pace
 from teleloader_server.problems import DOCUMENTED, handle_problems
 from teleloader_server.request_ids import Identified
 from teleloader_server.service import LoaderService
 from teleloader_server.tls import Renewal, TlsFiles
+from teleloader_server.uvicorn_members import check_members
 from teleloader_server.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
@@ -66,10 +67,13 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
         responses=DOCUMENTED,
     )
     app.state.gate = gate or Gate()
-    app.state.gate.dataset_of = service.dataset_of
+    app.state.gate.on_change = service.tokens_changed
     app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
+    unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
+    app.add_middleware(Authentication, gate=app.state.gate, limit=unauthenticated)
+    service.is_shared = lambda: len(app.state.gate.tokens.entries) > 1
     app.state.service = service
-    app.state.holdings = Holdings(service.client_limits.held_bytes, lambda: len(app.state.gate.tokens.entries) > 1)
+    app.state.holdings = Holdings(service.client_limits.held_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
     for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
@@ -91,7 +95,7 @@ class Server(uvicorn.Server):
         tls: The certificate; None speaks plain HTTP.
 
     Raises:
-        ConfigError: When the limit of open files is too low for a server.
+        ConfigError: When the limit of open files is too low for a server, or uvicorn lacks a member that is needed.
     """
 
     def __init__(
@@ -103,13 +107,14 @@ class Server(uvicorn.Server):
         gate: Gate | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
+        check_members()
         limits = service.client_limits
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
-        self._watch = Watch(limits)
+        self.gate = gate or Gate()
+        self._watch = Watch(limits, self.gate)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
-        self.gate = gate or Gate()
         super().__init__(
             uvicorn.Config(
                 Identified(create_app(service, self.gate)),

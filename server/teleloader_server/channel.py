@@ -30,7 +30,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
-        self._fds: deque[int] = deque()
+        self._fds: deque[int | None] = deque()
+        """Descriptors that came, in order; None for one that this process had no room for."""
         self._unsent = bytearray()
         _open_channels.add(self)
 
@@ -53,12 +54,14 @@ class Channel:
             BlockingIOError: When nothing has come and the socket does not block.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
         except ConnectionResetError:
-            data, fds = b"", []
+            data, fds, flags = b"", [], 0
         if not data:
             raise EOFError
         self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:  # or the message would be given the descriptor of the next one
+            self._fds.append(None)
         self._unpacker.feed(data)
         return list(self._unpacker)
 
@@ -68,9 +71,10 @@ class Channel:
         Raises:
             OSError: When the system had none to give.
         """
-        if not self._fds:
-            raise OSError(errno.EMFILE, "a file descriptor was lost: raise the limit of open files (ulimit -n)")
-        return self._fds.popleft()
+        found = self._fds.popleft() if self._fds else None
+        if found is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return found
 
     def put(self, message: Any) -> None:
         """Keep a message for the next `flush`."""
@@ -115,7 +119,8 @@ class Channel:
         _open_channels.discard(self)
         self._socket.close()
         for fd in self._fds:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
         self._fds.clear()
 
 

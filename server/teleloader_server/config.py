@@ -10,17 +10,18 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
+from teleloader_shared.messages import IndexKind
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
-MIN_HEAD_BYTES: Final = 1024
-"""What a client of ours needs for its request line and headers, and some more."""
+_LEAST: Final = {"head_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
+"""Smallest values of limits: below them the server would refuse the requests of its own clients."""
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -56,6 +57,13 @@ class DatasetConfig:
     seeding: Literal["batch", "sample"] = "batch"
     """Seed random numbers once a batch, or anew for each sample: then augmentation is independent of batch size."""
 
+    indices: IndexKind = "integers"
+    """The indices that a client may send for an order of its own: ``integers`` in [0, length), or ``any`` value.
+
+    With ``any``, strings, tuples, negative integers and whatever else a frame can hold reach ``__getitem__``: the
+    dataset must check them.
+    """
+
     def __post_init__(self) -> None:
         """Refuse what cannot be hosted."""
         if not _NAME.fullmatch(self.name):
@@ -70,6 +78,8 @@ class DatasetConfig:
             )
         if self.seeding not in ("batch", "sample"):
             raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', was {self.seeding!r}")
+        if self.indices not in get_args(IndexKind):
+            raise ConfigError(f"indices of dataset {self.name!r} must be 'integers' or 'any', was {self.indices!r}")
         if not isinstance(self.version, str):
             raise ConfigError(f"version of dataset {self.name!r} must be a string, was {self.version!r}")
         if not isinstance(self.kwargs, Mapping):
@@ -140,12 +150,18 @@ class ClientLimits:
     """Those of them that come from one network address."""
     head_bytes: int = 64 * 2**10
     """Bytes of a request line and its headers."""
+    max_headers: int = 128
+    """Header fields of a request."""
+    max_unauthenticated_bytes: int = 128 * 2**20
+    """Bytes of memory of all connections without an authenticated request; beyond it the oldest of them is closed."""
     head_seconds: float = 10.0
     """Seconds for a request line and its headers."""
     body_bytes: int = 64 * 2**20
     """Bytes of a body; the index lists of a batch of 2**20 samples take 9 MB."""
-    spec_bytes: int = 2**20
+    spec_bytes: int = 256 * 2**10
     """Bytes of a body that registers a loader."""
+    total_spec_bytes: int = 64 * 2**20
+    """Bytes of memory that all registered loaders take together."""
     held_bytes: int = 256 * 2**20
     """Bytes of all bodies that are held at a time."""
     body_rate: float = 10 * 2**10
@@ -156,6 +172,8 @@ class ClientLimits:
     """Requests of one connection that are answered or wait for it."""
     max_requests_per_second: float = 5000.0
     """Requests of one principal, each second; what is too many is held for a second before it is refused."""
+    max_unauthenticated_requests_per_second: float = 100.0
+    """Requests without a valid token from one network address, each second; those with one do not count."""
     max_window: int = 4096
     """Batches for which a request may list indices, or that it may want to be made ahead."""
     max_consumers: int = 4096
@@ -187,8 +205,9 @@ class ClientLimits:
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
                 what = "a whole number" if field.type == "int" else "a number"
                 raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, was {value!r}")
-        if self.head_bytes < MIN_HEAD_BYTES:
-            raise ConfigError(f"head_bytes of [limits] must be at least {MIN_HEAD_BYTES}, was {self.head_bytes}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} of [limits] must be at least {least}, was {getattr(self, name)}")
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:

@@ -4,11 +4,14 @@ uvicorn waits for a request's head for as long as it takes, reads heads and bodi
 peer that never reads. Here
 
 - a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
-- a head may have `head_bytes`, a body `body_bytes` and no less than `body_rate` bytes a second;
+- a head may have `head_bytes` and `max_headers` header fields, a body `body_bytes` and no less than `body_rate` bytes a
+  second; what frames the chunks of a body has the limit of a head, and trailers are dropped;
 - a peer must take something of its answer every `unread_seconds`, or `pressed_rate` bytes a second over
   `pressed_seconds` while its principal leaves more unread than it may;
 - `max_connections` may be open, so that descriptors are left for workers, and `max_connections_per_address` of them
-  from one address; one more is answered with 503.
+  from one address; one more is answered with 503, unless one without an authenticated request can be closed for it;
+- connections without an authenticated request may take `max_unauthenticated_bytes` of memory together; beyond that the
+  oldest of them is closed.
 
 A request that breaks a rule is answered with a problem where its answer has not begun, and its connection is closed.
 What stays idle between two requests is closed by uvicorn. A dead peer of an idle connection is found by the kernel.
@@ -33,8 +36,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from teleloader_server import request_ids
-from teleloader_server.accounts import Account, account_of
+from teleloader_server.accounts import Account, Holdings, account_of
 from teleloader_server.config import ClientLimits, ConfigError
+from teleloader_server.gate import Gate
 from teleloader_server.problems import Refusal, encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
 from teleloader_shared.units import counted
@@ -45,6 +49,16 @@ FILES_PER_WORKER: Final = 4
 """A worker's channel, and the memory that passes through it."""
 MIN_CONNECTIONS: Final = 64
 """With fewer a server is of no use."""
+
+CONNECTION_BYTES: Final = 16 * 2**10
+"""Memory of a connection on which nothing is pending, rounded up: transport, parser, protocol and the last request."""
+REQUEST_BYTES: Final = 8 * 2**10
+"""Memory of a request besides what was received of it, rounded up: its scope, task and response."""
+FIELD_BYTES: Final = 256
+"""Memory of a header field besides its bytes, rounded up: a tuple and two bytes objects."""
+LOG_INTERVAL_S: Final = 10.0
+"""Seconds between two lines on connections that were closed."""
+_VERSIONS: Final = ("1.0", "1.1")
 
 _CHECKED: Final = frozenset({b"content-length", b"content-encoding", b"upgrade"})
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
@@ -67,6 +81,10 @@ class Watched(Protocol):
     def address(self) -> str:
         """The network address of its peer."""
 
+    @property
+    def account(self) -> Account | None:
+        """Account of the principal of its last request, None where that request was not authenticated."""
+
     def check(self, now: float) -> None:
         """Hold it to its limits."""
 
@@ -82,14 +100,22 @@ class Watch:
 
     Args:
         limits: What they may take.
+        gate: Knows the tokens. On a server without tokens, every request that was let in counts as authenticated.
     """
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, gate: Gate) -> None:
         self.limits = limits
+        self.unfinished = Holdings(limits.held_bytes // 4, lambda: len(gate.tokens.entries) > 1)
+        """Bytes of WebSocket messages whose end was not received yet."""
+        self._gate = gate
         self.draining = False
         """Whether connections close after their answer."""
         self.connections: set[Watched] = set()
+        self._unauthenticated: dict[Watched, int] = {}
+        """Memory in bytes of each connection without an authenticated request, the oldest connection first."""
+        self._unauthenticated_bytes = 0
         self._broken: Counter[str] = Counter()
+        self._logged = -LOG_INTERVAL_S
         self._by_address: Counter[str] = Counter()
         interval = min(limits.head_seconds, limits.body_seconds, limits.unread_seconds, limits.linger_seconds) / 4
         self._interval = min(1.0, interval)
@@ -100,11 +126,13 @@ class Watch:
         self.connections.add(connection)
         address = connection.address
         self._by_address[address] += 1
+        self._unauthenticated[connection] = 0
+        self.charge(connection, CONNECTION_BYTES)
         limits = self.limits
-        if len(self.connections) > limits.max_connections:
+        if len(self.connections) > limits.max_connections and not self._evict(connection):
             most = counted(limits.max_connections, "connection")
             return f"the server has {most}, its limit (max_connections): try later"
-        if self._by_address[address] > limits.max_connections_per_address:
+        if self._by_address[address] > limits.max_connections_per_address and not self._evict(connection, address):
             return (
                 f"{address} has {counted(limits.max_connections_per_address, 'connection')}, its limit on this server "
                 "(max_connections_per_address): close some"
@@ -115,9 +143,62 @@ class Watch:
         """The connection is closed."""
         if connection in self.connections:
             self.connections.discard(connection)
+            self._stop_counting(connection)
             self._by_address[connection.address] -= 1
             if not self._by_address[connection.address]:
                 del self._by_address[connection.address]
+
+    def charge(self, connection: Watched, nbytes: int) -> None:
+        """Count memory that an unauthenticated connection takes, and close the oldest ones beyond the limit.
+
+        An authenticated connection is not counted: the limits of its principal hold from then on.
+
+        Args:
+            connection: The connection.
+            nbytes: Bytes that it takes more than before; less than 0 for bytes that were released.
+        """
+        if connection not in self._unauthenticated:
+            return
+        if self._is_authenticated(connection):
+            self._stop_counting(connection)
+            return
+        self._unauthenticated[connection] += nbytes
+        self._unauthenticated_bytes += nbytes
+        while self._unauthenticated_bytes > self.limits.max_unauthenticated_bytes:
+            self._evict()
+
+    def settle(self, connection: Watched, nbytes: int) -> None:
+        """Count `nbytes` for an unauthenticated connection in place of everything that was counted before."""
+        self.charge(connection, nbytes - self._unauthenticated.get(connection, 0))
+
+    def _is_authenticated(self, connection: Watched) -> bool:
+        account = connection.account
+        return account is not None and not (account.is_alone and self._gate.has_tokens)
+
+    def _stop_counting(self, connection: Watched) -> None:
+        self._unauthenticated_bytes -= self._unauthenticated.pop(connection, 0)
+
+    def _evict(self, newcomer: Watched | None = None, address: str | None = None) -> bool:
+        """Close the oldest unauthenticated connection, so that strangers cannot keep clients out by staying connected.
+
+        Args:
+            newcomer: The connection to make room for, which is not closed.
+            address: The network address whose connections may be closed; None is any.
+
+        Returns:
+            Whether there was one.
+        """
+        while found := next(
+            (one for one in self._unauthenticated if one is not newcomer and address in (None, one.address)), None
+        ):
+            if self._is_authenticated(found):
+                self._stop_counting(found)
+                continue
+            self.count("unauthenticated connection closed to make room")
+            self.leave(found)  # at once: the event loop reports the loss of a connection later
+            found.break_off()
+            return True
+        return False
 
     async def keep(self) -> None:
         """Hold connections to the limits, until cancelled."""
@@ -130,7 +211,8 @@ class Watch:
                 except Exception:  # the others are to be held to their limits all the same
                     logger.exception("a connection could not be held to its limits, and is broken off")
                     connection.break_off()
-            if self._broken:
+            if self._broken and now - self._logged >= LOG_INTERVAL_S:
+                self._logged = now
                 what = ", ".join(f"{count} x {rule}" for rule, count in self._broken.items())
                 logger.warning("connections were closed: %s", what)
                 self._broken.clear()
@@ -178,6 +260,8 @@ class Connection(HttpToolsProtocol):
         """The network address of its peer."""
         self._watch = watch
         self._limits = watch.limits
+        self._framing = 0
+        """Bytes received since the beginning of the head, or since the last byte of the body's content."""
         self._earlier: list[RequestResponseCycle] = []
         """Requests before the last one that it may have overtaken: whoever pipelines does not wait for answers."""
         self._is_last = False
@@ -193,6 +277,11 @@ class Connection(HttpToolsProtocol):
     def has_asked(self) -> bool:
         """Whether there was a request; if not, the first one may be on its way."""
         return self.cycle is not None
+
+    @property
+    def account(self) -> Account | None:
+        """Account of the principal of its last request, None where that request was not authenticated."""
+        return None if self.cycle is None else account_of(self.cycle.scope)
 
     # -- what asyncio calls
 
@@ -241,17 +330,24 @@ class Connection(HttpToolsProtocol):
         start = 0
         while start < len(data):
             # a piece may hold the end of one request and the head of the next, so none is larger than a head may be
-            stop = start + limit
-            if self._phase is _Phase.HEAD:
-                stop -= self._received
-                if stop == start:
-                    raise self._head_too_large()
-                self._received += min(stop, len(data)) - start
-            self.parser.feed_data(data[start:stop])
-            start = stop
+            piece = data[start : start + limit - self._framing]
+            if not piece:
+                raise self._head_too_large()
+            if self._phase is not _Phase.BODY or self._unanswered():  # else what comes is thrown away
+                self._watch.charge(self, len(piece))
+            self._framing += len(piece)
+            self.parser.feed_data(piece)
+            start += len(piece)
 
     def _head_too_large(self) -> Refusal:
         limit = self._limits.head_bytes
+        if self._phase is _Phase.BODY:
+            return Refusal(
+                431,
+                "HeadTooLarge",
+                f"{limit:,} bytes of chunk extensions or trailers without content: the limit is that of a head "
+                "(head_bytes); send fewer, trailers are ignored",
+            )
         if not self.headers and len(self.url) > limit // 2:
             return Refusal(
                 414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed (head_bytes)"
@@ -266,7 +362,22 @@ class Connection(HttpToolsProtocol):
         """A request's first byte."""
         if self._phase is not _Phase.HEAD:
             self._enter(_Phase.HEAD)
+        self._watch.charge(self, REQUEST_BYTES)
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header field, and drop a trailer field: RFC 9110, 6.5.1 forbids to treat one as a header field.
+
+        uvicorn would add trailers to the headers, which the application reads at any time: a trailer could authorize
+        a request that was refused for its headers, or the reverse.
+        """
+        if self._phase is _Phase.BODY:
+            return
+        most = self._limits.max_headers
+        if len(self.headers) == most:
+            raise Refusal(431, "HeadTooLarge", f"more than {most:,} header fields, the limit (max_headers): send fewer")
+        self._watch.charge(self, FIELD_BYTES)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Refuse what is not to be read; begin to answer the rest."""
@@ -279,6 +390,7 @@ class Connection(HttpToolsProtocol):
                     "BadRequest",
                     f"{most} requests of this connection wait for their answers: read some (max_pipelined)",
                 )
+        self._check_version_and_host()
         for name, value in self.headers:
             if name in _CHECKED:
                 self._check_header(name, value)
@@ -288,6 +400,17 @@ class Connection(HttpToolsProtocol):
             return
         if self._is_last or self._watch.draining:
             self.cycle.keep_alive = False
+
+    def _check_version_and_host(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS:
+            raise Refusal(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        # RFC 9112, 3.2; a request of HTTP/1.0 may have none
+        if len(hosts) > 1 or (not hosts and version != "1.0"):
+            raise Refusal(400, "BadRequest", f"the request has {len(hosts)} Host headers: send exactly one")
+        if hosts and not hosts[0].strip():
+            raise Refusal(400, "BadRequest", "the Host header is empty: send the host and port of the server's URL")
 
     def _check_header(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
@@ -320,6 +443,7 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
+        self._framing = 0
         self._received += len(body)
         self._check_body(self._received)
         super().on_body(body)
@@ -328,6 +452,7 @@ class Connection(HttpToolsProtocol):
         """A request's last byte."""
         self._phase = _Phase.QUIET
         super().on_message_complete()
+        self._settle()
 
     def on_response_complete(self) -> None:
         """An answer's last byte was written."""
@@ -335,12 +460,28 @@ class Connection(HttpToolsProtocol):
         if self._phase is _Phase.BODY and self.expect_100_continue and not self._received:
             # the client may leave its body out now, so what it sends next could be either
             self.transport.close()
+        self._settle()
+
+    def pause_writing(self) -> None:
+        """Wait until the peer has read more, and count what waits to be sent."""
+        super().pause_writing()
+        self._watch.charge(self, self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Go on sending."""
+        super().resume_writing()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Release the memory that is counted for requests, when all of them are received and answered."""
+        if self._phase is _Phase.QUIET and not self._unanswered():
+            self._watch.settle(self, CONNECTION_BYTES + self.transport.get_write_buffer_size())
 
     # -- what the watch calls
 
     def check(self, now: float) -> None:
         """Hold the connection to its limits."""
-        if self._unread.too_much(now, None if self.cycle is None else account_of(self.cycle.scope)):
+        if self._unread.too_much(now, self.account):
             self._watch.count("answer not read")
             self.break_off()
         elif self.transport.is_closing():
@@ -384,6 +525,7 @@ class Connection(HttpToolsProtocol):
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
         self._received = 0
+        self._framing = 0
         self._mark(self.loop.time())
 
     def _mark(self, now: float) -> None:
@@ -404,7 +546,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Say why, where that can be told from another answer, and read no further."""
         self._watch.count(f"{refusal.status} {refusal.code}")
-        has_asked = self._phase is not _Phase.HEAD or self._received > 0 or refusal.status != 408
+        has_asked = self._phase is not _Phase.HEAD or self._framing > 0 or refusal.status != 408
         can_be_told = has_asked and self._nothing_is_answered()
         self._enter(_Phase.REFUSED)
         for cycle in self._unanswered():

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from teleloader_server.collate import default_convert, lazy_collate, path_to_uncollatable
 from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
-from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.messages import DatasetInfo, IndexKind
 
 _MAX_TEXT: Final = 64 * 1024
 
@@ -132,6 +132,7 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
         functions={name: resolve(name, f"functions of {config.name!r}") for name in config.functions},
         version=config.version,
         seeding=config.seeding,
+        indices=config.indices,
     )
 
 
@@ -146,8 +147,12 @@ def host(
     functions: Mapping[str, Callable[..., Any]] | None = None,
     version: str = "",
     seeding: Literal["batch", "sample"] = "batch",
+    indices: IndexKind = "any",
 ) -> HostedDataset:
     """The record under which an object is hosted.
+
+    An object of one's own process is indexed with whatever its sampler gives, as with torch; a configuration says what
+    clients may send.
 
     Raises:
         ConfigError: When `dataset` is no dataset.
@@ -171,6 +176,7 @@ def host(
         functions=list(functions),
         seeding=seeding,
         cpus=default_num_workers(),
+        indices=indices,
     )
     return HostedDataset(info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions)
 

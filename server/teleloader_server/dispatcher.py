@@ -222,10 +222,17 @@ class Dispatcher:
         """A worker that was held up can take batches again."""
         self._held_up.discard(worker)
 
-    def worker_lost(self, worker: int, blame: Blame = "unknown") -> list[Address]:
+    def worker_lost(
+        self, worker: int, blame: Blame = "unknown", overdue: frozenset[Address] = frozenset()
+    ) -> list[Address]:
         """A worker is gone. What it had is made again, but for a batch that has killed too many, or that hung.
 
         A batch that hung is not tried again: most likely it hangs each time, and each time costs the whole limit.
+
+        Args:
+            worker: Which.
+            blame: The cause, see `Blame`.
+            overdue: Batches that are not to be tried again.
 
         Returns:
             The batches that are given up; `finished` must be told what stands in their place.
@@ -233,14 +240,14 @@ class Dispatcher:
         queue = self._queues.pop(worker, deque())
         deaths = self.store.deaths
         given_up = []
-        if queue and blame != "nobody":
+        if queue and blame not in ("nobody", "machine"):
             self._charge(self.store.batch(queue[0]), LOSS_SECONDS)
         for address in queue:
             if blame == "unknown":
                 # Of several batches it cannot be told which one did it: from now on each is given to a worker that
                 # has nothing else, and then it can.
                 deaths[address] = deaths.get(address, 0) + (len(queue) == 1)
-            if address == blame or deaths.get(address, 0) >= MAX_ATTEMPTS:
+            if address == blame or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
                 self.store.remove(address)

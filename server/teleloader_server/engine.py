@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 
 from teleloader_server import request_ids
 from teleloader_server.accounts import Account, Memory
-from teleloader_server.demand import Ask, Consumer
+from teleloader_server.demand import Ask, Consumer, Run
 from teleloader_server.dispatcher import Dispatcher
 from teleloader_server.loading import Report, Task, indices_of
 from teleloader_server.metrics import ConsumerTally, Metrics, PoolTally
@@ -23,9 +22,9 @@ from teleloader_server.pool import Lease, Loss, Pool, WorkerState
 from teleloader_server.store import Evict
 from teleloader_server.tracing import AnswerTrace, Made
 from teleloader_shared import tracing
-from teleloader_shared.codec import MAX_INDICES, Address, Failure, to_bytes
+from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.messages import ConsumerReport, DatasetInfo, IndexKind
 from teleloader_shared.spec import LoaderSpec
 
 LONG_SECONDS: Final = 5.0
@@ -44,6 +43,8 @@ class Loader:
     batches: int
     """Batches in an epoch, or what none can have when only its end tells."""
     engine: Engine
+    indices: IndexKind = "any"
+    """What an order of the client's own may hold, see `DatasetInfo.indices`."""
 
 
 class ReadyFrame(NamedTuple):
@@ -78,6 +79,15 @@ class BatchStream:
     """Of who asks."""
     trace: AnswerTrace | None
     """Of the request."""
+    authorize: Callable[[], object]
+    """Raises an error if the request's caller may not have the batches any more."""
+    _arrived: asyncio.Future[None] | None = None
+    """What it waits for."""
+
+    def end(self, error: TeleloaderError) -> None:
+        """Raise an error in the place of the batch that is waited for, if one is."""
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_exception(error)
 
     @property
     def consumer(self) -> Consumer:
@@ -92,7 +102,7 @@ class BatchStream:
     async def take(self) -> ReadyFrame:
         """The next batch's frame, waiting for it."""
         k = self._ask.next
-        frame = await self._engine._take(self._ask, self.tally)
+        frame = await self._engine._take(self, self._ask)
         if self.trace is not None:
             self.trace.made(k, frame.made)
         return frame
@@ -111,7 +121,7 @@ class BatchStream:
         """Wait until the last batch of the request is there, or so long."""
         last = Address(*self._ask.consumer.run, self._ask.stop - 1)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._engine._arrival(last), seconds)
+            await asyncio.wait_for(self._engine._arrival(last, self), seconds)
 
 
 class Engine:
@@ -133,10 +143,8 @@ class Engine:
         """What was counted."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
-        self._indices: dict[Address, bytes] = {}
-        """What clients with an order of their own said of batches that may have to be made (again)."""
-        self._listed: Counter[Address] = Counter()
-        """How many open requests say so."""
+        self._lists: dict[Run, dict[Ask, Mapping[int, bytes]]] = {}
+        """What clients with an order of their own say that batches hold, by open request: none other is made."""
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
         self._decision_due = False
@@ -178,7 +186,7 @@ class Engine:
     @asynccontextmanager
     async def batches(
         self, loader: Loader, account: Account, consumer: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes], said: Said = NOTHING_SAID,
+        indices: Mapping[int, bytes], authorize: Callable[[], object], said: Said = NOTHING_SAID,
     ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
@@ -191,6 +199,7 @@ class Engine:
             stop: The batch after the last.
             ahead: How many more will be wanted.
             indices: For an order of the client's own, the frames that list what each batch holds.
+            authorize: Raises an error if the request's caller may not have the batches any more.
             said: What the client says besides.
 
         Raises:
@@ -200,37 +209,36 @@ class Engine:
         now = time.monotonic()
         ask = self._dispatcher.ask(account, consumer, (key, epoch), loader.batches, start, stop, ahead, now)
         self._loaders[key] = loader
-        listed = {Address(key, epoch, k): frame for k, frame in indices.items()}
-        self._indices.update(listed)
-        self._listed.update(listed.keys())
+        if indices:
+            self._lists.setdefault(ask.consumer.run, {})[ask] = indices
         self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
         tally.asks(now, said.report)
         try:
-            yield BatchStream(self, ask, tally, said.trace)
+            yield BatchStream(self, ask, tally, said.trace, authorize)
         finally:
             if said.trace is not None:
                 said.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
             del self._requests[ask]
-            for address in listed:
-                self._listed[address] -= 1
-                if not self._listed[address]:
-                    del self._listed[address]
-                self._forget_indices(address)
+            if indices:
+                self._forget_lists(ask)
 
-    def _forget_indices(self, address: Address) -> None:
-        """Of a batch that may have to be made (again) they are needed.
+    def _forget_lists(self, ask: Ask) -> None:
+        of_run = self._lists[ask.consumer.run]
+        del of_run[ask]
+        if not of_run:
+            del self._lists[ask.consumer.run]
 
-        That is, one that is being made, whose worker may die, and one that a request waits for: though it is ready, it
-        may have to be let go for want of memory before it is sent.
-        """
-        if address not in self._listed and not self._dispatcher.store.is_unfinished(address):
-            self._indices.pop(address, None)
+    def _list_of(self, address: Address) -> bytes | None:
+        """What a batch holds as an open request says; None under the plan."""
+        of_run = self._lists.get((address.loader, address.epoch), {})
+        return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
 
-    async def _take(self, ask: Ask, tally: ConsumerTally) -> ReadyFrame:
+    async def _take(self, stream: BatchStream, ask: Ask) -> ReadyFrame:
+        tally = stream.tally
         frame = self._take_ready(ask, tally)
         if frame is not None:
             return frame
@@ -238,22 +246,22 @@ class Engine:
         tally.waits()
         try:
             while frame is None:
-                await self._arrival(address)
+                await self._arrival(address, stream)
                 frame = self._take_ready(ask, tally)
         finally:
             tally.has_waited()
         return frame
 
-    async def _arrival(self, address: Address) -> None:
+    async def _arrival(self, address: Address, stream: BatchStream) -> None:
         if address not in self._frames:
             if self._end is not None:
                 raise self._end
-            arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            stream._arrived = arrived = asyncio.get_running_loop().create_future()
             waiting = self._waiting.setdefault(address, [])
             waiting.append(arrived)
             try:
                 await arrived
-            except asyncio.CancelledError:
+            except BaseException:  # also when this request alone was cancelled or ended
                 waiting.remove(arrived)
                 if not waiting and self._waiting.get(address) is waiting:
                     del self._waiting[address]
@@ -313,12 +321,12 @@ class Engine:
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
         """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
         self.tally.worker_lost()
-        given_up = self._dispatcher.worker_lost(worker, loss.blame)
+        given_up = self._dispatcher.worker_lost(worker, loss.blame, loss.overdue)
         for task in tasks:
             if task.address not in given_up:
                 self.tally.retried(task.spec.dataset)
                 continue
-            indices = indices_of(task)[:MAX_INDICES]
+            indices = indices_of(task)
             kind, message = _told_of(loss)
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
             self.tally.given_up(task.spec.dataset, failure)
@@ -335,7 +343,6 @@ class Engine:
 
     def _arrived(self, address: Address, frame: ReadyFrame) -> None:
         self._frames[address] = frame
-        self._forget_indices(address)
         for arrived in self._waiting.pop(address, ()):
             if not arrived.done():
                 arrived.set_result(None)
@@ -357,7 +364,7 @@ class Engine:
                 continue
             address = action.address
             loader = self._loaders[address.loader]
-            task = Task(loader.spec, loader.length, address, self._indices.get(address))
+            task = Task(loader.spec, loader.length, address, self._list_of(address))
             self._pool.submit(action.worker, task)
 
     def forget_idle(self) -> None:
@@ -367,10 +374,13 @@ class Engine:
         for key in self._loaders.keys() - in_use:
             del self._loaders[key]
             self._dispatcher.forget_loader(key)
-            for address in [address for address in self._indices if address.loader == key]:
-                del self._indices[address]
+            self._pool.forget(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
+
+    def forget_loader(self, key: str) -> None:
+        """Have the workers forget a loader that is not registered any more."""
+        self._pool.forget(key)
 
     def wake(self) -> None:
         """What kept a batch from being begun may have gone."""
@@ -438,4 +448,6 @@ def _told_of(loss: Loss) -> tuple[type[TeleloaderError], str]:
     """The error that stands in the place of a batch that is given up."""
     if isinstance(loss.blame, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
+    if loss.blame == "machine":
+        return WorkerDied, f"DataLoader {loss.reason}. The batch was computed again until its time was over"
     return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import re
 import secrets
 import socket
 import time
@@ -18,28 +20,25 @@ from typing import Any, Final, NamedTuple, cast
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teleloader_server.access import (
     ANYONE,
     OPEN,
-    READ,
     UNCHECKED,
     Principal,
     Token,
     Tokens,
-    allows,
     is_known_host,
     is_of_another_site,
     known_hosts,
     need_of,
-    said_scopes,
 )
 from teleloader_server.config import ConfigError
-from teleloader_server.pace import Pace
-from teleloader_server.problems import Refusal
+from teleloader_server.pace import AddressLimit, Pace
+from teleloader_server.problems import Refusal, problem_of
 from teleloader_server.token_file import TokenFile
-from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized
+from teleloader_shared.errors import AccessDenied, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
 
 MAX_REMEMBERED: Final = 1024
@@ -52,9 +51,9 @@ MAX_SESSIONS_PER_TOKEN: Final = 128
 LOG_EVERY: Final = 10.0
 """Seconds between two lines on requests that were refused: whoever makes them can make millions."""
 
+MAX_QUERY_BYTES: Final = 4096
+
 _NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
-_ADMITTED: Final = "teleloader.admitted"
-"""Where a request's scope has what its endpoint needs, and of which dataset."""
 _LOOKED_AT: Final = frozenset({
     b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", _NO_PAGE,
 })  # fmt: skip
@@ -100,9 +99,10 @@ class Gate:
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._refused: Counter[str] = Counter()
         self._told = -LOG_EVERY
-        self.dataset_of: Callable[[str], str | None] = lambda key: None
-        """Says of which dataset a loader is, None when it is not known."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Called after tokens were added, removed or changed, and after one has expired."""
         self._tokens = self._all()
+        self._next_expiry = self._expiry_after(time.time())
 
     @property
     def has_tokens(self) -> bool:
@@ -120,62 +120,31 @@ class Gate:
         All requests after this call see all of the new tokens and none of the old ones. Tokens of several files that
         contradict each other change nothing.
         """
-        changed = [source for source in self._sources if source.look()]
-        if not changed:
-            return
-        try:
-            self._tokens = self._all()
-        except ConfigError as error:
-            logger.error("the tokens stay as they were: %s", error)
-            return
-        self._known.clear()
+        changed = bool([source for source in self._sources if source.look()])
+        if changed:
+            try:
+                self._tokens = self._all()
+            except ConfigError as error:
+                logger.error("the tokens stay as they were: %s", error)
+                changed = False
+            else:
+                self._known.clear()
+        if changed or self._next_expiry <= time.time():
+            self._next_expiry = self._expiry_after(time.time())
+            self.on_change()
 
-    def admit(self, scope: Scope, need: str, params: Mapping[str, Any]) -> Principal:
-        """Who makes a request, who may.
+    def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
+        """Return the principal whose token or session cookie came with a request.
 
         Args:
+            headers: The request's headers, as far as `RequestCaller` keeps them.
             scope: The request's.
-            need: What its endpoint has declared.
-            params: The parameters of its path: `name` is a dataset, `key` a loader.
 
         Raises:
-            Refusal: When it is meant for another server, or a page of another site has caused it.
-            Unauthorized: When there is no token with it, or none of this server's.
-            Forbidden: When the token is not for this.
+            Unauthorized: There is none, or it is not valid, or not any more.
         """
-        headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
-        try:
-            self._check_site(scope.get("method", "GET"), headers)
-            dataset = self.dataset_of(params["key"]) if "key" in params else params.get("name")
-            # noted as it is now: a loader may be forgotten before its answer ends
-            scope[_ADMITTED] = need, dataset
-            if need == OPEN or not self.has_tokens:
-                return ANYONE
-            principal = self.principal(scope, headers)
-            check(principal, need, dataset)
-        except (Refusal, AccessDenied) as error:
-            self._note(error, scope)
-            raise
-        return principal
-
-    def admit_still(self, scope: Scope) -> None:
-        """Let what was admitted go on: the token may have ended, or may be for less than it was.
-
-        Raises:
-            Unauthorized: When it is not good any more.
-            Forbidden: When it is not for this any more.
-        """
-        if self.has_tokens:
-            check(self.principal(scope), *scope[_ADMITTED])
-
-    def principal(self, scope: Scope, headers: Mapping[bytes, bytes] | None = None) -> Principal:
-        """Whose token or cookie came with a request.
-
-        Raises:
-            Unauthorized: When there is none, or it is not good, or not any more.
-        """
-        if headers is None:
-            headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+        if not self.has_tokens:
+            return ANYONE
         authorization = headers.get(b"authorization")
         if authorization is None:
             return self._of_session(scope, headers.get(b"cookie", b""))
@@ -244,7 +213,16 @@ class Gate:
 
     # -- parts
 
-    def _check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+    def check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Check that a request is meant for this server, and not caused by a page of another site.
+
+        Args:
+            method: The request's method; GET for a WebSocket.
+            headers: The request's headers, as far as `RequestCaller` keeps them.
+
+        Raises:
+            Refusal: With 421 or 403, if it is not.
+        """
         host = headers.get(b"host", b"").decode("latin-1")
         if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
             raise Refusal(
@@ -273,6 +251,10 @@ class Gate:
             raise _expired(found.principal)
         return found
 
+    def _expiry_after(self, now: float) -> float:
+        """The time at which the next token expires; infinity if none does."""
+        return min((entry.expires for entry in self._tokens.entries if entry.expires > now), default=math.inf)
+
     def _all(self) -> Tokens:
         entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]
         names = Counter(entry.principal.name for entry in entries)
@@ -286,7 +268,8 @@ class Gate:
                 )
         return Tokens(tuple(entries))
 
-    def _note(self, error: Exception, scope: Scope) -> None:
+    def note(self, error: Exception, scope: Scope) -> None:
+        """Count a refused request for the log, which has one line for all those of 10 s."""
         self._refused[error.code if isinstance(error, Refusal) else type(error).__name__] += 1
         now = time.monotonic()
         if now - self._told >= LOG_EVERY:
@@ -297,34 +280,106 @@ class Gate:
             self._refused.clear()
 
 
-def check(principal: Principal, need: str, dataset: str | None = None) -> None:
-    """Refuse what a principal may not do.
+class RequestCaller:
+    """The `Caller` of one HTTP request or WebSocket.
+
+    Args:
+        gate: Knows the tokens.
+        scope: The request's.
+    """
+
+    __slots__ = ("_gate", "_headers", "_scope")
+
+    def __init__(self, gate: Gate, scope: Scope) -> None:
+        self._gate = gate
+        self._scope = scope
+        self._headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+
+    @property
+    def principal(self) -> Principal | None:
+        """The principal now, `ANYONE` on a server without tokens; None if the request has no valid token."""
+        try:
+            return self._gate.authenticate(self._headers, self._scope)
+        except Unauthorized:
+            return None
+
+    def authorize(self, need: str, dataset: str | None = None) -> Principal:
+        """See `Caller.authorize`."""
+        try:
+            return self._gate.authenticate(self._headers, self._scope).authorize(need, dataset)
+        except AccessDenied as error:
+            self._gate.note(error, self._scope)
+            raise
+
+    def admit(self, need: str) -> Principal:
+        """Check whether the request may reach an endpoint; what it may use there is decided when it is used.
+
+        Args:
+            need: Declared by the endpoint.
+
+        Returns:
+            Its principal; `ANYONE` for an endpoint that is open to all.
+
+        Raises:
+            Refusal: The request is meant for another server, or a page of another site has caused it.
+            Unauthorized: The request has no valid token.
+            Forbidden: The token's scopes do not suffice.
+        """
+        try:
+            self._gate.check_site(self._scope.get("method", "GET"), self._headers)
+        except Refusal as refusal:
+            self._gate.note(refusal, self._scope)
+            raise
+        return ANYONE if need == OPEN else self.authorize(need)
+
+
+def caller_of(connection: HTTPConnection) -> RequestCaller:
+    """Return the caller of a request that has passed `Authentication`."""
+    return cast("RequestCaller", connection.scope["state"]["caller"])
+
+
+class Authentication:
+    """ASGI middleware that identifies the caller of each request, and limits requests without a valid token by address.
+
+    It stands before all routes, so that it also covers those that need no token, and paths that do not exist.
+
+    Args:
+        app: Receives the requests that pass.
+        gate: Knows the tokens.
+        limit: Limits the requests without a valid token.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, limit: AddressLimit) -> None:
+        self._app = app
+        self._gate = gate
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 414 or 429."""
+        if scope["type"] in ("http", "websocket"):
+            caller = RequestCaller(self._gate, scope)
+            scope.setdefault("state", {})["caller"] = caller
+            try:
+                _check_query(scope)
+                if caller.principal is None:
+                    await self._limit.come((scope.get("client") or ("unknown", 0))[0])
+            except Refusal as refusal:
+                self._gate.note(refusal, scope)
+                await problem_of(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _check_query(scope: Scope) -> None:
+    """Refuse a query that takes long to parse: it is taken apart parameter by parameter.
 
     Raises:
-        Forbidden: When its scopes are not enough.
+        Refusal: With 414.
     """
-    if allows(principal.scopes, need, dataset):
-        return
-    wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
-    raise Forbidden(
-        f"the token {principal.name!r} has the scopes {said_scopes(principal.scopes)}, and this needs "
-        f"{wanted[:200]!r}: ask who runs the server"
-    )
-
-
-def principal_of(request: Request) -> Principal:
-    """Who makes a request that the gate has let in."""
-    return cast("Principal", request.scope["state"]["principal"])
-
-
-def is_still_admitted(scope: Scope) -> bool:
-    """Whether who makes a request may still do so: for answers that do not end by themselves."""
-    gate: Gate = scope["app"].state.gate
-    try:
-        gate.admit_still(scope)
-    except AccessDenied:
-        return False
-    return True
+    if (nbytes := len(scope["query_string"])) > MAX_QUERY_BYTES:
+        raise Refusal(
+            414, "UriTooLong", f"the query of the request has {nbytes:,} bytes, and {MAX_QUERY_BYTES:,} are allowed"
+        )
 
 
 class GuardedRoute(APIRoute):
@@ -348,8 +403,8 @@ class GuardedRoute(APIRoute):
         return guarded
 
 
-async def enter(connection: HTTPConnection, need: str) -> Principal:
-    """Let a request in when its time has come; who makes it.
+async def enter(connection: HTTPConnection, need: str) -> None:
+    """Let a request in when its time has come.
 
     Args:
         connection: The request, or a WebSocket.
@@ -360,12 +415,8 @@ async def enter(connection: HTTPConnection, need: str) -> Principal:
         Unauthorized: When there is no token with it, or none of this server's.
         Forbidden: When the token is not for this.
     """
-    gate: Gate = connection.app.state.gate
     pace: Pace = connection.app.state.pace
-    principal = gate.admit(connection.scope, need, connection.path_params)
-    connection.scope.setdefault("state", {})["principal"] = principal
-    await pace.come(connection.scope, principal)
-    return principal
+    await pace.come(connection.scope, caller_of(connection).admit(need))
 
 
 def _expired(principal: Principal) -> Unauthorized:
@@ -377,8 +428,6 @@ def _digest_of(name: str) -> bytes:
 
 
 def _value(cookies: bytes, name: str) -> str:
-    for cookie in cookies.decode("latin-1").split(";"):
-        key, _, value = cookie.strip().partition("=")
-        if key == name:
-            return value
-    return ""
+    # by one search: to split the header takes longer than a client may hold the event loop
+    found = re.search(rb"(?:^|;)[ ]*%b=([^;]*)" % re.escape(name.encode()), cookies)
+    return found[1].strip().decode("latin-1") if found else ""

@@ -6,24 +6,33 @@ import random
 import sys
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_server import index_lists
 from teleloader_server.datasets import HostedDataset
-from teleloader_server.shards import Shard
+from teleloader_server.protocols import accepts
+from teleloader_server.replay import Reached, Replay
+from teleloader_server.shards import Outcome, Shard
 from teleloader_server.worker_info import was_asked
-from teleloader_shared import codec
+from teleloader_shared import shard_state
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Address, End, Failure, FrameWriter
+from teleloader_shared.errors import StateMismatch, WorkerDied
 from teleloader_shared.plan import Plan
-from teleloader_shared.seeding import derive
-from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.seeding import derive_seed
+from teleloader_shared.spec import MAX_STATES, LoaderSpec
 
 Indices = NDArray[np.int64] | list[Any]
 """What a batch holds: an array of the plan's, or whatever a client's own order lists."""
+
+MAX_PASSES: Final = 16
+"""Passes of a session of which a worker remembers how they began; one after another is the rule."""
 
 
 class Task(NamedTuple):
@@ -52,6 +61,25 @@ class Report(NamedTuple):
         return self.fetch + self.collate + self.encode
 
 
+class Began(NamedTuple):
+    """The random state in which a worker began a pass; travels to the worker that replaces it."""
+
+    loader: str
+    epoch: int
+    generators: str
+    """What `_random_state` returned, packed."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A pass through an iterable-style dataset: one epoch of one loader."""
+
+    shard: Shard
+    replay: Replay
+    generators: Any = None
+    """The random state in which it began."""
+
+
 class Loading:
     """Makes the frames of tasks.
 
@@ -60,9 +88,9 @@ class Loading:
         worker: Number of the worker that this runs in, -1 in the server's own process.
         max_batch_bytes: The largest frame that may be.
         torch_loaded: Called when a dataset has loaded torch in the middle of a batch.
-        seeds: Whether random numbers are a function of a batch's address; else they are drawn as the generators stand.
-        seed_worker: Seeds the worker as at its birth; an iterable-style dataset that begins again draws as before.
         skipped: Called for each batch of an iterable-style dataset that is only gone through.
+        began: Called when a pass through an iterable-style dataset begins.
+        seeds: Whether random numbers are a function of a batch's address; else they are drawn as the generators stand.
     """
 
     def __init__(
@@ -71,17 +99,22 @@ class Loading:
         worker: int,
         max_batch_bytes: int,
         torch_loaded: Callable[[], None] = lambda: None,
-        seed_worker: Callable[[], None] = lambda: None,
         skipped: Callable[[], None] = lambda: None,
+        began: Callable[[Began], None] = lambda began: None,
         *,
         seeds: bool = True,
     ) -> None:
         self._seeds = seeds
         self._torch_loaded = torch_loaded
-        self._seed_worker = seed_worker
         self._skipped = skipped
-        self._shards: dict[tuple[str, int], Shard] = {}
-        """The passes through iterable-style datasets, by (loader, epoch)."""
+        self._tell_began = began
+        self._began: Began | None = None
+        self._passes: OrderedDict[tuple[str, int], _Pass] = OrderedDict()
+        """The passes through iterable-style datasets, by (loader, epoch); only the last one is being iterated."""
+        self.reached: Reached | None = None
+        """How far the last pass has come."""
+        self._epochs: dict[str, int] = {}
+        """Epochs of the map-style datasets, by name."""
         self.torch_is_seeded = False
         """Whether a worker-init function has seeded torch: then it is not seeded for each batch, as with torch."""
         self._hosted = hosted
@@ -90,6 +123,20 @@ class Loading:
         self._exits = worker >= 0
         self._max_batch_bytes = max_batch_bytes
         self._plan = lru_cache(maxsize=64)(Plan)
+
+    def replace(self, began: Began | None, reached: Reached | None) -> None:
+        """Continue the pass that another worker has begun, from where it came to."""
+        self._began, self.reached = began, reached
+
+    def forget(self, loader: str) -> None:
+        """Release what is kept of a loader."""
+        for run in [run for run in self._passes if run[0] == loader]:
+            self._passes.pop(run).shard.close()
+
+    def close(self) -> None:
+        """Release the iterators of all datasets, so that ``finally`` blocks of generators run."""
+        while self._passes:
+            self._passes.popitem()[1].shard.close()
 
     def load(self, task: Task, place: Callable[[int], NDArray[np.uint8]]) -> tuple[int, Report]:
         """Write the frame of `task` to a buffer that `place(nbytes)` gives; an exception becomes a failure frame.
@@ -103,22 +150,26 @@ class Loading:
         failed = False
         try:
             hosted = self._hosted[task.spec.dataset]
-            padding, shard_state = 0, None
+            padding, state, pass_ = 0, None, None
             if hosted.info.kind == "iterable":
-                shard = self._shard(hosted, task)
-                samples = shard.fetch(task.address.batch // task.spec.shards)
-                shard_state = shard.state()
+                pass_ = self._pass(hosted, task)
+                samples = pass_.shard.fetch(_number(task))
+                state = pass_.shard.state()
             else:
-                indices, padding = self._indices(task)
+                self._set_epoch(hosted, task.address.epoch)
+                indices, padding = self._indices(hosted, task)
                 samples = self._fetch(hosted, task, indices)
             fetched = collated = time.perf_counter()
             if samples is None:
-                batch: Any = End(shard.samples, replica=not was_asked())
+                batch: Any = End(0 if pass_ is None else pass_.shard.samples, replica=not was_asked())
             else:
                 count, batch = _collate(hosted, task, indices, samples)
             collated = time.perf_counter()
-            writer = self._writer(task, batch, padding, shard_state)
-            writer.write(place(writer.nbytes))
+            writer = self._writer(task, batch, padding, state)
+            frame = place(writer.nbytes)
+            writer.write(frame)
+            if pass_ is not None and samples is not None:
+                self._deliver(pass_, task, frame[: writer.nbytes], state)
         except BaseException as error:  # KeyboardInterrupt too: a real one does not come here
             if isinstance(error, SystemExit) and self._exits:
                 raise
@@ -131,10 +182,24 @@ class Loading:
         )  # fmt: skip
         return writer.nbytes, report
 
-    def _indices(self, task: Task) -> tuple[Indices, int]:
+    def _set_epoch(self, hosted: HostedDataset, epoch: int) -> None:
+        """Set the epoch of a map-style dataset that has one, where it is another than that of the batch before."""
+        name = hosted.info.name
+        # only a worker has the dataset for itself: in the server's own process others may have set another epoch
+        if self._exits and self._epochs.get(name) == epoch:
+            return
+        self._epochs.pop(name, None)
+        if accepts(hosted.dataset, "set_epoch", epoch):
+            hosted.dataset.set_epoch(epoch)
+        self._epochs[name] = epoch
+
+    def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
         """What the batch holds, and how many of it are padding."""
         if task.indices is not None:
-            return _listed(task.spec, task.indices), 0
+            listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
+            if hosted.info.indices == "integers":
+                index_lists.check_range(listed, hosted.info.length, hosted.info.name)
+            return listed, 0
         if task.spec.order == "client":
             raise RuntimeError(
                 "the server does not know what this batch holds: a bug, and it must not make another one"
@@ -142,18 +207,94 @@ class Loading:
         plan = self._plan(task.spec, task.length, task.address.epoch)
         return plan[task.address.batch], plan.padding(task.address.batch)
 
-    def _shard(self, hosted: HostedDataset, task: Task) -> Shard:
-        run = (task.address.loader, task.address.epoch)
-        if run not in self._shards:
-            self._shards.clear()  # a session goes through its epochs one after another
-            spec = task.spec
-            saved = None
-            if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
-                saved = spec.shard_states[task.address.batch % spec.shards]
-            self._shards[run] = Shard(
-                hosted.dataset, spec.batch_size, spec.drop_last, self._seed_worker, saved, self._skipped
+    # -- iterable-style datasets
+
+    def _pass(self, hosted: HostedDataset, task: Task) -> _Pass:
+        run = task.address[:2]
+        last = next(reversed(self._passes), None)
+        if last != run:
+            if last is not None:  # all passes share one dataset, so only one of them can be iterated
+                self._passes[last].shard.close()
+            if run not in self._passes:
+                self._passes[run] = self._new_pass(hosted, task)
+            self._passes.move_to_end(run)
+            if len(self._passes) > MAX_PASSES:
+                self._passes.popitem(last=False)
+        return self._passes[run]
+
+    def _new_pass(self, hosted: HostedDataset, task: Task) -> _Pass:
+        spec, run = task.spec, task.address[:2]
+        saved = []
+        if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
+            text = spec.shard_states[task.address.batch % spec.shards]
+            saved += [] if text is None else [text]
+        reached = self.reached if self.reached is not None and self.reached[:2] == run else None
+        if reached is not None and reached.state is not None and _can_be_unpacked(reached.state):
+            saved.append(reached.state)
+        shard = Shard(
+            hosted.dataset,
+            spec.batch_size,
+            spec.drop_last,
+            prepare=lambda: self._prepare(hosted, task, found),
+            passed=lambda number, outcome: self._passed_over(hosted, task, found, number, outcome),
+            saved=saved,
+            max_state=MAX_STATES // spec.shards,
+        )
+        found = _Pass(shard, Replay(reached))
+        return found
+
+    def _prepare(self, hosted: HostedDataset, task: Task, pass_: _Pass) -> None:
+        """Before the dataset is iterated: each time in the same epoch, with the same random numbers."""
+        loader, epoch, _ = task.address
+        if accepts(hosted.dataset, "set_epoch", epoch):
+            hosted.dataset.set_epoch(epoch)
+        pass_.replay.restart(pass_.shard.next - 1)
+        if not self._seeds:
+            return
+        if pass_.generators is None and self._began is not None and self._began[:2] == (loader, epoch):
+            pass_.generators = shard_state.unpack(self._began.generators)
+        if pass_.generators is not None:
+            _set_random_state(pass_.generators)
+            return
+        pass_.generators = _random_state()
+        self._tell_began(Began(loader, epoch, shard_state.pack(pass_.generators)))
+
+    def _passed_over(self, hosted: HostedDataset, task: Task, pass_: _Pass, number: int, outcome: Outcome) -> None:
+        """Do for a batch on the way what was done when it was delivered: collate functions draw random numbers, too."""
+        self._skipped()
+        if isinstance(outcome, Exception):
+            return
+        spec, (loader, epoch, batch) = task.spec, task.address
+        there = task._replace(address=Address(loader, epoch, number * spec.shards + batch % spec.shards))
+        try:
+            _, content = _collate(hosted, there, [], outcome)
+            if not pass_.replay.covers(number):
+                return
+            state = pass_.shard.state()
+            writer = self._writer(there, content, 0, state)
+            frame = np.empty(writer.nbytes, np.uint8)
+            writer.write(frame)
+        except Exception:  # noqa: BLE001 - it was reported in its own place
+            return
+        self._deliver(pass_, there, frame, state)
+
+    def _deliver(self, pass_: _Pass, task: Task, frame: NDArray[np.uint8], state: str | None) -> None:
+        """Note a batch as delivered.
+
+        Raises:
+            WorkerDied: When an earlier worker delivered other batches up to here.
+        """
+        replay, (loader, epoch, _) = pass_.replay, task.address
+        if not replay.matches(_number(task), frame, checksum=task.spec.checksum):
+            pass_.shard.end()
+            raise WorkerDied(
+                f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
+                f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "
+                "would be lost or repeated. Give the dataset state_dict() and load_state_dict() (torchdata's "
+                "Stateful), or derive its order from a seed and the epoch (set_epoch)"
             )
-        return self._shards[run]
+        if replay.next == _number(task) + 1:
+            self.reached = Reached(loader, epoch, replay.first or 0, replay.next, replay.digest, state)
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         if sys.modules.get("torch") is not None:
@@ -195,7 +336,7 @@ class Loading:
 
     def _seed(self, purpose: str, *coordinates: int) -> None:
         if self._seeds:
-            seed_all(derive(purpose, *coordinates), torch_too=not self.torch_is_seeded)
+            seed_all(derive_seed(purpose, *coordinates), torch_too=not self.torch_is_seeded)
 
     def _writer(self, task: Task, content: object, padding: int, shard_state: str | None) -> FrameWriter:
         return FrameWriter(
@@ -210,30 +351,27 @@ class Loading:
         )
 
 
-def indices_of(task: Task) -> list[int]:
-    """What a batch holds, as far as it can be numbered: [] for an iterable-style dataset."""
+def _number(task: Task) -> int:
+    """Number of the batch among those of its shard."""
+    return task.address.batch // task.spec.shards
+
+
+def _can_be_unpacked(state: str) -> bool:
+    try:
+        shard_state.unpack(state)
+    except StateMismatch:
+        return False
+    return True
+
+
+def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
+    """The first `count` indices of a batch, as far as they are integers: [] for an iterable-style dataset."""
     if task.indices is not None:
-        return _numbers(_listed(task.spec, task.indices))
+        return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
         return []
-    return _numbers(Plan(task.spec, task.length, task.address.epoch)[task.address.batch])
-
-
-def _listed(spec: LoaderSpec, frame: bytes) -> list[Any]:
-    """The client's list; for ``batch_size=None`` whatever its sampler gave is one index."""
-    content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
-    return [content] if spec.batch_size is None else list(content)
-
-
-class IndexMemory(codec.Bits):
-    """Memory of an index list: a tensor of indices becomes a list of integers."""
-
-    __slots__ = ()
-
-    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the list, or the array."""
-        bits = super().leaf(offset, dtype_name, shape, kind)
-        return bits.tolist() if kind == "tensor" else bits
+    found: list[int] = Plan(task.spec, task.length, task.address.epoch).first(task.address.batch, count).tolist()
+    return found
 
 
 def _as_list(indices: Indices) -> list[Any]:
@@ -257,9 +395,8 @@ def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
     except Exception:  # noqa: BLE001 - as above
         text = f"{name}: {message}\n"
     return Failure(
-        type=_utf8(name), message=_utf8(message[:MAX_TEXT]), traceback=_utf8(_cut(text)),
-        indices=_numbers(indices), worker=worker,
-    )  # fmt: skip
+        type=name, message=message[:MAX_TEXT], traceback=_cut(text), indices=_numbers(indices), worker=worker
+    )
 
 
 def _cut(text: str) -> str:
@@ -320,7 +457,3 @@ def _collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[
     if hosted.gives_batches(name):
         return len(indices), hosted.convert_sample(samples[0], name)
     return len(samples), hosted.collate_batch(samples, name)
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -458,4 +458,4 @@ def _log(task: Task, failure: Failure) -> None:
 def _shown_indices(task: Task) -> list[int]:
     if task.spec.order == "client" and task.indices is None:
         return []  # its list was too long to be kept
-    return indices_of(task)[:MAX_SHOWN_INDICES]
+    return indices_of(task, MAX_SHOWN_INDICES)

@@ -301,6 +301,7 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
+        token=consumer.holder.account.name,
         dataset=loader.spec.dataset,
         loader=loader.key,
         rank=loader.spec.rank,

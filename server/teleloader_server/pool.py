@@ -22,8 +22,17 @@ Lease = NDArray[np.uint8]
 """A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
 
 
-Blame = Address | Literal["unknown", "nobody"]
-"""Whose fault a worker's end is: that of the batch at which it hung, perhaps that of one which it had, or nobody's."""
+Blame = Address | Literal["unknown", "nobody", "machine"]
+"""Cause of a worker's end. All ways in which a worker can be lost, each with its blame and the consequence:
+
+- Ended by a signal or an exit, out of memory, ended with its template, or stopped for 3 s (SIGSTOP, SIGTSTP, SIGTTIN,
+  SIGTTOU): ``unknown``. Perhaps one of its batches is the cause, so each is computed again by a worker that has no
+  other. The third loss of such a worker is `WorkerDied` in the place of the batch.
+- One batch took longer than `batch_timeout`: the batch's address. `LoaderTimeout` in its place, with no other attempt.
+- No descriptor, memory or process for the worker or for its batches: ``machine``. Retried with backoff; after
+  `batch_timeout`, `WorkerDied` that names the resource.
+- Preempted for another client, or not ready after `batch_timeout`: ``nobody``. Its batches are computed again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class Loss:
     blame: Blame = "unknown"
     stack: str = ""
     """Where it hung."""
+    overdue: frozenset[Address] = frozenset()
+    """Batches that were lost to ``machine`` for `batch_timeout` now: they are given up."""
 
 
 class PoolListener(Protocol):
@@ -106,6 +117,9 @@ class Pool(Protocol):
 
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
+
+    def forget(self, loader: str) -> None:
+        """Release what workers keep of a loader; a task of it can still be submitted."""
 
     def pids(self) -> list[int]:
         """All processes of the pool."""

@@ -40,7 +40,8 @@ class InProcessPool:
         self._limits = limits
         self._as_caller = as_caller
         self._random_state: AbstractContextManager[None] = nullcontext() if as_caller else OwnRandomState()
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
+        """Tasks, keys of loaders to forget, and None at the end."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
         """What the thread makes, and since when."""
         # a daemon, because user code that never returns must not keep the process from ending
@@ -68,6 +69,10 @@ class InProcessPool:
 
     def take(self, worker: int, reason: str) -> None:
         """Nothing: a thread cannot be ended."""
+
+    def forget(self, loader: str) -> None:
+        """Have the thread release what it keeps of a loader, after the tasks that it has."""
+        self._tasks.put(loader)
 
     def workers(self) -> list[WorkerState]:
         """The one place."""
@@ -107,7 +112,11 @@ class InProcessPool:
             self._loop.call_soon_threadsafe(opened.set_result, hosted)
             loading = Loading(hosted, -1, self._limits.max_batch_bytes, seeds=not self._as_caller)
             while (task := self._tasks.get()) is not None:
-                self._load(loading, task)
+                if isinstance(task, str):
+                    loading.forget(task)
+                else:
+                    self._load(loading, task)
+            loading.close()
 
     def _load(self, loading: Loading, task: Task) -> None:
         buffers: list[Lease] = []

@@ -25,10 +25,11 @@ from teleloader_server.channel import Channel
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.loading import Report, Task
 from teleloader_server.pool import Loss, PoolListener, WorkerState, aside
-from teleloader_server.processes import StopWatch, oom_kills, resident_bytes
+from teleloader_server.processes import StopWatch, oom_kills, resident_bytes, shortage
 from teleloader_server.template import Template
 from teleloader_server.worker import WorkerSettings, exit_reason
 from teleloader_server.worker_process import WorkerProcess
+from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.units import counted
@@ -60,8 +61,14 @@ class _Place:
     """Processes that ended before they had finished anything."""
     unready_in_a_row: int = 0
     """Processes that ended before they could take anything."""
+    short_since: float | None = None
+    """When the machine first lacked something to start a process, and has started none since."""
     respawn: asyncio.TimerHandle | None = None
     """When its process has died and the next one is not forked yet."""
+    began: list[Any] | None = None
+    """`Began` of the pass of its shard of an iterable-style dataset: the next process continues there."""
+    reached: list[Any] | None = None
+    """`Reached` of that pass."""
 
 
 class ProcessPool:
@@ -89,6 +96,8 @@ class ProcessPool:
         self._examinations: set[asyncio.Task[None]] = set()
         self._template_stopped = StopWatch()
         self._oom_kills = oom_kills()
+        self._short: dict[Address, float] = {}
+        """When batches were first lost because the machine lacks something, since it has last provided that."""
 
     @property
     def num_workers(self) -> int:
@@ -99,15 +108,18 @@ class ProcessPool:
         """Start the template, wait until it has built the datasets, have it fork the workers."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
-        self._infos = await self._start_template()
+        try:
+            self._infos = await self._start_template()
+        except OSError as error:
+            raise OSError(error.errno, shortage(error)) from error
         self._checked = time.monotonic()
         self._next_check = self._loop.call_later(self._check_every, self._check)
         try:
             for number in range(self._limits.num_workers):
                 self._places[number] = _Place(self._fork(number))
-        except OSError:  # no descriptor is left
+        except OSError as error:
             await self.close()
-            raise
+            raise OSError(error.errno, shortage(error)) from error
         return self._infos
 
     def submit(self, worker: int, task: Task) -> None:
@@ -131,6 +143,13 @@ class ProcessPool:
         process = self._places[worker].process
         if process.pid is not None and process.ready:
             self._kill(process, Loss(f"{process} was killed: {reason}", "nobody"))
+
+    def forget(self, loader: str) -> None:
+        """Tell the workers to forget a loader; `submit` tells them of it again."""
+        for place in self._places.values():
+            if loader in place.process.loaders:
+                place.process.loaders.remove(loader)
+                self._put(place.process, ["forget", loader])
 
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
@@ -255,9 +274,8 @@ class ProcessPool:
                 case ["forked", int(number), int(pid)]:
                     self._places[number].process.pid = pid
                 case ["not forked", int(number), str(reason)]:
-                    self._lose(
-                        self._places[number].process, Loss(f"worker {number} cannot be forked: {reason}", "nobody")
-                    )
+                    loss = Loss(f"worker {number} cannot be started: {reason}", "machine")
+                    self._lose(self._places[number].process, loss)
                 case ["exited", int(pid), int(status)]:
                     self._exited(pid, status)
 
@@ -296,7 +314,11 @@ class ProcessPool:
         limits = self._limits
         free_limit = limits.memory_budget // limits.num_workers
         with theirs:
-            settings = WorkerSettings(number, limits.num_workers, limits.max_batch_bytes, free_limit, self._session)
+            before = self._places.get(number)
+            settings = WorkerSettings(
+                number, limits.num_workers, limits.max_batch_bytes, free_limit, self._session,
+                began=None if before is None else before.began, reached=None if before is None else before.reached,
+            )  # fmt: skip
             self._template.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
         process = WorkerProcess(number, channel)
         self._loop.add_reader(channel, self._receive, process)
@@ -321,8 +343,10 @@ class ProcessPool:
             case ["done", list(finished)]:
                 process.finished += len(finished)
                 self._got_on(process)
-                for task_id, frame, nbytes, *report in finished:
-                    self._done(process, task_id, frame, nbytes, Report(*report))
+                for task_id, frame, nbytes, *report, reached in finished:
+                    self._done(process, task_id, frame, nbytes, Report(*report), reached)
+            case ["began", list(began)]:
+                self._places[process.number].began = began
             case ["slot", int(slot), int(size)]:
                 self._map(process, slot, size)
             case ["retract", int(slot)]:
@@ -339,16 +363,17 @@ class ProcessPool:
     def _map(self, process: WorkerProcess, slot: int, size: int) -> None:
         try:
             process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
+            self._short.clear()
         except OSError as error:
-            # its batches cannot be reached: another worker makes them again
-            logger.error("no memory of %s can be mapped: %s", process, error, extra=process.log_fields)
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            # the descriptor that came with the message is lost, and with it the batches that will be written there
+            loss = Loss(f"{process} was replaced, since its batches cannot be mapped: {shortage(error)}", "machine")
+            self._kill(process, loss)
 
     def _ready(self, process: WorkerProcess) -> None:
         process.ready = True
         process.got_on()
         place = self._places[process.number]
+        place.short_since = None
         if place.died is not None:
             place.last_restart = time.monotonic() - place.died
             place.died = None
@@ -358,17 +383,19 @@ class ProcessPool:
             )  # fmt: skip
         self._listener.worker_ready(process.number)
 
-    def _done(self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report) -> None:
+    def _done(
+        self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report,
+        reached: list[Any] | None,
+    ) -> None:  # fmt: skip
         if task_id not in process.tasks:  # it was taken back when it had just been begun
             if not isinstance(frame, bytes):
                 self._put(process, ["free", [frame]])
             return
         if isinstance(frame, bytes):
             lease = np.frombuffer(frame, np.uint8)
-        elif frame not in process.slots:
-            return  # see `_map`
         else:
             lease = process.slots[frame].lease(nbytes, lambda: self._released(process, frame))
+        self._places[process.number].reached = reached
         self._listener.task_done(process.number, process.tasks.pop(task_id), lease, report)
 
     def _released(self, process: WorkerProcess, slot: int) -> None:
@@ -439,7 +466,7 @@ class ProcessPool:
             self._take_back(process, waiting)
         stopped = process.stopped.seconds(process.pid)
         if stopped > STOPPED_LIMIT:
-            self._kill(process, Loss(f"{process} was stopped (SIGSTOP), and killed", "nobody"))
+            self._kill(process, Loss(f"{process} was stopped (SIGSTOP), and killed"))
         elif stopped:
             process.forgive(self._check_every)  # a shorter limit of a batch must not blame the batch
         elif self._hangs(process) and not process.examined:
@@ -530,12 +557,14 @@ class ProcessPool:
         place.restarts += 1
         place.last_exit = loss.reason
         place.died = time.monotonic()
-        place.failures_in_a_row = 0 if was_useful else place.failures_in_a_row + 1
-        place.unready_in_a_row = 0 if was_ready else place.unready_in_a_row + 1
+        if loss.blame == "machine":
+            loss = dataclasses.replace(loss, overdue=self._overdue(tasks))
+            place.failures_in_a_row += 1
+        else:
+            place.failures_in_a_row = 0 if was_useful else place.failures_in_a_row + 1
+            place.unready_in_a_row = 0 if was_ready else place.unready_in_a_row + 1
         # a worker that dies before it finished anything is likely to die again: do not burn the machine on it
-        delay = 0.0
-        if place.failures_in_a_row:
-            delay = min(FIRST_RESPAWN_DELAY * 2 ** (place.failures_in_a_row - 1), LAST_RESPAWN_DELAY)
+        delay = _backoff(place.failures_in_a_row)
         stack = f". It was at:\n{loss.stack}" if loss.stack else ""
         logger.warning(
             "%s; %d batches are left to others; replacing it in %.2f s%s",
@@ -543,8 +572,33 @@ class ProcessPool:
         )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, loss)
-        if place.unready_in_a_row >= UNREADY_DEATHS and not any(p.process.ready for p in self._places.values()):
+        if loss.blame == "machine" and not was_ready:
+            self._cannot_start(place, loss.reason)
+        elif place.unready_in_a_row >= UNREADY_DEATHS and not self._any_ready:
             self._listener.no_worker_starts(loss.reason)
+
+    @property
+    def _any_ready(self) -> bool:
+        return any(place.process.ready for place in self._places.values())
+
+    def _cannot_start(self, place: _Place, reason: str) -> None:
+        """The machine lacks something to start a process: after the time of a batch, clients are told what."""
+        now, limit = time.monotonic(), self._limits.batch_timeout
+        if place.short_since is None:
+            place.short_since = now
+        # the workers of a session stand for each other as little as its shards do
+        is_needed = self._session is not None or not self._any_ready
+        if limit and now - place.short_since > limit and is_needed:
+            place.short_since = now
+            self._listener.no_worker_starts(reason)
+
+    def _overdue(self, tasks: list[Task]) -> frozenset[Address]:
+        """Of tasks that are lost because the machine lacks something, those that have been tried for long enough."""
+        now, limit = time.monotonic(), self._limits.batch_timeout
+        overdue = {t.address for t in tasks if limit and now - self._short.setdefault(t.address, now) > limit}
+        for address in overdue:
+            del self._short[address]
+        return frozenset(overdue)
 
     def _respawn(self, place: _Place) -> None:
         place.respawn = None
@@ -555,9 +609,12 @@ class ProcessPool:
             try:
                 place.process = self._fork(place.process.number)
                 return
-            except OSError as error:  # no descriptor is left
-                logger.error("worker %d cannot be replaced yet: %s", place.process.number, error)
-                delay = LAST_RESPAWN_DELAY
+            except OSError as error:
+                place.failures_in_a_row += 1
+                delay = _backoff(place.failures_in_a_row)
+                reason = f"worker {place.process.number} cannot be replaced: {shortage(error)}"
+                logger.error("%s; trying again in %.2f s", reason, delay)
+                self._cannot_start(place, reason)
         place.respawn = self._loop.call_later(delay, self._respawn, place)
 
     def _forget(self, process: WorkerProcess) -> None:
@@ -565,6 +622,11 @@ class ProcessPool:
             self._loop.remove_reader(process.channel)
             self._loop.remove_writer(process.channel)
         process.forget()
+
+
+def _backoff(failures: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    return min(FIRST_RESPAWN_DELAY * 2 ** (failures - 1), LAST_RESPAWN_DELAY) if failures else 0.0
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

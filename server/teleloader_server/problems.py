@@ -71,6 +71,8 @@ DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
 RETRY_AFTER: Final = "1"
 """Seconds after which what is unavailable may be asked for again."""
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
+REFUSED: Final = "teleloader.refused"
+"""Key of an ASGI message from a WebSocket: the error to report to the client before the connection is closed."""
 MAX_DETAIL: Final = 2000
 """Characters of a sentence, which may quote what a client sent."""
 

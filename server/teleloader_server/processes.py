@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -108,6 +110,24 @@ class CpuUse:
         then, before = self._looks[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
+
+
+def shortage(error: OSError) -> str:
+    """Describe what the machine lacks where a system call fails with `error`, and how to provide it."""
+    match error.errno:
+        case errno.EMFILE:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"process {os.getpid()} has no file descriptor left: RLIMIT_NOFILE is {soft:,} of at most {hard:,}; "
+                "raise it (ulimit -n)"
+            )
+        case errno.ENFILE:
+            return "the machine has no file descriptor left: raise fs.file-max (sysctl)"
+        case errno.ENOMEM:
+            return "the machine has not enough memory: give it more, or start fewer workers"
+        case errno.EAGAIN:
+            return "no further process is allowed: raise RLIMIT_NPROC (ulimit -u), or the pids limit of the container"
+    return error.strerror or str(error)
 
 
 def oom_kills() -> int:

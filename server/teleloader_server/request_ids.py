@@ -62,7 +62,7 @@ class Identified:
 
         # no coroutine: there may be many messages, and only the first is changed
         def tell(message: Message) -> Awaitable[None]:
-            if message["type"] in ("http.response.start", "websocket.accept"):
+            if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
                 message["headers"] = [*message["headers"], (HEADER, request.encode())]
             return send(message)
 

@@ -8,18 +8,20 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from teleloader_server.access import Principal
-from teleloader_server.accounts import Account, Accounts, Memory, too_many
+from teleloader_server.access import ADMIN, READ, STATS, Caller, allows
+from teleloader_server.accounts import Account, Accounts, Holdings, Memory, too_many
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
 from teleloader_server.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
 from teleloader_server.hosts import Host
+from teleloader_server.index_lists import Rules
 from teleloader_server.metrics import DatasetTally
 from teleloader_server.observing import Observer, Place, Whole
 from teleloader_shared.errors import (
+    AccessDenied,
     BatchOutOfRange,
     DatasetChanged,
     InvalidSpec,
@@ -37,6 +39,8 @@ from teleloader_shared.units import counted
 SESSION_IDLE: Final = 60.0
 """Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
+GRANTS_TOGETHER: Final = 256
+"""Open requests that are checked in one turn of the event loop after tokens have changed."""
 DEFAULT_CONSUMERS: Final = 100
 """How many consumers ``/stats`` lists if it is not told."""
 
@@ -49,6 +53,25 @@ class _Known(NamedTuple):
     """What its dataset says of its length."""
     account: Account
     """Of who registered it."""
+    memory: int
+    """Bytes that its spec counts for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grant:
+    """What a caller was allowed and goes on."""
+
+    caller: Caller
+    need: str
+    dataset: str | None
+    end: Callable[[AccessDenied], object]
+
+    def check(self) -> None:
+        """End it unless it is still allowed."""
+        try:
+            self.caller.authorize(self.need, self.dataset)
+        except AccessDenied as error:
+            self.end(error)
 
 
 class _Session(NamedTuple):
@@ -83,10 +106,17 @@ class LoaderService:
         self._infos: dict[str, DatasetInfo] = {}
         """The datasets as the shared engine has them, once it is started."""
         self._shared: asyncio.Task[Engine] | None = None
+        self.is_shared: Callable[[], bool] = lambda: False
+        """Says whether there are several principals, where somebody knows."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
+        self._specs = Holdings(
+            client_limits.total_spec_bytes, lambda: self.is_shared(), "loader specs", "total_spec_bytes"
+        )
         self._sessions: dict[str, _Session] = {}
         """By loader."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._grants: set[_Grant] = set()
+        self._tokens_changed = asyncio.Event()
         self._sending = 0
         self._plan = lru_cache(maxsize=256)(Plan)
 
@@ -100,7 +130,8 @@ class LoaderService:
         """
         if self._host.infos() is None:
             await self._shared_engine()
-        self._always = [asyncio.create_task(self._keep_house()), asyncio.create_task(self._observer.run())]
+        always = self._keep_house(), self._observer.run(), self._end_revoked()
+        self._always = [asyncio.create_task(each) for each in always]
 
     def give_up(self, error: TeleloaderError) -> None:
         """Tell those who wait for a batch that it will not come."""
@@ -147,23 +178,27 @@ class LoaderService:
 
     # -- what clients ask
 
-    async def register(self, spec: LoaderSpec, principal: Principal) -> Registration:
+    async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
         """Make a loader known, however often; a session's workers are started with its first registration.
 
         Args:
             spec: The loader.
-            principal: Who asks for it.
+            caller: The client.
 
         Raises:
+            AccessDenied: When the caller may not use the dataset, or may not load in the server's own process.
             UnknownDataset: When the spec names none that is hosted.
             DatasetChanged: When it insists on another fingerprint than that of the hosted one.
             InvalidSpec: When no such loader of the dataset can be.
             ServerUnavailable: When there are too many sessions, or the server is stopping.
         """
         self.refuse_when_draining()
+        info = self.dataset(caller, spec.dataset)
+        if spec.in_process:  # it holds up everybody
+            caller.authorize(ADMIN)
         if spec.session is None:
             await self._shared_engine()
-        info = self._infos[self.dataset(spec.dataset).name] if spec.session is None else self.dataset(spec.dataset)
+            info = self._infos[info.name]
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
@@ -173,20 +208,21 @@ class LoaderService:
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
         if key not in self._loaders:
-            await self._add_loader(key, spec, info, self.accounts.of(principal))
-        return self.registration(key, principal)
+            await self._add_loader(key, spec, info, caller)
+        return self.registration(key, caller)
 
-    def registration(self, key: str, principal: Principal) -> Registration:
+    def registration(self, key: str, caller: Caller) -> Registration:
         """What the registration of a loader was answered with; it keeps a session from counting as idle.
 
         Args:
             key: The loader's.
-            principal: Who asks.
+            caller: The client.
 
         Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
             UnknownLoader: When no loader of that key is known.
         """
-        loader, length, _ = self._known(key, principal)
+        loader, length, *_ = self._resolve(caller, key)
         loader.engine.touch()
         return Registration(
             key=key,
@@ -197,24 +233,38 @@ class LoaderService:
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
-    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> None:
-        if info.kind == "iterable" and spec.session is None:
-            raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
-        if info.kind == "iterable" and (spec.order == "client" or spec.shuffle):
-            raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
+    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
+        _check_kind(spec, info)
+        account = self.accounts.of(caller.authorize(READ, info.name))
         batches = MAX_EPOCH
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
-        engine = await self._engine_of(key, spec, info, account)
-        if key in self._loaders:
-            return  # somebody asked for the same meanwhile
-        length = 0 if info.kind == "iterable" else info.length or 0
-        self._loaders[key] = _Known(Loader(key, spec, length, batches, engine), info.length, account)
-        account.counts["loaders"] += 1
-        if account.counts["loaders"] > self.client_limits.max_loaders:
-            self._forget_some_loaders(account)
+        memory = spec.memory
+        self._reserve(account, memory)
+        try:
+            engine = await self._engine_of(key, spec, info, account)
+            if key not in self._loaders:  # nobody asked for the same meanwhile
+                length = 0 if info.kind == "iterable" else info.length or 0
+                loader = Loader(key, spec, length, batches, engine, info.indices)
+                self._loaders[key] = _Known(loader, info.length, account, memory)
+                account.counts["loaders"] += 1
+                memory = 0
+        finally:
+            self._specs.give_back(account.name, memory)
+
+    def _reserve(self, account: Account, nbytes: int) -> None:
+        """Make room for one more loader of a principal, by forgetting loaders of its own.
+
+        Raises:
+            ServerUnavailable: When those that it uses leave no room for so many bytes.
+        """
+        most = self.client_limits.max_loaders
+        while account.counts["loaders"] >= most or not self._specs.has_room(account.name, nbytes):
+            if not self._forget_some_loaders(account):
+                break
+        self._specs.take(account.name, nbytes)
 
     async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> Engine:
         own = self._host.own_pool(spec, info)
@@ -271,7 +321,10 @@ class LoaderService:
         return session
 
     def _drop_loader(self, key: str) -> None:
-        self._loaders.pop(key).account.counts["loaders"] -= 1
+        known = self._loaders.pop(key)
+        known.account.counts["loaders"] -= 1
+        self._specs.give_back(known.account.name, known.memory)
+        known.loader.engine.forget_loader(key)
 
     async def _shared_engine(self) -> Engine:
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
@@ -283,10 +336,15 @@ class LoaderService:
         self._infos = {info.name: info for info in await engine.start()}
         return engine
 
-    async def end_session_of(self, key: str, principal: Principal) -> None:
-        """End a session's workers, which its client needs no more. One that is not known has ended already."""
+    async def end_session_of(self, key: str, caller: Caller) -> None:
+        """End a session's workers, which its client needs no more. One that is not known has ended already.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
+            UnknownLoader: When it is the session of another principal.
+        """
         if key in self._loaders:
-            self._known(key, principal)
+            self._resolve(caller, key)
             await self.end_session(key)
 
     async def end_session(self, key: str) -> None:
@@ -302,58 +360,55 @@ class LoaderService:
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
-    def _forget_some_loaders(self, account: Account) -> None:
-        """Of a principal that has too many, those that were asked longest ago and are not in use; some at once."""
+    def _forget_some_loaders(self, account: Account) -> int:
+        """Forget the loaders of a principal that were requested longest ago and are not in use, some at once.
+
+        Returns:
+            How many.
+        """
         in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
         idle = [
             key
-            for key, known in list(self._loaders.items())[:-1]
+            for key, known in self._loaders.items()
             if known.account is account and key not in in_use and key not in self._sessions
         ]
-        for key in idle[: max(1, self.client_limits.max_loaders // 16)]:
+        forgotten = idle[: max(1, self.client_limits.max_loaders // 16)]
+        for key in forgotten:
             self._drop_loader(key)
+        return len(forgotten)
 
-    def dataset(self, name: str) -> DatasetInfo:
-        """What is known of a dataset.
+    # -- what a caller may use: nothing is handed out but through these, and nothing is awaited between check and use
+
+    def datasets_for(self, caller: Caller) -> list[DatasetInfo]:
+        """The datasets that a caller may use.
 
         Raises:
+            AccessDenied: When there can be none.
+        """
+        scopes = caller.authorize(READ).scopes
+        return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
+
+    def dataset(self, caller: Caller, name: str) -> DatasetInfo:
+        """What is known of a dataset.
+
+        Args:
+            caller: The client.
+            name: The dataset's.
+
+        Raises:
+            AccessDenied: When the caller may not use a dataset of that name.
             UnknownDataset: When it is not hosted.
         """
+        caller.authorize(READ, name)
         datasets = self.datasets
         if name not in datasets:
-            hosted = ", ".join(repr(known) for known in datasets)
+            hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller))
             raise UnknownDataset(f"no dataset {name[:200]!r} is hosted here; there is {hosted}")
         return datasets[name]
 
-    def loader(self, principal: Principal, key: str, epoch: int, *batches: int) -> Loader:
-        """A loader that is known, of whose epoch these are batches.
-
-        Args:
-            principal: Who asks.
-            key: The loader's.
-            epoch: Which epoch.
-            batches: Numbers of its batches.
-
-        Raises:
-            UnknownLoader: When no loader of that key is known.
-            BatchOutOfRange: When the epoch has no such batches.
-        """
-        loader = self._known(key, principal).loader
-        for k in batches:
-            if k < loader.batches:
-                continue
-            if loader.batches == MAX_EPOCH:
-                raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
-            self._plan(loader.spec, loader.length, epoch).check(k)
-        return loader
-
-    def dataset_of(self, key: str) -> str | None:
-        """The dataset of a loader, None when no loader of that key is known."""
+    def _resolve(self, caller: Caller, key: str) -> _Known:
         known = self._loaders.get(key)
-        return None if known is None else known.loader.spec.dataset
-
-    def _known(self, key: str, principal: Principal) -> _Known:
-        known = self._loaders.get(key)
+        principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
         if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
             known = None  # a session is of whoever began it: another one that asks for batches would move it on
         if known is None:
@@ -363,6 +418,34 @@ class LoaderService:
             )
         self._loaders.move_to_end(key)
         return known
+
+    def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
+        """A loader that is known, of whose epoch these are batches.
+
+        Args:
+            caller: The client.
+            key: The loader's.
+            epoch: Which epoch.
+            batches: Numbers of its batches.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
+            UnknownLoader: When no loader of that key is known.
+            BatchOutOfRange: When the epoch has no such batches.
+        """
+        loader = self._resolve(caller, key).loader
+        for k in batches:
+            if k < loader.batches:
+                continue
+            if loader.batches == MAX_EPOCH:
+                raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
+            self._plan(loader.spec, loader.length, epoch).check(k)
+        return loader
+
+    def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
+        """What the index lists for a loader may hold; arguments and errors are those of `loader`."""
+        loader = self.loader(caller, key, epoch, *batches)
+        return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_window)
 
     def refuse_when_draining(self) -> None:
         """Take nothing new while the server is stopping.
@@ -375,14 +458,14 @@ class LoaderService:
 
     @asynccontextmanager
     async def batches(
-        self, principal: Principal, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
+        self, caller: Caller, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
         indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
     ) -> AsyncIterator[BatchStream]:  # fmt: skip
         """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
 
         Args:
-            principal: Who asks.
-            consumer: What that one calls itself.
+            caller: The client.
+            consumer: What it calls itself.
             key: The loader's.
             epoch: Which epoch.
             start: The first batch.
@@ -392,6 +475,7 @@ class LoaderService:
             said: What the client says besides.
 
         Raises:
+            AccessDenied: When the caller may not use the loader's dataset; also later, in the place of a batch.
             UnknownLoader: When no loader of that key is known.
             BatchOutOfRange: When the epoch has no such batches.
             InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
@@ -401,20 +485,64 @@ class LoaderService:
         most = self.client_limits.max_window
         if ahead > most:
             raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_window), was {ahead:,}")
-        loader = self.loader(principal, key, epoch, start, stop - 1)
+        loader = self.loader(caller, key, epoch, start, stop - 1)
         if (loader.spec.order == "client") != (indices is not None):
             what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
             raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
         if loader.spec.order == "client":
             ahead = 0
-        account = self.accounts.of(principal)
-        asked = loader.engine.batches(loader, account, consumer, epoch, start, stop, ahead, indices or {}, said)
+        dataset = loader.spec.dataset
+        account = self.accounts.of(caller.authorize(READ, dataset))
+        asked = loader.engine.batches(
+            loader, account, consumer, epoch, start, stop, ahead, indices or {},
+            lambda: caller.authorize(READ, dataset), said,
+        )  # fmt: skip
         async with asked as stream:
-            yield stream
+            with self.revocable(caller, READ, dataset, stream.end):
+                yield stream
+
+    @contextmanager
+    def revocable(
+        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
+    ) -> Iterator[None]:
+        """End what is done meanwhile when its caller's token is revoked, expires, or loses its scope.
+
+        Args:
+            caller: The client.
+            need: The scope.
+            dataset: The dataset that is used; None where none is.
+            end: Called with the reason.
+        """
+        grant = _Grant(caller, need, dataset, end)
+        self._grants.add(grant)
+        try:
+            yield
+        finally:
+            self._grants.discard(grant)
+
+    def tokens_changed(self) -> None:
+        """Look soon whether all that goes on is still allowed."""
+        self._tokens_changed.set()
+
+    async def _end_revoked(self) -> None:
+        while True:
+            await self._tokens_changed.wait()
+            self._tokens_changed.clear()
+            for number, grant in enumerate(list(self._grants)):
+                grant.check()
+                if number % GRANTS_TOGETHER == 0:
+                    await asyncio.sleep(0)
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Count the frames of an answer while they are sent: the memory budget is for those that are not."""
+        """Count the frames of an answer while they are sent: the memory budget is for those that are not.
+
+        All frames pass here right before they are sent.
+
+        Raises:
+            AccessDenied: When the caller may not have them any more.
+        """
+        of.authorize()
         consumer, account = of.consumer, of.consumer.holder.account
         self._sending += nbytes
         account.sending += nbytes
@@ -465,15 +593,40 @@ class LoaderService:
             for engine in self._engines()
         }
 
-    async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
-        """The records of ``/stats``, with `limit` of the consumers after the first `offset`."""
+    async def stats(self, caller: Caller, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
+        """The records of ``/stats``, with `limit` of the consumers after the first `offset`.
+
+        Raises:
+            AccessDenied: When the caller may not see them.
+        """
         whole = Whole(self.datasets, self._sending, self.connections(), self.draining)
-        return await self._observer.stats(whole, limit, offset)
+        records = await self._observer.stats(whole, limit, offset)
+        caller.authorize(STATS)
+        return records
 
     @property
     def counts(self) -> Mapping[str, DatasetTally]:
         """What was counted of each dataset of which there is something."""
         return self._observer.metrics.datasets
+
+
+def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
+    """Refuse a spec that does not fit the style of its dataset.
+
+    Raises:
+        InvalidSpec: When it does not.
+    """
+    if info.kind == "map":
+        if spec.shard_states is not None:
+            raise InvalidSpec(
+                f"shard_states must be null for dataset {info.name!r}, which is map-style: only iterable-style "
+                "datasets have shards"
+            )
+        return
+    if spec.session is None:
+        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
+    if spec.order == "client" or spec.shuffle:
+        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
 
 
 def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:

@@ -22,6 +22,7 @@ from teleloader_server.config import (
 )
 from teleloader_server.datasets import HostedDataset, host, is_factory
 from teleloader_server.hosts import ObjectHost
+from teleloader_server.processes import shortage
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.secret import Secret
@@ -178,7 +179,11 @@ class _LocalServer:
                 ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
             )
             return
-        loop = uvloop.new_event_loop()
+        try:
+            loop = uvloop.new_event_loop()
+        except OSError as error:
+            self._started.set_exception(OSError(error.errno, shortage(error)))
+            return
         try:
             loop.run_until_complete(self._serve())
             loop.run_until_complete(_cancel_others())

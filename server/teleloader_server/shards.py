@@ -1,17 +1,23 @@
-"""One worker's share of an iterable-style dataset: samples come one after another, and a place is found by counting."""
+"""One worker's shard of an iterable-style dataset: samples come in one order, so batches are found by counting."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from teleloader_shared.spec import MAX_STATE
+from teleloader_server.protocols import is_stateful
+from teleloader_shared import shard_state
+from teleloader_shared.errors import StateMismatch
+from teleloader_shared.spec import MAX_STATES
+
+Outcome = list[Any] | Exception
+"""Samples of a batch, or the exception that the dataset raised in its place."""
 
 
 class Shard:
-    """A pass through the worker's replica of the dataset, which can be brought to any of its batches.
+    """A pass through the worker's replica of the dataset, which can be moved to any of its batches.
 
     The batches are those of torch's iterable-style fetcher: each worker batches by itself, an incomplete batch at the
     end is given unless `drop_last`, and an exception takes the place of the batch in which it was raised.
@@ -20,9 +26,10 @@ class Shard:
         dataset: The replica.
         batch_size: Samples in a batch; None for single ones.
         drop_last: Whether an incomplete last batch is left out.
-        restart: Called before the dataset is iterated once more from its beginning; not before the first time.
-        state: What `state` said in an earlier process, to begin there.
-        skipped: Called for each batch that is gone through on the way to another one, which may be a long way.
+        prepare: Called each time before the dataset is iterated from a saved state or from its beginning.
+        passed: Called with the number and the outcome of each batch that is iterated on the way to another one.
+        saved: What `state` returned in earlier processes. A batch is reached from the last of these states before it.
+        max_state: Characters that a state may have.
     """
 
     def __init__(
@@ -30,56 +37,87 @@ class Shard:
         dataset: Any,
         batch_size: int | None,
         drop_last: bool,
-        restart: Callable[[], object],
-        state: str | None = None,
-        skipped: Callable[[], object] = lambda: None,
+        *,
+        prepare: Callable[[], object] = lambda: None,
+        passed: Callable[[int, Outcome], object] = lambda number, outcome: None,
+        saved: Sequence[str] = (),
+        max_state: int = MAX_STATES,
     ) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._restart = restart
-        self._skipped = skipped
-        self._saved: dict[str, Any] | None = None if state is None else json.loads(state)
+        self._prepare = prepare
+        self._passed = passed
+        self._saved = saved
+        self._max_state = max_state
         self._first_state: Any = None
-        """How a dataset that keeps its state stood at its beginning."""
-        self.samples = 0
-        """Samples that were taken since the beginning."""
-        self._rewind()
-
-    def _rewind(self) -> None:
-        """To where the dataset can begin: the saved place, or the beginning."""
+        """State of the dataset after the first ``iter()``, before any sample."""
         self._iterator: Iterator[Any] | None = None
-        self._ended = self._saved is not None and self._saved["ended"]
-        self._next: int = 0 if self._saved is None else self._saved["next"]
-        self.samples = 0 if self._saved is None else self._saved["samples"]
+        self._was_loaded = False
+        """Whether the dataset was given a saved state, so that iterating it does not begin at its beginning."""
+        self._source: dict[str, Any] = {}
+        """The saved state from which the dataset is iterated; empty for its beginning."""
+        self.next = 0
+        """Number of the batch that comes next without iterating anew."""
+        self.samples = 0
+        """Samples taken since the beginning."""
+        self._ended = False
+        self._is_new = True
 
     def fetch(self, number: int) -> list[Any] | None:
-        """The samples of the shard's batch `number`; None when it has fewer batches.
+        """Return the samples of the shard's batch `number`; None when it has fewer batches.
 
-        A number that is not the next one is found by iterating, from the beginning if it lies behind.
+        A number that is not the next one is found by iterating, from a saved state or the beginning if it lies behind.
 
         Raises:
             Exception: What the dataset raises; the next batch is another try.
         """
-        if number < self._next:
-            if self._saved is not None and number < self._saved["next"]:
-                self._saved = None
-            self._rewind()
-            self._restart()
-        while self._next < number and not self._ended:
-            self._skipped()
+        if self._is_new or number < self.next:
+            self._move_before(number)
+        while self.next < number and not self._ended:
+            passed = self.next
             try:
-                self._take()
-            except Exception:  # noqa: BLE001, S112 - it was told at its own place
-                continue
+                outcome: Outcome | None = self._take()
+            except Exception as error:  # noqa: BLE001 - it was reported in its own place
+                outcome = error
+            if outcome is not None:
+                self._passed(passed, outcome)
         return self._take()
+
+    def end(self) -> None:
+        """Give no more samples."""
+        self.close()
+        self._ended = True
+        self._is_new = False
+
+    def close(self) -> None:
+        """Release the dataset's iterator, so that ``finally`` blocks of generators run now.
+
+        The next batch is found by iterating again.
+        """
+        self._iterator = None
+        self._is_new = True
+
+    def _move_before(self, number: int) -> None:
+        self.end()  # a damaged state is reported once, and the next iterator may need what this one holds
+        states: list[dict[str, Any]] = [shard_state.unpack(text) for text in self._saved]
+        before = [state for state in states if state["next"] <= number]
+        self._source = max(before, key=lambda state: state["next"], default={})
+        if not self._source and self._was_loaded and self._first_state is None:
+            raise StateMismatch(
+                f"batch {number} of the shard is before the state that the dataset was resumed from, and its "
+                "state_dict() of the beginning is unknown: request batches from the saved state on"
+            )
+        self._ended = self._source.get("ended", False)
+        self.next = self._source.get("next", 0)
+        self.samples = self._source.get("samples", 0)
 
     def _take(self) -> list[Any] | None:
         if self._ended:
             return None
-        self._next += 1
+        self.next += 1
         if self._iterator is None:
-            self._ended = True  # where it cannot even begin, there is nothing to try again
+            self._ended = True  # a dataset whose iteration cannot begin has no further batches
             self._iterator = self._begin()
             self._ended = False
         wanted = self._batch_size or 1
@@ -94,40 +132,36 @@ class Shard:
         return taken
 
     def _begin(self) -> Iterator[Any]:
-        if _is_stateful(self._dataset):
-            if self._first_state is None:
-                self._first_state = copy.deepcopy(self._dataset.state_dict())
-            elif self._saved is None:
-                self._dataset.load_state_dict(copy.deepcopy(self._first_state))
-        if self._saved is None:
-            return iter(self._dataset)
-        # the two ways of torchdata's Stateful: the iterator keeps the state, or the dataset does
-        if self._saved["keeper"] == "dataset":
-            self._dataset.load_state_dict(self._saved["state"])
-            return iter(self._dataset)
+        self._prepare()
+        if "dataset" in self._source:
+            self._dataset.load_state_dict(copy.deepcopy(self._source["dataset"]))
+            self._was_loaded = True
+        elif self._first_state is not None:
+            self._dataset.load_state_dict(copy.deepcopy(self._first_state))
         iterator: Any = iter(self._dataset)
-        iterator.load_state_dict(self._saved["state"])
+        if "iterator" in self._source:
+            iterator.load_state_dict(copy.deepcopy(self._source["iterator"]))
+        if not self._source and self._first_state is None and is_stateful(self._dataset):
+            # only now: many datasets have a state no sooner than their iteration has begun, some not even here
+            with suppress(Exception):
+                self._first_state = copy.deepcopy(self._dataset.state_dict())
         return iterator  # type: ignore[no-any-return]
 
     def state(self) -> str | None:
-        """Where the shard stands, for datasets that can go on there (torchdata's ``Stateful``), as JSON.
+        """Return where the shard stands, for datasets that can continue there (torchdata's ``Stateful``).
 
-        None for all others, and when JSON cannot hold the state as it is, or it is longer than `MAX_STATE`: then the
-        place is found by iterating.
+        As in torchdata the dataset may keep its state, or its iterator, or both. None where neither does, or before
+        the iteration has begun.
         """
-        keeper: Any = self._iterator if _is_stateful(self._iterator) else self._dataset
-        if not _is_stateful(keeper):
+        states: dict[str, Any] = {}
+        if self._iterator is None:
+            states = {name: state for name, state in self._source.items() if name in ("dataset", "iterator")}
+        else:
+            kept: dict[str, Any] = {"dataset": self._dataset}
+            if self._iterator is not self._dataset:
+                kept["iterator"] = self._iterator
+            states = {name: keeper.state_dict() for name, keeper in kept.items() if is_stateful(keeper)}
+        if not states:
             return None
-        state = keeper.state_dict()
-        name = "dataset" if keeper is self._dataset else "iterator"
-        try:
-            text = json.dumps(
-                {"next": self._next, "samples": self.samples, "ended": self._ended, "keeper": name, "state": state}
-            )
-        except (TypeError, ValueError):
-            return None
-        return text if len(text) <= MAX_STATE and json.loads(text)["state"] == state else None
-
-
-def _is_stateful(found: Any) -> bool:
-    return hasattr(found, "state_dict") and hasattr(found, "load_state_dict")
+        place = {"next": self.next, "samples": self.samples, "ended": self._ended}
+        return shard_state.pack({**place, **states}, self._max_state)

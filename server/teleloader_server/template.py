@@ -22,12 +22,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from teleloader_server import worker
 from teleloader_server.channel import Channel, close_inherited
 from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.datasets import HostedDataset, open_datasets
+from teleloader_server.processes import shortage
 from teleloader_server.worker import WorkerSettings
 
 _LAST_WORDS: Final = 2.0
@@ -138,7 +140,7 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
     try:
         control = Channel(theirs)
         close_inherited(keep=control)
-        worker.end_with_parent()
+        _become_child()
         worker.leave_signals_to_the_server()
         _serve(control, hosted)
     except BaseException:  # noqa: BLE001 - as above
@@ -177,17 +179,28 @@ def _carry_out(
     for request in requests:
         try:
             if request == ["split"]:
-                pid = _fork_template(control, selector, hosted)
+                _watch(_fork_template(control, selector, hosted), selector)
             else:
                 settings = WorkerSettings(*request[1])
                 pid = _fork_worker(control, selector, hosted, settings)
+                _watch(pid, selector)
                 control.send(["forked", settings.number, pid])
         except OSError as error:  # there is no process to be had, for now
-            print(f"cannot fork: {error}", file=sys.stderr)
+            reason = shortage(error)
+            print(f"cannot fork: {reason}", file=sys.stderr)
             if request != ["split"]:
-                control.send(["not forked", settings.number, str(error)])
-            continue
-        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                control.send(["not forked", settings.number, reason])
+
+
+def _watch(pid: int, selector: selectors.BaseSelector) -> None:
+    """Have the selector report the end of a child; one that cannot be watched is ended."""
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    selector.register(end, selectors.EVENT_READ, pid)
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
@@ -208,7 +221,7 @@ def _fork_template(control: Channel, selector: selectors.BaseSelector, hosted: M
     try:
         _close_watched(selector)
         control.close()
-        worker.end_with_parent()
+        _become_child()
         _serve(Channel(end), hosted)
     except BaseException:  # noqa: BLE001 - as in `_be_forked`
         traceback.print_exc()
@@ -242,6 +255,13 @@ def _fork(end: socket.socket) -> int:
     return pid
 
 
+def _become_child() -> None:
+    """End with the parent process, and run the hooks that `multiprocessing` runs in its own forked processes."""
+    worker.end_with_parent()
+    # a Queue that the parent has used counts on a feeder thread that only the parent has, until its hook resets it
+    BaseProcess._after_fork()  # type: ignore[attr-defined]
+
+
 def _fork_worker(
     control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
 ) -> int:
@@ -251,7 +271,7 @@ def _fork_worker(
         return pid
     code = 1
     try:
-        worker.end_with_parent()
+        _become_child()
         _close_watched(selector)
         control.close()
         code = worker.main(Channel(end), hosted, settings)

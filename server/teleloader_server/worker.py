@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import gc
 import mmap
+import multiprocessing.util
 import os
 import signal
 import struct
@@ -16,7 +17,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -25,10 +27,12 @@ from numpy.typing import NDArray
 from teleloader_server.arena import Arena, Slot
 from teleloader_server.channel import Channel
 from teleloader_server.datasets import HostedDataset
-from teleloader_server.loading import Loading, Report, Task, describe, seed_all
+from teleloader_server.loading import Began, Loading, Report, Task, describe, seed_all
+from teleloader_server.protocols import accepts
+from teleloader_server.replay import Reached
 from teleloader_server.worker_info import set_worker_info
 from teleloader_shared.codec import Address, FrameWriter
-from teleloader_shared.seeding import derive
+from teleloader_shared.seeding import derive_seed
 from teleloader_shared.spec import LoaderSpec
 
 REPORT_EVERY: Final = 0.002
@@ -107,6 +111,10 @@ class WorkerSettings:
     """Bytes of shared memory that are kept for reuse."""
     session: Mapping[str, Any] | None
     """The spec, as JSON, of the loader whose own the worker is; None for one that all share."""
+    began: Sequence[Any] | None = None
+    """`Began` of the worker in whose place this one comes."""
+    reached: Sequence[Any] | None = None
+    """`Reached` of that worker."""
 
 
 class Worker:
@@ -120,17 +128,21 @@ class Worker:
 
     def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> None:
         self._channel = channel
-        self._hosted = hosted
+        self._hosted = {name: _replica(found) for name, found in hosted.items()}
         self._number = settings.number
         self._num_workers = settings.num_workers
         self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
         self._loading = Loading(
-            hosted,
+            self._hosted,
             settings.number,
             settings.max_batch_bytes,
             self._adopt_torch,
-            self._seed_for_session,
             self._tell_progress,
+            lambda began: self._send(["began", began]),
+        )
+        self._loading.replace(
+            None if settings.began is None else Began(*settings.began),
+            None if settings.reached is None else Reached(*settings.reached),
         )
         self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
@@ -215,11 +227,13 @@ class Worker:
 
     @property
     def _worker_seed(self) -> int:
-        return derive("worker", self._number) if self._session is None else self._session.seed + self._id
+        if self._session is None:
+            return derive_seed("worker", self._number)
+        return (self._session.seed + self._id) % 2**63  # an int64, as torch's
 
     def _seed_for_session(self) -> None:
         """Seed as torch seeds its workers: base seed plus number, and for NumPy what torch derives from both."""
-        seed_all(self._worker_seed & (2**64 - 1))
+        seed_all(self._worker_seed)
         if self._session is not None and sys.modules.get("torch") is not None:
             from torch.utils.data._utils.worker import _generate_state
 
@@ -247,6 +261,9 @@ class Worker:
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
                 case ["task", int(task_id), str(key), int(epoch), int(batch), bytes() | None as indices]:
                     self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
+                case ["forget", str(key)]:
+                    del self._loaders[key]
+                    self._loading.forget(key)
                 case ["free", list(slots)]:
                     for slot in slots:
                         self._arena.give_back(slot)
@@ -276,8 +293,19 @@ class Worker:
             nbytes, report = writer.nbytes, Report(0, failed=True, fetch=0.0, collate=0.0, encode=0.0)
         frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
         self._finished.append(
-            [task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode]
-        )
+            [
+                task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode,
+                self._loading.reached,
+            ]
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Release what user code holds, as at the end of one of torch's workers.
+
+        Generators run their ``finally`` blocks, and queues of `multiprocessing` send what was put to them last.
+        """
+        self._loading.close()
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
         """What user code forked and let come back must not be a second worker on the same channel."""
@@ -318,6 +346,21 @@ class Worker:
             self._channel.send(message, fds)
 
 
+def _replica(hosted: HostedDataset) -> HostedDataset:
+    """A worker's own copy of a dataset, where the fork is none.
+
+    An iterable-style dataset may hold its epoch in memory that forks share, so that the persistent workers of one
+    loader see it (Hugging Face's does), and here workers of other loaders are in other epochs. A map-style dataset is
+    not copied: it may be the data themselves.
+    """
+    if hosted.info.kind == "map" or not accepts(hosted.dataset, "set_epoch", 0):
+        return hosted
+    try:
+        return replace(hosted, dataset=deepcopy(hosted.dataset))
+    except Exception:  # noqa: BLE001 - it holds a file, a lock, a generator: then the fork has to do
+        return hosted
+
+
 def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> int:
     """Be a worker process until the server ends it.
 
@@ -330,7 +373,11 @@ def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: Worker
     look_after_children()
     code = 1
     try:
-        Worker(channel, hosted, settings).run()
+        worker = Worker(channel, hosted, settings)
+        try:
+            worker.run()
+        finally:
+            worker.close()
     except EOFError:
         code = 0
     except SystemExit as request:

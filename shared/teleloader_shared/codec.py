@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from reprlib import repr as short
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgpack
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from teleloader_shared import dtypes
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
 from teleloader_shared.spec import Compression
+from teleloader_shared.text import short
 from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, unflatten
 
 MAGIC: Final = b"TLF1"
@@ -136,7 +136,7 @@ class Failure:
     message: str
     traceback: str
     indices: list[int]
-    """What the batch should have held (the first 1,000 of it)."""
+    """The first 1,000 indices of the batch; those that do not fit into 64 bits do not travel."""
     worker: int
     """Number of the worker that failed, -1 in the server's own process."""
 
@@ -202,7 +202,7 @@ class FrameWriter:
         if shard_state is not None:
             header["shard_state"] = shard_state
         if isinstance(content, Failure):
-            header["failure"] = {name: getattr(content, name) for name in Failure.__slots__}
+            header["failure"] = _failure_fields(content)
         elif isinstance(content, End):
             header["end"] = {name: getattr(content, name) for name in End.__slots__}
         else:
@@ -271,6 +271,56 @@ def frame_size(prologue: bytes | memoryview) -> int:
     return _read_prologue(prologue, 0).size
 
 
+class Envelope(NamedTuple):
+    """A frame of which nothing was parsed but the prologue."""
+
+    size: int
+    """Size of the frame in bytes."""
+    values: int
+    """Elements of the msgpack array that the frame is."""
+    header: memoryview
+    """Its header, a msgpack map."""
+
+    def packed_array_start(self, nbytes: int) -> int:
+        """Offset in the frame of its only array.
+
+        Args:
+            nbytes: Size of the array.
+
+        Raises:
+            ProtocolError: The frame holds something other than one array of that size.
+        """
+        start = _aligned(PROLOGUE_SIZE + len(self.header) + _BIN8_HEAD + _BIN32_HEAD)
+        if self.values != _VALUES_BEFORE_SEGMENTS + 3 or self.size != _aligned(start + nbytes + _BIN8_HEAD):
+            raise ProtocolError(f"a frame of {self.size:,} bytes does not hold one array of {nbytes:,} bytes")
+        return start
+
+
+def open_frame(raw: bytes | memoryview, start: int, max_header: int) -> Envelope:
+    """Check the sizes and the checksum of a frame, without parsing its header.
+
+    Args:
+        raw: The frame, and what surrounds it.
+        start: Offset of the frame.
+        max_header: Limit of the header, in bytes.
+
+    Raises:
+        CorruptFrame: The checksum does not match.
+        ProtocolError: The bytes are not a frame, it is not complete, or its header exceeds the limit.
+    """
+    size, values, checksum, header_size = _read_prologue(raw, start)
+    there = len(raw) - start
+    if size > there:
+        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {there:,}")
+    if header_size > max_header:
+        raise ProtocolError(f"a frame states a header of {header_size:,} bytes, and the limit is {max_header:,}")
+    view = memoryview(raw)
+    begin = start + PROLOGUE_SIZE
+    if checksum is not None and xxhash.xxh3_64_intdigest(view[begin : start + size]) != checksum:
+        raise CorruptFrame("a frame's content does not match its checksum")
+    return Envelope(size, values, view[begin : begin + header_size])
+
+
 def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterator[Frame]:
     """Decode the frames that stand one after another in `memory`.
 
@@ -299,12 +349,7 @@ def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
 
 def _check_frame(buffer: NDArray[np.uint8], start: int, max_bytes: int) -> int:
     """Return the size of the frame at `start`, once its checksum is known to match."""
-    raw = buffer.data
-    size, _, checksum, header_size = _read_prologue(raw, start)
-    _check_sizes(size, header_size, len(raw) - start, max_bytes)
-    if checksum is not None and xxhash.xxh3_64_intdigest(raw[start + PROLOGUE_SIZE : start + size]) != checksum:
-        raise CorruptFrame("a frame's content does not match its checksum")
-    return size
+    return open_frame(buffer.data, start, _header_limit(max_bytes)).size
 
 
 def _decode(memory: Memory, max_bytes: int) -> Frame:
@@ -315,7 +360,7 @@ def _decode(memory: Memory, max_bytes: int) -> Frame:
     try:
         header = msgpack.unpackb(raw[PROLOGUE_SIZE:end], strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header of a frame is not msgpack: {error!r}") from None
+        raise ProtocolError(f"the header of a frame is not msgpack: {type(error).__name__}") from None
     match header:
         case {"loader": str(loader), "epoch": int(epoch), "batch": int(batch)}:
             address = Address(loader, epoch, batch)
@@ -339,14 +384,6 @@ def _decode(memory: Memory, max_bytes: int) -> Frame:
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"the shard_state of a frame must be a string, was {short(shard_state)}")
     return Frame(address, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
-
-
-def _check_sizes(size: int, header_size: int, there: int, max_bytes: int) -> None:
-    """Before memory is taken for what a frame says of itself."""
-    if size > there:
-        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {there:,}")
-    if header_size > (limit := _header_limit(max_bytes)):
-        raise ProtocolError(f"a frame states a header of {header_size:,} bytes, and the limit is {limit:,}")
 
 
 class _Segments:
@@ -415,7 +452,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
         array, values, string, magic, size_type, size, flag, digest_type, digest, header_type, header_size
     ) = _PROLOGUE.unpack_from(raw, start)  # fmt: skip
     if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
-        raise ProtocolError(f"not a frame of this protocol version: it begins with {bytes(raw[start : start + 10])!r}")
+        raise ProtocolError(f"not a frame of this protocol version: it begins with {raw[start : start + 10].hex()}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
         raise ProtocolError("the prologue of a frame has values of other types than the format states")
     if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
@@ -423,6 +460,22 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
     if flag == _FALSE and digest:
         raise ProtocolError("a frame states a checksum and that it has none")
     return _Prologue(size, values, digest if flag == _TRUE else None, header_size)
+
+
+def _failure_fields(failure: Failure) -> dict[str, Any]:
+    """What a frame states of a failure. It can always be packed: nothing is left to send in the place of a failure."""
+    return {
+        "type": _text(failure.type),
+        "message": _text(failure.message),
+        "traceback": _text(failure.traceback),
+        "indices": [index for index in failure.indices[:MAX_INDICES] if -(2**63) <= index < 2**64],
+        "worker": failure.worker,
+    }
+
+
+def _text(text: str) -> str:
+    """Cut a text, and escape half surrogate pairs, which UTF-8 cannot hold."""
+    return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
 def _read_failure(fields: object) -> Failure:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_shared.errors import ProtocolError, TeleloaderError
+from teleloader_shared.text import short
 
 NUMPY: Final[dict[str, np.dtype[np.generic]]] = {
     name: np.dtype(name).newbyteorder("<")
@@ -45,7 +46,7 @@ def storage(name: str) -> np.dtype[np.generic]:
     """
     found = NUMPY.get(name) or EXTENDED.get(name)
     if found is None:
-        raise ProtocolError(f"unknown dtype {name!r} in a frame; this version knows {', '.join(NAMES)}")
+        raise ProtocolError(f"unknown dtype {short(name)} in a frame; this version knows {', '.join(NAMES)}")
     return found
 
 

@@ -79,7 +79,13 @@ class VersionMismatch(ProtocolError):
 
 
 class ServerUnavailable(TeleloaderError, ConnectionError):
-    """The server gave no answer for as long as the client was told to try."""
+    """The server gave no answer for as long as the client was told to try.
+
+    Attributes:
+        retry_after: Seconds that the server asked the client to wait before the next request; 0.0 by default.
+    """
+
+    retry_after: float = 0.0
 
 
 class AccessDenied(TeleloaderError):

@@ -21,6 +21,8 @@ REPORT_HEADER: Final = "Teleloader-Report"
 FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
+IndexKind = Literal["integers", "any"]
+
 READY_BYTES: Final = 2**21
 """An answer of several frames ends with the one that reaches this size."""
 
@@ -106,6 +108,8 @@ class DatasetInfo:
     """Whether random numbers are seeded anew for each batch or for each sample."""
     cpus: int
     """How many CPUs the server may use."""
+    indices: IndexKind = "integers"
+    """The indices that a client may send: ``integers`` from 0 up to its length, or ``any`` value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,16 @@ class Plan:
         start = within * self._batch_size
         return self._block[1][start : start + self._batch_size]
 
+    def first(self, k: int, count: int) -> NDArray[np.int64]:
+        """The first `count` indices of batch k, in time that does not grow with the batch.
+
+        Raises:
+            BatchOutOfRange: When k is not in [0, len(plan)).
+        """
+        self.check(k)
+        start = k * self._batch_size
+        return self._indices_at(start, start + min(count, self._batch_size))
+
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return (self[k] for k in range(len(self)))
 
@@ -93,8 +103,11 @@ class Plan:
 
     def _indices_of_block(self, number: int) -> NDArray[np.int64]:
         size = self._batches_per_block * self._batch_size
-        start = number * size
-        places = np.arange(start, min(start + size, self.samples), dtype=np.int64)
+        return self._indices_at(number * size, (number + 1) * size)
+
+    def _indices_at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The indices of the rank's samples [start, stop), as far as the epoch has them."""
+        places = np.arange(start, min(stop, self.samples), dtype=np.int64)
         positions = (self.spec.rank + self.spec.world_size * places) % self.length
         indices = positions if self._order is None else self._order(positions)
         indices.setflags(write=False)  # batches are views of it, and a caller must not change a later one

@@ -15,3 +15,8 @@ def derive(purpose: str, *coordinates: int) -> int:
     packed = struct.pack(f"<{len(coordinates)}Q", *coordinates)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little")
+
+
+def derive_seed(purpose: str, *coordinates: int) -> int:
+    """A seed in [0, 2**63) for random number generators, from `derive`: torch's are int64 as well."""
+    return derive(purpose, *coordinates) >> 1

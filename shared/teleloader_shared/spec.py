@@ -6,10 +6,12 @@ import dataclasses
 import hashlib
 import json
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.units import counted
 
 Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
@@ -20,8 +22,8 @@ MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
-MAX_STATE: Final = 16 * 1024
-"""Characters of a shard's state, which travels with each of its batches."""
+MAX_STATES: Final = 768 * 1024
+"""Characters of the states of all shards together, each of which may have an equal part: one spec holds them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +114,12 @@ class LoaderSpec:
             )
 
     @property
+    def memory(self) -> int:
+        """Bytes of memory that the spec takes, and what a server keeps with it."""
+        texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session)
+        return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
+
+    @property
     def shards(self) -> int:
         """Into how many shards an iterable-style dataset is divided: without workers it is one pass."""
         return max(1, self.num_workers)
@@ -122,11 +130,9 @@ class LoaderSpec:
         if not isinstance(fields, Mapping):
             raise InvalidSpec(f"a loader spec must be a JSON object, was {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in fields if name not in known]
-        if unknown:
-            raise InvalidSpec(
-                f"unknown field {_shown(unknown[0])} in the loader spec; the fields are {', '.join(known)}"
-            )
+        unknown = next((name for name in fields if name not in known), None)
+        if unknown is not None:
+            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec; the fields are {', '.join(known)}")
         if "dataset" not in fields:
             raise InvalidSpec("the loader spec must name a dataset; GET /v1/datasets lists those that are hosted")
         return cls(**fields)
@@ -145,6 +151,8 @@ class LoaderSpec:
         return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
 
 
+_RECORD_BYTES: Final = 2048
+"""What a spec takes besides its strings."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
@@ -169,9 +177,11 @@ def _states(value: object, count: int) -> tuple[str | None, ...]:
     """As a tuple, because a spec can be a key."""
     if not isinstance(value, list | tuple) or len(value) != count:
         raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
-    if not all(state is None or (isinstance(state, str) and len(state) <= MAX_STATE) for state in value):
+    limit = MAX_STATES // count
+    if not all(state is None or (isinstance(state, str) and len(state) <= limit) for state in value):
         raise InvalidSpec(
-            f"shard_states must hold nulls and strings of up to {MAX_STATE:,} characters, was {_shown(value)}"
+            f"shard_states must hold nulls and strings of up to {limit:,} characters ({MAX_STATES:,} for all "
+            f"{counted(count, 'shard')}), was {_shown(value)}"
         )
     return tuple(value)
 

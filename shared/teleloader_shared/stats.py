@@ -184,6 +184,8 @@ class ConsumerStats:
 
     consumer: str
     """What the client calls itself."""
+    token: str
+    """Name of the client's token, by which consumers of the same name are told apart; ``anyone`` without tokens."""
     dataset: str
     loader: str
     """Key of its loader."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sized
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from functools import cached_property
 from inspect import getattr_static
-from reprlib import repr as short
 from typing import Any, Final, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError, ProtocolError
 from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name, last_name
+from teleloader_shared.text import short
 
 MAX_DEPTH: Final = 128
 """How deep containers may be nested, on both sides."""
@@ -31,6 +31,8 @@ MAX_DIMENSIONS: Final = 64
 """How many dimensions an array may have: NumPy's limit."""
 MAX_DIGITS: Final = 4300
 """How many decimal digits a whole number may have: what Python reads by default."""
+MAX_NODES: Final = 2**22
+"""How many nodes a tree may have: reading takes up to 2 microseconds for each, whatever it is."""
 MAX_SAME_HASH: Final = 256
 """How many keys of a dict, or elements of a set, may have the same hash: each is compared with all of them."""
 
@@ -89,8 +91,8 @@ def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
     Raises:
         EncodeError: When something in the batch cannot travel; the message has its path.
     """
-    leaves: list[Leaf] = []
-    return _Describer(leaves).describe(batch, name, 0), leaves
+    describer = _Describer()
+    return describer.describe(batch, name, 0), describer.leaves
 
 
 def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
@@ -99,7 +101,19 @@ def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
     Raises:
         ProtocolError: When `node` is no description of a batch.
     """
-    return _Builder(make_leaf, RecordTypes()).build(node, 0)
+    return _Builder(make_leaf, RecordTypes(), _Budget()).build(node, 0)
+
+
+class _Budget:
+    """The number of nodes that one tree may still have."""
+
+    def __init__(self) -> None:
+        self._left = MAX_NODES
+
+    def spend(self, count: int) -> bool:
+        """Count further nodes; returns False if there are too many."""
+        self._left -= count
+        return self._left >= 0
 
 
 # -- from a batch to its description
@@ -119,9 +133,10 @@ _BUILTINS: Final = (str, bytes, int, float, complex, list, tuple, dict, set, fro
 class _Describer:
     """Walks one batch, collecting its leaves."""
 
-    def __init__(self, leaves: list[Leaf]) -> None:
-        self._leaves = leaves
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
         self._types = RecordTypes()
+        self._budget = _Budget()
 
     def describe(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -138,6 +153,7 @@ class _Describer:
         if exact in _DICTS:
             return {_DICTS[exact]: self._pairs(value, path, depth)}
         if exact is set or exact is frozenset:
+            self._count(value, path)
             return {exact.__name__: [self._key(item, f"an element of {path}", depth) for item in value]}
         if exact is deque:
             return {"deque": [value.maxlen, self._items(value, path, depth)]}
@@ -148,7 +164,7 @@ class _Describer:
     def _leaf_or_record(self, value: Any, path: str, depth: int) -> Any:
         leaf = _leaf(value, path)
         if leaf is not None:
-            self._leaves.append(leaf)
+            self.leaves.append(leaf)
             return {"array": [leaf.dtype_name, list(leaf.shape), leaf.kind]}
         if _is_namedtuple(value):
             return {"namedtuple": self._record(value, value._fields, value, path, depth)}
@@ -161,10 +177,20 @@ class _Describer:
             f"in the dataset or the collate function{_hint(value)}"
         )
 
-    def _items(self, items: Iterable[Any], path: str, depth: int) -> list[Any]:
+    def _count(self, items: Sized, path: str, nodes: int = 1) -> None:
+        """Count the nodes of a container."""
+        if not self._budget.spend(nodes * len(items)):
+            raise EncodeError(
+                f"{path[:80]} makes the batch hold more than {MAX_NODES:,} values besides the elements of arrays, "
+                "which no client reads. Make arrays of its numbers, or use a smaller batch_size"
+            )
+
+    def _items(self, items: Collection[Any], path: str, depth: int) -> list[Any]:
+        self._count(items, path)
         return [self.describe(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
 
     def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
+        self._count(value, path, 2)
         return [
             [self._key(key, f"a key of {path}", depth), self.describe(item, f"{path}[{key!r}]", depth + 1)]
             for key, item in value.items()
@@ -181,6 +207,7 @@ class _Describer:
             raise EncodeError(f"{path} is a {_type_name(value)}; its name and its fields' must be plain identifiers")
         if not self._types.has_room_for(exact, names):
             raise EncodeError(f"{path} is a {_type_name(value)}, and the batch has more {RecordTypes.LIMIT}")
+        self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
 
@@ -316,9 +343,10 @@ def _type_name(value: object) -> str:
 class _Builder:
     """Walks one description. `hashed`: what it builds is for the keys of a dict or the elements of a set."""
 
-    def __init__(self, make_leaf: MakeLeaf, types: RecordTypes, *, hashed: bool = False) -> None:
+    def __init__(self, make_leaf: MakeLeaf, types: RecordTypes, budget: _Budget, *, hashed: bool = False) -> None:
         self._make_leaf = make_leaf
         self._types = types
+        self._budget = budget
         self._hashed = hashed
 
     def build(self, node: Any, depth: int) -> Any:
@@ -331,7 +359,7 @@ class _Builder:
             ((kind, content),) = node.items()
             return _build_leaf(content, self._make_leaf) if kind == "array" else self._tagged(kind, content, depth)
         if exact is list:
-            return [self.build(child, depth + 1) for child in node]
+            return self._nodes(node, depth)
         if node is None or exact in (str, bytes, int, float, bool):
             return node
         raise ProtocolError(f"a node of a frame's tree cannot be read: {short(node)}")
@@ -339,26 +367,36 @@ class _Builder:
     def _tagged(self, kind: str, content: Any, depth: int) -> Any:
         match kind, content:
             case "tuple", list(nodes):
-                return tuple([self.build(node, depth + 1) for node in nodes])
+                return tuple(self._nodes(nodes, depth))
             case (("dict" | "ordereddict" | "defaultdict" | "counter"), list(pairs)):
+                self._count(2 * len(pairs))
                 items = [self._pair(pair, depth) for pair in pairs]
                 _check_hashes([key for key, _ in items])
                 return _DICT_OF[kind](items)
             case (("set" | "frozenset"), list(nodes)):
+                self._count(len(nodes))
                 keys = [self._key(node, depth) for node in nodes]
                 _check_hashes(keys)
                 return (set if kind == "set" else frozenset)(keys)
             case "deque", [maxlen, list(nodes)] if maxlen is None or _is_size(maxlen, len(nodes)):
-                return deque([self.build(node, depth + 1) for node in nodes], maxlen)
+                return deque(self._nodes(nodes, depth), maxlen)
             case "namedtuple", [str(module), str(name), list(fields), list(nodes)] if _are_names(name, fields, nodes):
-                values = [self.build(node, depth + 1) for node in nodes]
+                values = self._nodes(nodes, depth)
                 return tuple.__new__(self._types.namedtuple(module, name, tuple(fields), hashed=self._hashed), values)
             case "dataclass", [str(module), str(name), list(fields), list(nodes)] if (
                 _are_names(name, fields, nodes) and not self._hashed
             ):
-                values = [self.build(node, depth + 1) for node in nodes]
+                values = self._nodes(nodes, depth)
                 return instance(self._types.dataclass(module, name, tuple(fields)), fields, values)
         return _build_number(kind, content)
+
+    def _nodes(self, nodes: list[Any], depth: int) -> list[Any]:
+        self._count(len(nodes))
+        return [self.build(node, depth + 1) for node in nodes]
+
+    def _count(self, nodes: int) -> None:
+        if not self._budget.spend(nodes):
+            raise ProtocolError(f"the tree of a frame has more than {MAX_NODES:,} nodes")
 
     def _pair(self, pair: Any, depth: int) -> tuple[Any, Any]:
         match pair:
@@ -370,7 +408,7 @@ class _Builder:
         if type(node) is str:
             return node
         # made when it is needed, not kept: a builder that refers to itself keeps the frame until the next collection
-        keys = self if self._hashed else _Builder(self._make_leaf, self._types, hashed=True)
+        keys = self if self._hashed else _Builder(self._make_leaf, self._types, self._budget, hashed=True)
         key = keys.build(node, depth + 1)
         try:
             hash(key)
@@ -429,7 +467,7 @@ def _build_number(kind: Any, content: Any) -> Any:
             return slice(*(None if part is None else _build_whole_number(part) for part in (start, stop, step)))
         case "range", [start, stop, step]:
             return _build_range([_build_whole_number(node) for node in (start, stop, step)])
-    raise ProtocolError(f"a node {kind!r:.80} of a frame's tree cannot be read: {short(content)}")
+    raise ProtocolError(f"a node {short(kind)} of a frame's tree cannot be read: {short(content)}")
 
 
 def _build_whole_number(node: Any) -> int:

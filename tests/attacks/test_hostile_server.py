@@ -20,6 +20,7 @@ import pytest
 import zstandard
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, RemoteError, ServerUnavailable, TeleloaderError
+from teleloader.control import Server
 from teleloader_shared import codec
 from teleloader_shared.codec import ALIGNMENT, PROLOGUE_SIZE, Address, Failure, to_bytes
 from tests.client.fake_server import INFO, Answer, Request, fake_server
@@ -181,6 +182,46 @@ def test_a_list_of_datasets_that_is_none_ends_in_an_error(attack: Callable[[sock
         RemoteDataset(url, "data", reconnect_timeout=0, stall_timeout=0.4)
     assert len(str(raised.value)) < 10_000
     assert time.monotonic() - began < SOON
+
+
+REGISTERED = json.dumps([INFO]).encode()
+
+
+@pytest.mark.parametrize("media_type", ["application/vnd.teleloader.frame+msgpack", "application/json", ""])
+@pytest.mark.parametrize(("path", "limit"), [("/v1/datasets", 16 * MIB), ("/v1/loaders", MIB), ("/healthz", MIB)])
+def test_a_response_is_bounded_by_what_was_requested(path: str, limit: int, media_type: str) -> None:
+    """A response to a control request may have as many bytes as the client expects of it, whatever its media type.
+
+    A list of datasets may have 16 MiB, a registration 1 MiB, and of a health check nothing is kept. The error of a
+    longer one is short, and the connection is closed.
+    """
+    sent: list[int] = []
+    closed = threading.Event()
+
+    def answer(connection: socket.socket, requested: str) -> None:
+        if requested != path:
+            connection.sendall(answered(REGISTERED))
+            return
+        count = 0
+        try:
+            connection.sendall(OK + f"Content-Type: {media_type}\r\n\r\n".encode())
+            while count < 256 * MIB:
+                connection.sendall(b"\0" * 2**16)
+                count += 2**16
+        except OSError:
+            pass
+        sent.append(count)
+        closed.set()
+
+    with raw_server(answer) as url:
+        if path == "/healthz":
+            assert Server(url, 10).is_alive()
+        else:
+            with pytest.raises(ProtocolError, match=f"more than {limit:,} bytes") as raised:
+                next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy")))
+            assert len(str(raised.value)) < 500
+        assert closed.wait(30)
+    assert max(sent) < limit + 32 * MIB, "what is beyond the limit is in the buffers of the kernel"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ class Numbers:
         return index
 
 
+def iter_dataset() -> Any:
+    """An iterable-style dataset."""
+
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(LENGTH))
+
+    return Stream()
+
+
 @contextmanager
 def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
     """A server with such limits; where they are a principal's there is a token, for otherwise all are one."""
@@ -163,15 +173,93 @@ def test_who_looks_at_samples_waits_as_a_loader_does() -> None:
             assert list(several.map(lambda index: int(dataset[index]), range(24))) == list(range(24))
 
 
+def test_requests_without_a_token_are_limited_by_address() -> None:
+    """Paths that exist or not, probes and wrong tokens count together; another address has a rate of its own.
+
+    Requests with a valid token are answered from an address whose rate is used up: a stranger behind the same proxy
+    keeps nobody out.
+    """
+    limits = ClientLimits(max_unauthenticated_requests_per_second=10)
+    with serve(Numbers(), num_workers=0, token=TOKEN, limits=limits) as url, ExitStack() as stack:
+        owner, other = stack.enter_context(Raw(url)), stack.enter_context(Raw(url, source="127.0.0.2"))
+        strangers = [stack.enter_context(Raw(url)) for _ in range(60)]
+        paths = ("/healthz", "/nothing", "/v1/datasets", "/", "/session", "/v1/loaders/x/stream", "/stats")
+        for number, stranger in enumerate(strangers):
+            path = paths[number % len(paths)]
+            wrong = b"Authorization: Bearer not-one-of-the-tokens\r\n" if number % 2 else b""
+            stranger.ask(path, wrong + (HANDSHAKE if path.endswith("stream") else b""))
+        valid = f"Authorization: Bearer {TOKEN}\r\n".encode()
+        assert [owner.get("/v1/datasets", valid).status for _ in range(50)] == [200] * 50
+        assert other.get("/healthz").status == 200
+        refused = [answer for answer in (stranger.answer() for stranger in strangers) if answer.status == 429]
+        assert len(refused) >= 20
+        assert "max_unauthenticated_requests_per_second" in refused[0].problem["detail"]
+        assert all(answer.headers["retry-after"] for answer in refused)
+
+
+HANDSHAKE = (
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+def test_a_server_without_tokens_has_no_strangers() -> None:
+    """All clients are one principal there, whose rate is `max_requests_per_second`."""
+    with limited(max_unauthenticated_requests_per_second=1) as (url, client):
+        assert [client.get(path).status_code for path in ("/healthz", "/v1/datasets") * 20] == [200] * 40
+        assert url
+
+
+@pytest.mark.parametrize("query", ["a&" * 30_000, "start=0&stop=1&" + "x" * 5000])
+def test_queries_are_limited(query: str) -> None:
+    """A long one is refused before it is taken apart."""
+    with limited() as (_, client):
+        assert client.get(f"/stats?{query}").json()["code"] == "UriTooLong"
+
+
+def test_specs_count_with_their_memory() -> None:
+    """Loaders that are not in use make room for others; those that are in use leave none, and that is said."""
+    session = {"batch_size": 8, "num_workers": 1}
+    name = "x" * 500
+    limits = ClientLimits(total_spec_bytes=60_000)
+    with (
+        serve(iter_dataset(), num_workers=1, limits=limits) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        states = ["\u0101" * 16_000]
+        first = registered(client, session="1" + name, shard_states=states, **session)
+        spec = {"dataset": "dataset", "session": "2" + name, "shard_states": states, **session}
+        refusal(client.post("/v1/loaders", json=spec), 503, "total_spec_bytes")
+        small = [registered(client, session=f"{number}{name}") for number in range(3)]
+        assert client.get(f"/v1/loaders/{first}").status_code == 200
+        for key in (first, *small):
+            client.delete(f"/v1/loaders/{key}")
+        assert client.post("/v1/loaders", json=spec).status_code == 200, "what ended is not counted"
+        client.delete(f"/v1/loaders/{client.post('/v1/loaders', json=spec).json()['key']}")
+
+
+def test_shared_loaders_are_forgotten_for_want_of_memory() -> None:
+    """Those that were requested longest ago, as when there are too many of them."""
+    with limited(total_spec_bytes=10 * 2**10) as (_, client):
+        keys = [registered(client, seed=seed) for seed in range(12)]
+        statuses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
+        assert statuses == [404] * 8 + [200] * 4
+
+
+def test_a_map_style_dataset_has_no_shards() -> None:
+    """Their states would be kept by the server and by each worker, and have no use."""
+    with limited() as (_, client):
+        spec = {"dataset": "dataset", "session": "s", "num_workers": 2, "shard_states": [None, None]}
+        detail = refusal(client.post("/v1/loaders", json=spec), 422, "shard_states must be null")
+        assert "map-style" in detail
+
+
 def test_connections_from_one_address_are_limited() -> None:
     """Another address has its own; 127.0.0.2 is this machine too."""
     with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
-        mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(6)]
-        for one in mine:
-            one.ask("/v1/datasets")
-        answers = [one.answer() for one in mine]
-        assert [answer.status for answer in answers].count(200) == 5
-        refused = next(answer for answer in answers if answer.status != 200)
+        mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(5)]
+        assert [one.get("/v1/datasets").status for one in mine] == [200] * 5
+        refused = stack.enter_context(Raw(url, source="127.0.0.2")).answer()
         assert "127.0.0.2 has 5 connections" in refused.problem["detail"]
 
 

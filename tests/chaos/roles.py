@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server.loading import seed_all
 from teleloader_shared.plan import Plan
-from teleloader_shared.seeding import derive
+from teleloader_shared.seeding import derive_seed
 from teleloader_shared.spec import LoaderSpec
 from tests.chaos import dataset
 
@@ -76,7 +76,7 @@ class Role:
 
     def _batch(self, seed: int, epoch: int, k: int, indices: list[int]) -> dict[str, Any]:
         if self.augmented:
-            seed_all(derive("batch", seed, epoch, self.ranks - 1, k))
+            seed_all(derive_seed("batch", seed, epoch, self.ranks - 1, k))
         samples = _samples(self.augmented)
         return dataset.collate([samples[index] for index in indices])
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from teleloader_server.loading import IndexMemory
+from teleloader_server.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
@@ -82,6 +82,7 @@ def fake_server(
     *,
     registering: Callable[[], int] = lambda: 200,
     touched: Callable[[], int] = lambda: 200,
+    checked: Callable[[], object] = lambda: None,
     num_workers: int = 1,
 ) -> Iterator[str]:
     """A server with one dataset, of 8 samples unless told otherwise; yields its URL.
@@ -92,9 +93,12 @@ def fake_server(
         session_ended: Called with the key of each session that is ended.
         registering: The status of a registration's answer.
         touched: The status of the answer to a session's sign of life.
+        checked: Called before each health check is answered.
         num_workers: How many workers it says it has.
     """
-    server = _Server(("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched, num_workers))
+    server = _Server(
+        ("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched, checked, num_workers)
+    )
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -111,6 +115,7 @@ def _handler(  # noqa: C901 - a class
     session_ended: Callable[[str], object],
     registering: Callable[[], int],
     touched: Callable[[], int],
+    checked: Callable[[], object],
     num_workers: int,
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
@@ -122,6 +127,7 @@ def _handler(  # noqa: C901 - a class
             if self.path == DATASETS_PATH:
                 self.reply(200, json.dumps([info]).encode())
             elif self.path == HEALTH_PATH:
+                checked()
                 self.reply(200, b"{}")
             elif "/epochs/" not in self.path:
                 self.reply(touched(), b"{}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 from teleloader import RemoteDataset, UnknownDataset
 from teleloader.control import Server
+from teleloader.credentials import Credentials
 from teleloader_server import serve
+from teleloader_shared.secret import Secret
 
 NO_URLS: list[Any] = [
     "", "http://", "https://", "http:///train", "ftp://cpu-box", "cpu-box:8000", "//cpu-box", "http://[::1",
@@ -54,3 +57,28 @@ def test_of_several_datasets_one_must_be_named() -> None:
             RemoteDataset(url)
         with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and 'c' was asked for"):
             RemoteDataset(url, "c")
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "lines"),
+    [
+        ("http://clear-1:8000", "a-token-of-the-tests", 1),
+        ("http://10.9.8.7:8000", "a-token-of-the-tests", 1),
+        ("http://clear-2:8000", None, 0),
+        ("https://clear-3:8000", "a-token-of-the-tests", 0),
+        ("http://localhost:8000", "a-token-of-the-tests", 0),
+        ("http://127.0.0.2:8000", "a-token-of-the-tests", 0),
+        ("http://[::1]:8000", "a-token-of-the-tests", 0),
+    ],
+)
+def test_a_token_in_clear_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, url: str, token: str | None, lines: int
+) -> None:
+    """A client that sends a token to another machine without TLS logs one warning for each server."""
+    for name in ("TELELOADER_TOKEN", "TELELOADER_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        Server(url, 1.0, Credentials(None if token is None else Secret(token)))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == lines
+    assert all(f"the token for {url} is sent in clear" in line and "a-token" not in line for line in warnings)

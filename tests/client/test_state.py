@@ -22,7 +22,8 @@ from tests.client.fake_server import INFO
 IDENTITY = {"dataset": "f", "order": "iterable"}
 SAVED = {"version": 1, "epoch": 3, **IDENTITY, "batch": 17}
 REGISTERED = {
-    "key": "0" * 32, "batches": 8, "length": 8, "fingerprint": "f", "num_workers": 1, "max_batch_bytes": 2**20,
+    "key": LoaderSpec(dataset="fake", fingerprint="f").key,
+    "batches": 8, "length": 8, "fingerprint": "f", "num_workers": 1, "max_batch_bytes": 2**20,
     "protocol": 1,
 }  # fmt: skip
 

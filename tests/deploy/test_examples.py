@@ -101,6 +101,18 @@ def test_the_compose_file_is_valid() -> None:
     assert "shm_size" not in composed
 
 
+def test_containers_have_limits() -> None:
+    """The compose file limits the memory and the processes of all services."""
+    compose = (ROOT / "docker-compose.yml").read_text()
+    shared = compose.partition("x-hardened:")[2].partition("\n\n")[0]
+    assert re.search(r"^  mem_limit: \d+g\b", shared, re.MULTILINE)
+    assert re.search(r"^  pids_limit: \d+$", shared, re.MULTILINE)
+    services = compose.partition("\nservices:\n")[2].partition("\nsecrets:\n")[0]
+    names = re.findall(r"^  [\w-]+:$", services, re.MULTILINE)
+    assert len(re.findall(r"^    <<: \*(?:hardened|trainer)$", services, re.MULTILINE)) == len(names) == 5
+    assert "x-trainer: &trainer\n  <<: *hardened\n" in compose
+
+
 def test_what_is_mounted_is_there() -> None:
     """Each file that the compose file brings into a container, and that git has."""
     compose = (ROOT / "docker-compose.yml").read_text()
@@ -176,6 +188,15 @@ def test_the_kubernetes_example_is_valid() -> None:
     for version in (["--kubernetes-version", "1.29"], []):
         said = check(validate, "--strict", *version, DEPLOY / "kubernetes.yaml")
         assert said.count(" passed ") == 6
+
+
+def test_the_kubernetes_example_sends_no_token_in_clear() -> None:
+    """The server, its probes, the clients and Prometheus speak TLS."""
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert "--ssl-certfile=" in text
+    assert text.count("httpGet:") == text.count("scheme: HTTPS") == 3
+    assert re.search(r"^    scheme: https$", (DEPLOY / "prometheus.yml").read_text(), re.MULTILINE)
+    assert "http://" not in (DEPLOY / "README.md").read_text()
 
 
 def test_a_pod_has_time_to_drain() -> None:

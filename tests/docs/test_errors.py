@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ import httpx
 import pytest
 
 from teleloader import DataLoader, RemoteDataset, control
+from teleloader.tensors import devices, pinned
 from teleloader_server import serve
 from teleloader_server.config import ClientLimits
 from tests.conftest import ROOT, ServerProcess, StartServer, need
@@ -420,6 +422,121 @@ def _(server: ServerProcess) -> str:
 @meets("Two that decide the order")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sampler=[1, 2], seed=7))
+
+
+# -- accelerators
+
+
+def warned_by(cause: Callable[[], object]) -> str:
+    """Return the text of the only warning that `cause` gives, after its category."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cause()
+    (warning,) = caught
+    return f"{warning.category.__name__}: {warning.message}"
+
+
+@pytest.fixture
+def without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the accelerators of this machine from torch."""
+    need("torch")
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if hasattr(torch, "accelerator"):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch report a single GPU, the current one."""
+    need("torch")
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@meets("A device that torch does not know")
+def _(server: ServerProcess) -> str:
+    need("torch")
+    return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="gpu")))
+
+
+@meets("An accelerator that is not available")
+def _(server: ServerProcess, without_accelerators: None) -> str:
+    return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="cuda")))
+
+
+@meets("An index without an accelerator")
+def _(server: ServerProcess, without_accelerators: None) -> str:
+    return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device=0)))
+
+
+@meets("An accelerator that this process cannot see")
+def _(server: ServerProcess, one_gpu: None) -> str:
+    return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="cuda:7")))
+
+
+@meets("Several ranks on one device")
+def _(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    return warned_by(lambda: devices.warn_of_shared_device("cuda", stacklevel=1))
+
+
+@meets("A device without torch tensors")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device="cuda", output="numpy"))
+
+
+@meets("A sharding without JAX arrays")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), output="numpy", sharding="data"))
+
+
+@meets("A wrong number of batches on the device")
+def _(server: ServerProcess) -> str:
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device_ahead=-1))
+
+
+@meets("A sharding without JAX")
+def _(server: ServerProcess) -> str:
+    need("torch")
+    return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sharding="data"))
+
+
+@meets("A limit of page-locked memory that is not a number")
+def _(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(pinned, "_budget", None)
+    monkeypatch.setenv(pinned.MAX_PINNED_BYTES_VARIABLE, "4GiB")
+    return raised_by(pinned.process_budget)
+
+
+class FullDevice(devices.JaxDevice):
+    """A device whose memory is exhausted when the second batch is copied."""
+
+    def __init__(self) -> None:
+        self._copies = 0
+
+    def copy(self, batch: Any) -> devices.Copy:
+        """Return the batch as it is; raise the second time."""
+        import torch
+
+        self._copies += 1
+        if self._copies == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return devices.Copy(batch, [])
+
+
+@meets("Device memory exhausted by prefetched batches")
+def _(server: ServerProcess, one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(DataLoader, "_accelerator", lambda _: FullDevice())
+    loader = DataLoader(RemoteDataset(server.url, "train"), batch_size=64, seed=7, device="cuda")
+    return warned_by(lambda: list(loader))
 
 
 # -- in the loop

@@ -88,6 +88,7 @@ DATASET = DatasetStats(
 
 CONSUMER = ConsumerStats(
     consumer="trainer-0",
+    token="anyone",
     dataset="train",
     loader="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
     rank=0,

@@ -25,7 +25,7 @@ from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailab
 from teleloader_shared import codec
 from tests.conftest import ServerProcess, StartServer
 from tests.faults import hosted
-from tests.faults.proxy import Cut, Fault, FaultProxy, Flip, Line, Omit, Repeat, Reset, Rewrite, Stall
+from tests.faults.proxy import Cut, Fault, FaultProxy, Flip, Line, Omit, Part, Repeat, Reset, Rewrite, Stall
 
 TARGET = "tests.faults.hosted:"
 STALL_TIMEOUT = 1.0
@@ -202,6 +202,60 @@ def test_any_damaged_byte_of_a_frame_is_noticed(start_server: StartServer, kind:
             proxy.arm(Flip(at, at % 8) if kind is Flip else kind(at))
             take_until(lambda: proxy.armed == 0)
         assert proxy.happened[kind.__name__] == sizes[0] > 100
+
+
+@pytest.mark.parametrize("part", ["request", "head", "body"])
+def test_one_damaged_bit_leads_to_the_right_batch(start_server: StartServer, part: Part) -> None:
+    """Whichever bit of a request's head, of a response's head or of a frame is turned, each batch arrives exactly.
+
+    A damaged request can be refused in every way, ask for something else, or never end; a damaged response can have any
+    status, size or version. This test turns one bit of each byte, and each bit of the status and of the version.
+    """
+    sizes: list[int] = []
+
+    def measure(content: bytes) -> bytes:
+        sizes.append(len(content))
+        return content
+
+    # a head that does not end is refused soon
+    server = serve(start_server, "--limit", "head_seconds=0.5")
+    with FaultProxy(server.url, seed=4) as proxy:
+        dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
+        loader = DataLoader(dataset, 4, sampler=range(4), output="numpy")
+
+        def load_epoch() -> None:
+            (batch,) = loader
+            assert np.array_equal(batch, hosted.small.table[:4])
+            assert proxy.armed == 0
+
+        proxy.arm(Rewrite(measure), part=part)
+        load_epoch()
+        positions = [(at, at % 8) for at in range(sizes[0])]
+        if part == "head":
+            positions += [(at, bit) for at in range(len("HTTP/1.1 200")) for bit in range(8)]
+        for at, bit in positions:
+            proxy.arm(Flip(at, bit), part=part)
+            load_epoch()
+        assert proxy.happened["Flip"] == len(positions) > 200
+
+
+@pytest.mark.parametrize("part", ["request", "head", "body"])
+def test_one_damaged_bit_leads_to_the_right_sample(start_server: StartServer, part: Part) -> None:
+    """The same holds where a single sample is looked at: its frame and its address are checked, too."""
+    sizes: list[int] = []
+
+    def measure(content: bytes) -> bytes:
+        sizes.append(len(content))
+        return content
+
+    with FaultProxy(serve(start_server, "--limit", "head_seconds=0.5").url, seed=4) as proxy:
+        dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
+        proxy.arm(Rewrite(measure), part=part)
+        assert np.array_equal(dataset[17], hosted.small.table[17])
+        for at in range(0, sizes[0], 3):
+            proxy.arm(Flip(at, at % 8), part=part)
+            assert np.array_equal(dataset[17], hosted.small.table[17])
+            assert proxy.armed == 0
 
 
 damage = st.one_of(

@@ -14,7 +14,8 @@ import httpx
 import msgpack
 import numpy as np
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.http11 import Response
 from websockets.sync.client import ClientConnection, connect
 
 from teleloader_server import serve
@@ -23,6 +24,7 @@ from teleloader_shared.codec import Address
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end import hosted
 from tests.end_to_end.test_access import TokenTable
+from tests.raw import Raw
 
 GONE = Address("0" * 32, 0, 0)
 
@@ -288,7 +290,7 @@ def test_index_lists_that_are_kept_have_a_limit(
         gate.touch()
         assert [frame.address.batch for frame in frames(socket, 30)] == list(range(30))
         assert not refused()
-        socket.send(codec.to_bytes(Address(key, 0, 30), [1] * 20_000, checksum=False))
+        socket.send(codec.to_bytes(Address(key, 0, 30), np.ones(2000, np.int64), checksum=False))
         problem, code = refusal(socket)
         assert (problem["code"], code) == ("ServerUnavailable", 1012)
         assert "held_bytes" in problem["detail"]
@@ -322,21 +324,47 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     assert server.end() == 0
 
 
+def denial(url: str, key: str, **headers: str) -> Response:
+    """Return the response to a handshake that the server refuses."""
+    with pytest.raises(InvalidStatus) as refused, stream(url, key, **headers):
+        pass
+    return refused.value.response
+
+
 @pytest.mark.parametrize(
-    ("headers", "code"),
+    ("headers", "status", "code"),
     [
-        ({}, "Unauthorized"),
-        ({"Authorization": "Bearer nothing-of-this-server"}, "Unauthorized"),
-        ({"Authorization": "Bearer a-token-for-another-dataset"}, "Forbidden"),
-        ({"Authorization": "Bearer a-token-for-all-datasets", "Origin": "http://evil.example"}, "CrossSite"),
-        ({"Authorization": "Bearer a-token-for-all-datasets", "Host": "evil.example"}, "UnknownHost"),
+        ({}, 401, "Unauthorized"),
+        ({"Authorization": "Bearer nothing-of-this-server"}, 401, "Unauthorized"),
+        ({"Authorization": "Bearer a-token-for-another-dataset"}, 403, "Forbidden"),
+        ({"Authorization": "Bearer a-token-for-all-datasets", "Origin": "http://evil.example"}, 403, "CrossSite"),
     ],
 )
-def test_who_may_not_ask_is_told_so(guarded: tuple[str, str], headers: dict[str, str], code: str) -> None:
-    """As over HTTP; pages of other sites may open WebSockets anywhere, so they are refused here."""
-    with stream(*guarded, **headers) as socket:
-        problem, closed = refusal(socket)
-    assert (problem["code"], closed) == (code, 1008)
+def test_a_handshake_that_is_not_authorized_is_refused(
+    guarded: tuple[str, str], headers: dict[str, str], status: int, code: str
+) -> None:
+    """The response is that of any other request. Pages of other sites may open WebSockets, so they are refused here."""
+    response = denial(*guarded, **headers)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    problem = json.loads(response.body)
+    assert (problem["status"], problem["code"]) == (status, code)
+    assert response.headers["x-request-id"] == problem["request"]
+
+
+def test_a_handshake_for_another_server_is_refused(guarded: tuple[str, str]) -> None:
+    """A page whose name leads to this server is refused with 421, with a token too."""
+    url, key = guarded
+    with Raw(url) as client:
+        client.send(
+            f"GET /v1/loaders/{key}/stream HTTP/1.1\r\nHost: evil.example\r\n".encode()
+            + b"Authorization: Bearer a-token-for-all-datasets\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        answer = client.answer()
+        assert (answer.status, answer.problem["code"]) == (421, "UnknownHost")
+        assert client.rest() == b""
 
 
 def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:

@@ -279,18 +279,41 @@ def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_a_stop_is_not_the_batchs_fault() -> None:
-    """A batch whose worker is stopped again and again is never given up."""
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN], ids=lambda number: number.name)
+@pytest.mark.parametrize("session", [False, True])
+def test_a_batch_that_stops_each_worker_is_an_error(number: signal.Signals, session: bool) -> None:
+    """A batch whose code stops its worker is given up after three workers that had only this batch, as for an exit."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
-        if count(tries) <= 5:
+        if index == 2:
+            count(tries)
+            os.kill(os.getpid(), number)
+        return index
+
+    with serve(Samples(sample, 4), num_workers=1) as url:
+        found = arrived(loader_of(url, seed=None if session else 1, num_workers=int(session)))
+    error = found[2]
+    assert [batch for batch in found if batch is not error] == [[0], [1], [3]]
+    assert isinstance(error, WorkerDied)
+    assert "was stopped (SIGSTOP), and killed" in str(error)
+    assert "this batch ended every worker that tried to load it" in str(error)
+    assert 3 <= tries.value <= 4, "beside other batches a stop is nobody's fault"
+
+
+@pytest.mark.usefixtures("short_stops")
+def test_a_stop_from_outside_costs_no_batch() -> None:
+    """Two stops in a row are forgiven: the third try of a batch may succeed."""
+    tries = shared_counter()
+
+    def sample(index: int) -> int:
+        if count(tries) <= 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         return index
 
     with serve(Samples(sample, 1), num_workers=1) as url:
         assert arrived(loader_of(url)) == [[0]]
-    assert tries.value == 6
+    assert tries.value == 3
 
 
 @pytest.mark.usefixtures("short_stops")

@@ -4,7 +4,8 @@ Two kinds of trouble:
 
 - A `Line` says how bytes flow in both directions, for as long as it is set: late, slowly, in slices, not at all.
 - A fault is armed for one answer, and happens to the answer's body once: `Cut`, `Reset`, `Stall`, `Flip`, `Omit`,
-  `Repeat`, `Rewrite`. Where it does not say at which byte, the proxy's seed does.
+  `Repeat`, `Rewrite`. Where it does not say at which byte, the proxy's seed does. A `Flip` or a `Rewrite` can be armed
+  for another part too: the head of an answer, or the head of a request.
 
 ::
 
@@ -29,7 +30,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 _CHUNK: Final = 2**16
@@ -70,6 +71,10 @@ class After(Enum):
     FIN = auto()
     RST = auto()
     SILENCE = auto()
+
+
+Part = Literal["body", "head", "request"]
+"""What a fault happens to: the body of an answer, its head, or the head of a request."""
 
 
 class Fault(Protocol):
@@ -188,7 +193,7 @@ class FaultProxy:
         self._http = http
         self._rng = random.Random(seed)
         self._line = Line()
-        self._armed: deque[tuple[str, Fault]] = deque()
+        self._armed: deque[tuple[Part, str, Fault]] = deque()
         self._connections: set[_Connection] = set()
         self._runner = asyncio.Runner()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
@@ -223,9 +228,9 @@ class FaultProxy:
 
         self._call(change)
 
-    def arm(self, fault: Fault, *, path: str = _BATCHES, times: int = 1) -> None:
-        """Let `fault` happen to the next answers to requests whose path has `path` in it."""
-        self._call(lambda: self._armed.extend([(path, fault)] * times))
+    def arm(self, fault: Fault, *, path: str = _BATCHES, times: int = 1, part: Part = "body") -> None:
+        """Let `fault` happen to this part of the next answers, or requests, whose path has `path` in it."""
+        self._call(lambda: self._armed.extend([(part, path, fault)] * times))
 
     def disarm(self) -> None:
         """What was armed and has not happened shall not happen."""
@@ -254,10 +259,10 @@ class FaultProxy:
 
     # -- in the proxy's own thread
 
-    def take(self, path: str) -> Fault | None:
-        """The fault that is armed for the next answer to a request for `path`; it has happened then."""
-        for position, (wanted, fault) in enumerate(self._armed):
-            if wanted in path:
+    def take(self, path: str, part: Part = "body") -> Fault | None:
+        """The fault that is armed for this part of the next answer, or request, for `path`; it has happened then."""
+        for position, (place, wanted, fault) in enumerate(self._armed):
+            if place == part and wanted in path:
                 del self._armed[position]
                 self.happened[type(fault).__name__] += 1
                 return fault
@@ -386,6 +391,8 @@ class _Connection:
         while chunk := await reader.read(_CHUNK):
             if request := _REQUEST.match(chunk):
                 self._asked = request[1].decode()
+                head, end, rest = chunk.partition(b"\r\n\r\n")
+                chunk = self._damaged(head + end, "request") + rest
             await self._put(to, chunk)
         return After.FIN
 
@@ -393,6 +400,7 @@ class _Connection:
         while self._proxy.http:
             head = await reader.readuntil(b"\r\n\r\n")
             length = _LENGTH.search(head)
+            head = self._damaged(head, "head")
             if length is None:
                 await self._put(to, head)
                 if b" 204 " in head[:16]:
@@ -412,6 +420,11 @@ class _Connection:
                 return after
         await self._copy(reader, to, None)
         return After.FIN
+
+    def _damaged(self, head: bytes, part: Part) -> bytes:
+        """The head, after the fault that is armed for it."""
+        fault = self._proxy.take(self._asked, part)
+        return head if fault is None else fault.apply(head, self._proxy.rng)[0]
 
     async def _copy(self, reader: asyncio.StreamReader, to: asyncio.Queue[_Parcel], count: int | None) -> None:
         """Pass so many bytes, or all until the end."""

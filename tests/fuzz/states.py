@@ -119,7 +119,7 @@ def _read_answer(fields: Any) -> str:
             _check_types(info)
         return "datasets"
     if isinstance(fields, dict) and "key" in fields:
-        _check_types(server.register(LoaderSpec(dataset="digits")))
+        _check_types(server.register(_DIGITS))
         return "registration"
     with suppress(ProtocolError):
         server.datasets()
@@ -150,12 +150,13 @@ def _identity_of(fields: Any) -> tuple[dict[str, Any], int | None]:
 _PLAN: Final = {"dataset": "f", "order": "plan", "seed": 7, "shuffle": True}
 _CLIENT: Final = {"dataset": "f", "order": "client", "batch_size": 8}
 _ITERABLE: Final = {"dataset": "f", "order": "iterable", "batch_size": 8, "num_workers": 2}
+_DIGITS: Final = LoaderSpec(dataset="digits", fingerprint="f")
 _SPEC: Final = LoaderSpec(dataset="digits", fingerprint="f", seed=7, shuffle=True).to_json()
 _SESSION: Final = {**_SPEC, "session": "s", "num_workers": 2, "shard_states": [None, "5"], "resumed_epoch": 3}
 _INFO: Final = dataclasses.asdict(
     DatasetInfo("digits", "map", "Digits", 500, "", "f", "default", None, ["m:f"], "batch", 2)
 )
-_REGISTRATION: Final = dataclasses.asdict(Registration("0" * 32, 63, 500, "f", 2, 2**30))
+_REGISTRATION: Final = dataclasses.asdict(Registration(_DIGITS.key, 63, 500, "f", 2, 2**30))
 
 READERS: Final = [
     Reader("spec", _read_spec, (InvalidSpec,), [_SPEC, _SESSION, {"dataset": "digits"}]),

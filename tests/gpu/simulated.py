@@ -138,6 +138,9 @@ class Machine:
         self.gates: list[Moment] = []
         self.memory_errors = 0
         """How many of the next copies run out of memory."""
+        self.memory_errors_ahead = 0
+        """The same, but for the copy of a first batch."""
+        self.copies = 0
         self.broken = False
         """Whether each call to the driver fails, as after a device-side assertion."""
 
@@ -239,6 +242,10 @@ class Machine:
         """Copy a tensor to the device as ``tensor.to(device, non_blocking=True)`` does."""
         with self.lock:
             self.fail_if_broken()
+            self.copies += 1
+            if self.memory_errors_ahead and self.copies > 1:
+                self.memory_errors_ahead -= 1
+                raise torch.cuda.OutOfMemoryError("simulated: out of memory")
             if self.memory_errors:
                 self.memory_errors -= 1
                 raise torch.cuda.OutOfMemoryError("simulated: out of memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -84,6 +85,33 @@ def test_a_device_that_fails_is_an_error_at_once_and_ends_what_the_server_holds(
         del batches
         gc.collect()
         eventually(lambda: not stagers())
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_device_that_cannot_be_used_is_an_error_and_no_hang(simulated_gpu: Any, pinned: bool) -> None:
+    """A thread that cannot set its device, for want of memory for a context say, tells the loop."""
+    with serve(numbers(50), num_workers=1) as url:
+        where: dict[str, Any] = {"pin_memory": True} if pinned else {"device": simulated_gpu.name}
+        loader = DataLoader(RemoteDataset(url), 1, **where)
+        simulated_gpu.machine.broken = True
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            next(iter(loader))
+
+
+def test_an_asynchronous_loop_uses_the_device_of_its_thread(simulated_gpu: Any) -> None:
+    """aiter() resolves the device: what it does in other threads has another current device."""
+    import torch
+
+    module: Any = torch.get_device_module(simulated_gpu.name)
+    module.set_device(1)
+
+    async def loop(loader: DataLoader) -> list[int]:
+        return [batch.simulated_device.index async for batch in loader]
+
+    with serve(numbers(4), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, device=simulated_gpu.name)
+        assert asyncio.run(loop(loader)) == [1, 1, 1, 1]
+    assert simulated_gpu.machine.contexts == {1}
 
 
 def test_a_device_side_assertion_ends_the_process_with_its_own_error(real_gpu: Any) -> None:

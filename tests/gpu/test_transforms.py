@@ -165,6 +165,28 @@ def test_an_exception_of_a_transform_takes_the_place_of_its_batch(gpu: Any) -> N
     assert calls == list(range(6))
 
 
+def test_stop_iteration_of_a_transform_is_not_the_end_of_the_epoch(gpu: Any) -> None:
+    """As in a generator, it is a RuntimeError."""
+
+    def transform(_: Any) -> Any:
+        raise StopIteration
+
+    with serve(numbers(3), num_workers=1) as url:
+        batches = iter(DataLoader(RemoteDataset(url), 1, device=gpu.name, device_transform=transform))
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="device_transform raised StopIteration"):
+                next(batches)
+        assert next(batches, None) is None
+
+
+def test_a_transform_runs_without_a_device_too() -> None:
+    """So that one script fits machines with and without an accelerator."""
+    with serve(numbers(3), num_workers=1) as url:
+        for device in (None, "cpu"):
+            loader = DataLoader(RemoteDataset(url), 1, device=device, device_transform=lambda batch: int(batch) * 2)
+            assert list(loader) == [0, 2, 4]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, "out of memory"])
 def test_an_interruption_loses_no_batch(gpu: Any, error: Any) -> None:
     """After Ctrl-C, or out of device memory, the same batch comes next, whatever the transform had done to it."""
@@ -208,7 +230,25 @@ def test_out_of_memory_ahead_ends_working_ahead(simulated_gpu: Any) -> None:
                 simulated_gpu.machine.memory_errors = 1
             seen += [number_of(simulated_gpu, batch) for batch in batches]
         assert seen == list(range(12))
+        assert all(w.filename == __file__ for w in caught)
         assert sum("out of device memory while a batch was copied ahead" in str(w.message) for w in caught) == 1
+
+
+def test_a_warning_that_is_an_error_loses_nothing(simulated_gpu: Any) -> None:
+    """With -W error it is raised by next(), once, and the batch comes after it."""
+    with serve(numbers(12), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, device=simulated_gpu.name, prefetch_factor=12, num_workers=1)
+        simulated_gpu.machine.memory_errors_ahead = 1
+        batches = iter(loader)
+        seen: list[int] = []
+        raised = 0
+        while len(seen) < 12:
+            try:
+                seen.append(number_of(simulated_gpu, next(batches)))
+            except UserWarning:
+                raised += 1
+        assert seen == list(range(12))
+        assert raised == 1
 
 
 def test_out_of_memory_at_a_batch_is_its_error_until_memory_is_free(simulated_gpu: Any) -> None:

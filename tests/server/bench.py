@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.datasets import host
-from teleloader_server.loading import Loading, Report, Task
+from teleloader_server.loading import Began, Loading, Report, Task
 from teleloader_shared import codec
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame, to_bytes
 from teleloader_shared.spec import LoaderSpec
@@ -44,14 +44,14 @@ class Bench:
         seeding: Seeding = "batch",
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         worker: int = 3,
-        seed_worker: Callable[[], None] = lambda: None,
         seeds: bool = True,
     ) -> None:
         hosted = host(dataset, name="data", collate=collate, functions=functions, seeding=seeding)
         self.length = hosted.info.length or 0
         self.places: list[NDArray[np.uint8]] = []
         self.report: Report | None = None
-        self._loading = Loading({"data": hosted}, worker, max_batch_bytes, seed_worker=seed_worker, seeds=seeds)
+        self.began: list[Began] = []
+        self.loading = Loading({"data": hosted}, worker, max_batch_bytes, began=self.began.append, seeds=seeds)
 
     def frame(self, batch: int = 0, epoch: int = 0, *, indices: Any = None, **spec: Any) -> Frame:
         """The frame of a batch, decoded."""
@@ -61,7 +61,7 @@ class Bench:
         address = Address("key", epoch, batch)
         listed = None if indices is None else to_bytes(address, indices)
         task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, address, listed)
-        nbytes, self.report = self._loading.load(task, self._place)
+        nbytes, self.report = self.loading.load(task, self._place)
         raw = self.places[-1][:nbytes]
         assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
         frame = codec.read(codec.Bits(raw))

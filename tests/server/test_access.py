@@ -27,7 +27,7 @@ from teleloader_server.access import (
 from teleloader_server.app import create_app
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.datasets import host
-from teleloader_server.gate import Gate, GuardedRoute
+from teleloader_server.gate import Gate, GuardedRoute, RequestCaller
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.service import LoaderService
 from teleloader_server.token_file import TokenFile
@@ -297,12 +297,12 @@ def gate_of(tmp_path: Path, text: str) -> Gate:
 def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
     """A token that is removed is refused, though it was accepted before; a new one is accepted."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     (tmp_path / "tokens.toml").write_text(LATER)
     look_twice(gate)
     with pytest.raises(Unauthorized, match="not one of this server's"):
-        gate.admit(scope(f"Bearer {SECRET}"), "read", {})
-    assert gate.admit(scope("bearer another-token-of-it"), "read", {}).name == "later"
+        RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read")
+    assert RequestCaller(gate, scope("bearer another-token-of-it")).admit("read").name == "later"
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_an_empty_or_missing_file_accepts_nobody(
     file.chmod(0o600)
     gate = Gate([kind(file)])
     signed_in = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
-    admitted = scope(f"Bearer {SECRET}")
-    gate.admit(admitted, "read", {})
+    admitted = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    admitted.admit("read")
     if content is None:
         file.unlink()
     else:
@@ -333,13 +333,13 @@ def test_an_empty_or_missing_file_accepts_nobody(
     assert gate.has_tokens
     for refused in (signed_in, scope(f"Bearer {SECRET}"), scope()):
         with pytest.raises(Unauthorized):
-            gate.admit(refused, "stats", {})
+            RequestCaller(gate, refused).admit("stats")
     with pytest.raises(Unauthorized):
-        gate.admit_still(admitted)
+        admitted.authorize("read", "train")
     assert [record.message for record in caplog.records if "no client can authenticate" in record.message]
     file.write_text(later)
     look_twice(gate)
-    assert gate.admit(scope("Bearer another-token-of-it"), "read", {})
+    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read")
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,9 +351,9 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest
             writing.write(part)
             writing.flush()
             gate.look()
-            assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+            assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     gate.look()
-    assert gate.admit(scope("Bearer another-token-of-it"), "read", {}).name == "later"
+    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read").name == "later"
     assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -372,10 +372,10 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
 
     monkeypatch.setattr(token_file, "read_text", interrupted)
     gate.look()
-    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     monkeypatch.setattr(token_file, "read_text", read)
     look_twice(gate)
-    assert gate.admit(scope("Bearer another-token-of-it"), "read", {}).name == "later"
+    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read").name == "later"
 
 
 def test_an_entry_that_loses_its_scopes_gains_none(tmp_path: Path) -> None:
@@ -383,9 +383,10 @@ def test_an_entry_that_loses_its_scopes_gains_none(tmp_path: Path) -> None:
     gate = gate_of(tmp_path, one_entry(scopes='["read:train"]', token=f'"{SECRET}"'))
     (tmp_path / "tokens.toml").write_text(f'[trainer]\ntoken = "{SECRET}"\n')
     look_twice(gate)
-    for params, need in (({"name": "other"}, "read"), ({}, "stats")):
+    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    for need, dataset in (("read", "other"), ("stats", None)):
         with pytest.raises(Forbidden):
-            gate.admit(scope(f"Bearer {SECRET}"), need, params)
+            caller.authorize(need, dataset)
 
 
 @pytest.mark.parametrize("content", ["[broken", "[x]\ntoken = 'short'\n", b"\xff", "#" * 2**20 + "#", None])
@@ -402,7 +403,7 @@ def test_an_invalid_file_changes_nothing(
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     for _ in range(3):
         look_twice(gate)
-        assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+        assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     assert [record.message[:30] for record in caplog.records] == ["the tokens stay as they were: "]
 
 
@@ -422,32 +423,46 @@ def test_a_server_does_not_start_with_a_file_without_tokens(
 def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> None:
     """Also one that was let in before."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
-    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "trainer"
+    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     clock[0] += 11
     with pytest.raises(Unauthorized, match="'trainer' has expired"):
-        gate.admit(scope(f"Bearer {SECRET}"), "read", {})
+        RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read")
 
 
-def test_what_goes_on_needs_what_it_was_let_in_for(tmp_path: Path) -> None:
-    """Of the same dataset, though its loader was forgotten meanwhile."""
+def test_a_caller_is_authorized_as_its_token_stands_at_each_use(tmp_path: Path) -> None:
+    """A request that was admitted loses what its token loses, whether that is a scope or the token itself."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    loaders = {"of-train": "train", "of-other": "other"}
-    gate.dataset_of = loaders.get
-    of_train, of_other, figures = (scope(f"Bearer {SECRET}") for _ in range(3))
-    gate.admit(of_train, "read", {"key": "of-train"})
-    gate.admit(of_other, "read", {"key": "of-other"})
-    gate.admit(figures, "stats", {})
-    loaders.clear()
+    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    for dataset in ("train", "other"):
+        assert caller.authorize("read", dataset).name == "trainer"
+    assert caller.authorize("stats").name == "trainer"
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
     look_twice(gate)
-    gate.admit_still(of_train)
-    for ended in (of_other, figures):
-        with pytest.raises(Forbidden):
-            gate.admit_still(ended)
+    assert caller.authorize("read", "train").name == "trainer"
+    with pytest.raises(Forbidden):
+        caller.authorize("read", "other")
+    with pytest.raises(Forbidden):
+        caller.authorize("stats")
     (tmp_path / "tokens.toml").write_text(LATER)
     look_twice(gate)
     with pytest.raises(Unauthorized):
-        gate.admit_still(of_train)
+        caller.authorize("read", "train")
+
+
+def test_changed_and_expired_tokens_are_reported(tmp_path: Path, clock: list[float]) -> None:
+    """`on_change` is called once for a changed file and once when a token expires, and not otherwise."""
+    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
+    calls: list[float] = []
+    gate.on_change = lambda: calls.append(clock[0])
+    for _ in range(10):
+        clock[0] += 2
+        gate.look()
+    assert calls == [1_000_010.0]
+    (tmp_path / "tokens.toml").write_text(LATER)
+    for _ in range(3):
+        clock[0] += 2
+        gate.look()
+    assert calls == [1_000_010.0, 1_000_024.0]
 
 
 @pytest.mark.parametrize(
@@ -469,8 +484,8 @@ def test_tokens_of_several_sources_differ(
     gate = Gate([TokenFile.table(file), TokenFile.single(single)])
     file.write_text(twice)
     look_twice(gate)
-    assert gate.admit(scope("Bearer a-third-token-of-it"), "read", {}).name == "other"
-    assert gate.admit(scope(f"Bearer {SECRET}"), "read", {}).name == "token"
+    assert RequestCaller(gate, scope("Bearer a-third-token-of-it")).admit("read").name == "other"
+    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "token"
     assert "the tokens stay as they were: duplicate token" in caplog.text
 
 
@@ -482,21 +497,19 @@ def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
     """However near it comes."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     with pytest.raises(Unauthorized):
-        gate.admit(scope(header), "read", {})
+        RequestCaller(gate, scope(header)).admit("read")
 
 
-def test_a_token_reads_its_dataset_by_name_and_by_loader(tmp_path: Path) -> None:
-    """And no other, whichever way it is asked for."""
+def test_a_token_reads_its_dataset_and_no_other(tmp_path: Path) -> None:
+    """A token of `read:NAME` suffices to look for datasets and to use the one of that name."""
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
-    gate.dataset_of = {"of-train": "train", "of-other": "other"}.get
-    asking = scope(f"Bearer {SECRET}")
-    for params in ({}, {"name": "train"}, {"key": "of-train"}, {"key": "unknown"}):
-        assert gate.admit(asking, "read", params).name == "trainer"
-    for params in ({"name": "other"}, {"key": "of-other"}):
-        with pytest.raises(Forbidden, match="this needs 'read:other'"):
-            gate.admit(asking, "read", params)
+    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    assert caller.admit("read").name == "trainer"
+    assert caller.authorize("read", "train").name == "trainer"
+    with pytest.raises(Forbidden, match="this needs 'read:other'"):
+        caller.authorize("read", "other")
     with pytest.raises(Forbidden, match="this needs 'stats'"):
-        gate.admit(asking, "stats", {})
+        caller.admit("stats")
 
 
 def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, clock: list[float]) -> None:
@@ -505,7 +518,7 @@ def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, 
     for _ in range(2):
         for _ in range(1000):
             with pytest.raises(Unauthorized):
-                gate.admit(scope("Bearer not-the-right-one"), "read", {})
+                RequestCaller(gate, scope("Bearer not-the-right-one")).admit("read")
         clock[0] += 20
     assert len(caplog.messages) == 2
     assert "1000 x Unauthorized; the last one, of 10.0.0.9" in caplog.messages[1]
@@ -540,10 +553,10 @@ def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> N
     assert header.endswith("; Path=/; Max-Age=43200; HttpOnly; SameSite=Strict")
     assert SECRET not in header
     asking = scope(cookie=f"a=b; {cookie_of(header)}; c=d")
-    assert gate.admit(asking, "stats", {}).name == "trainer"
+    assert RequestCaller(gate, asking).admit("stats").name == "trainer"
     assert "Max-Age=0" in gate.sign_out(asking)
     with pytest.raises(Unauthorized, match="not signed in any more"):
-        gate.admit(asking, "stats", {})
+        RequestCaller(gate, asking).admit("stats")
 
 
 def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[float]) -> None:
@@ -552,10 +565,10 @@ def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[fl
     asking = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
     look_twice(gate)
-    assert gate.admit(asking, "stats", {}).name == "trainer"
+    assert RequestCaller(gate, asking).admit("stats").name == "trainer"
     clock[0] += 11
     with pytest.raises(Unauthorized):
-        gate.admit(asking, "stats", {})
+        RequestCaller(gate, asking).admit("stats")
 
 
 def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
@@ -571,16 +584,17 @@ def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: li
     gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     first, second = (scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1])) for _ in range(2))
     clock[0] += 12 * 3600 - 1
-    assert gate.admit(first, "stats", {}).name == "trainer"
+    assert RequestCaller(gate, first).admit("stats").name == "trainer"
     clock[0] += 2
+    gate.look()
     with pytest.raises(Unauthorized):
-        gate.admit(first, "stats", {})
+        RequestCaller(gate, first).admit("stats")
     third = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(LATER)
     look_twice(gate)
     for session in (second, third):
         with pytest.raises(Unauthorized):
-            gate.admit(session, "stats", {})
+            RequestCaller(gate, session).admit("stats")
 
 
 def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
@@ -604,14 +618,14 @@ def test_sessions_are_bounded(tmp_path: Path) -> None:
     other = signed_in(tokens[0])
     sessions = [signed_in(tokens[1]) for _ in range(1100)]
     with pytest.raises(Unauthorized):
-        gate.admit(sessions[-129], "stats", {})
-    assert gate.admit(sessions[-128], "stats", {}).name == "t1"
-    assert gate.admit(other, "stats", {}).name == "t0"
+        RequestCaller(gate, sessions[-129]).admit("stats")
+    assert RequestCaller(gate, sessions[-128]).admit("stats").name == "t1"
+    assert RequestCaller(gate, other).admit("stats").name == "t0"
     for token in tokens[2:]:
         for _ in range(128):
             signed_in(token)
     with pytest.raises(Unauthorized):
-        gate.admit(other, "stats", {})
+        RequestCaller(gate, other).admit("stats")
 
 
 # -- where a server may stand

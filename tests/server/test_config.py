@@ -127,12 +127,12 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "
-            "worker_init, functions, version, seeding",
+            "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
             "[datasets.train] of {path} has an unknown entry 'name'; it may have factory, kwargs, collate, "
-            "worker_init, functions, version, seeding",
+            "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nversion = "1"',

@@ -77,7 +77,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
         engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
 
     lists = {k: f"list {k}".encode() for k in range(4)}
-    async with engine.batches(loader, Account("anyone", BUDGET, 10), "a", 0, 0, 4, 0, lists) as stream:
+    async with engine.batches(loader, Account("anyone", BUDGET, 10), "a", 0, 0, 4, 0, lists, lambda: None) as stream:
         await begun()
         assert [(worker, task.address.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]
@@ -97,4 +97,4 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     submitted = [task.address.batch for task in pool.submitted]
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
     assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
-    assert engine._indices == {}, "and nothing is kept of it"
+    assert engine._lists == {}, "and nothing is kept of it"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_server.shards import Shard
-from teleloader_shared.spec import MAX_STATE
+from teleloader_shared.errors import StateMismatch
+from teleloader_shared.spec import MAX_STATES
+from tests.conftest import need
 
 Outcome = list[Any] | str | None
 """What `fetch` said: samples, an exception's text, or that there are no more."""
@@ -65,8 +69,16 @@ def shard(
     restart: Callable[[], object] = never,
     state: str | None = None,
 ) -> Shard:
-    """A pass through `dataset`."""
-    return Shard(dataset, batch_size, drop_last, restart, state)
+    """A pass through `dataset`; `restart` is called when it is iterated again."""
+    begun = False
+
+    def prepare() -> None:
+        nonlocal begun
+        if begun:
+            restart()
+        begun = True
+
+    return Shard(dataset, batch_size, drop_last, prepare=prepare, saved=[] if state is None else [state])
 
 
 def outcome(of: Shard, number: int) -> Outcome:
@@ -347,44 +359,226 @@ def test_a_dataset_that_keeps_its_place_begins_again_at_its_beginning() -> None:
     assert [seeking.fetch(k) for k in (0, 3, 1)] == [[0, 1], [6, 7], [2, 3]]
 
 
-@keepers
-def test_what_lies_before_a_kept_place_can_be_had_too(make: Keeper) -> None:
-    """From the beginning."""
-    before = shard(make(10))
+def test_an_iterator_with_a_state_can_go_back_before_it() -> None:
+    """Where only the iterator keeps a state, iterating the dataset begins at its beginning."""
+    before = shard(KeepingIterator(10))
     before.fetch(2)
-    again = shard(make(10), restart=lambda: None, state=before.state())
+    again = shard(KeepingIterator(10), restart=lambda: None, state=before.state())
     assert [again.fetch(k) for k in (3, 1)] == [[6, 7], [2, 3]]
 
 
-def test_a_dataset_that_keeps_no_place_has_no_state() -> None:
-    """It is found by counting."""
+def test_a_dataset_with_a_state_cannot_go_back_before_it() -> None:
+    """A dataset that was given a state has no known beginning, so an earlier batch is an error, never other samples."""
+    before = shard(Keeping(10))
+    before.fetch(2)
+    again = shard(Keeping(10), restart=lambda: None, state=before.state())
+    assert again.fetch(3) == [6, 7]
+    with pytest.raises(StateMismatch, match="batch 1 of the shard is before the state"):
+        again.fetch(1)
+    assert again.fetch(3) == [6, 7]
+
+
+def test_a_dataset_without_a_state_has_none() -> None:
+    """Batches of such a dataset are found by counting."""
     plain = shard(Counting(5))
     assert plain.state() is None
     plain.fetch(0)
     assert plain.state() is None
 
 
+class Both(Keeping):
+    """A dataset that keeps a state, and so do its iterators: a shuffle buffer, say, before a file's position."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _Doubling(self)
+
+
+class _Doubling:
+    """Each number of the owner twice."""
+
+    def __init__(self, owner: Both) -> None:
+        self._owner = owner
+        self._left: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self._left:
+            if self._owner.position >= self._owner.limit:
+                raise StopIteration
+            self._left = [self._owner.position] * 2
+            self._owner.position += 1
+        return self._left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self._left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._left = state["left"]
+
+
+@pytest.mark.parametrize("batches", range(1, 4))
+def test_the_states_of_dataset_and_iterator_are_both_kept(batches: int) -> None:
+    """As torchdata keeps them: either alone would lose or repeat the samples that the other one counts."""
+    whole = everything(shard(Both(6), 3))
+    before = shard(Both(6), 3)
+    for k in range(batches):
+        before.fetch(k)
+    again = shard(Both(6), 3, state=before.state())
+    assert [again.fetch(k) for k in range(batches, len(whole))] == whole[batches:]
+
+
+class Late(Counting):
+    """A dataset whose state exists only while it is iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        self._position = getattr(self, "_loaded", 0)
+        while self._position < self.limit:
+            self._position += 1
+            yield self._position - 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Fails before the first sample."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue there with the next iteration."""
+        self._loaded = state["position"]
+
+
+def test_a_state_is_requested_only_after_the_iteration_began() -> None:
+    """Torchdata requests a state after a batch, so many datasets have none before."""
+    before = shard(Late(9))
+    assert [before.fetch(k) for k in (0, 1)] == [[0, 1], [2, 3]]
+    assert shard(Late(9), state=before.state()).fetch(2) == [4, 5]
+
+
+class Foreign(Counting):
+    """The state_dict() of mosaicml-streaming and litdata, which only their own loaders can call."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """Fails when it is called as torchdata does."""
+        return {}
+
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        """Never called."""
+
+
+class Half(Counting):
+    """Methods of one name each that are none of torchdata's."""
+
+    state_dict = None
+
+    def load_state_dict(self) -> None:
+        """Takes no state."""
+
+
+@pytest.mark.parametrize("make", [Foreign, Half])
+def test_only_methods_of_torchdatas_protocol_are_called(make: Keeper) -> None:
+    """Other methods of the same names are left alone, and the batches are found by iterating."""
+    found = shard(make(5), restart=lambda: None)
+    assert everything(found) == [[0, 1], [2, 3], [4]]
+    assert found.state() is None
+    assert found.fetch(1) == [2, 3]
+
+
+# --- What a state can hold ------------------------------------------------------------------------------------------
+
+
+class Stating(Keeping):
+    """A dataset with another state besides its position."""
+
+    def __init__(self, limit: int, also: Any = None) -> None:
+        super().__init__(limit)
+        self.also = also
+
+    def state_dict(self) -> Any:
+        """Both."""
+        return {"position": self.position, "also": self.also}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Both."""
+        self.position, self.also = state["position"], state["also"]
+
+
+def kept(also: Any) -> Any:
+    """What becomes of a state that is saved and loaded."""
+    before = shard(Stating(5, also))
+    before.fetch(0)
+    dataset = Stating(5)
+    again = shard(dataset, state=json.loads(json.dumps(before.state())))
+    assert again.fetch(1) == [2, 3]
+    return dataset.also
+
+
 @pytest.mark.parametrize(
-    "state",
-    [{"file": object()}, {"seen": {1, 2}}, {"pair": (1, 2)}, {1: "one"}, {"text": "x" * MAX_STATE}],
-    ids=["object", "set", "tuple", "key", "long"],
+    "also",
+    [(1, (2,)), {1: "one", (2, 3): "pair"}, {4, 5}, b"\0\xff", 2**100, random.getstate(), np.float32(0.1), None],
+    ids=["tuple", "keys", "set", "bytes", "large", "random", "numpy", "none"],
 )
-def test_a_state_that_json_would_change_is_none(state: Any) -> None:
-    """Or that is too long to travel with each batch: a place that is almost right would lose samples silently."""
-
-    class Odd(Keeping):
-        def state_dict(self) -> Any:
-            return state
-
-    odd = shard(Odd(5))
-    assert odd.fetch(0) == [0, 1]
-    assert odd.state() is None
+def test_a_state_keeps_its_types(also: Any) -> None:
+    """JSON would change or refuse these without the dataset's knowledge, and the resumed run would differ."""
+    found = kept(also)
+    assert found == also
+    assert type(found) is type(also)
 
 
-def test_a_state_is_text() -> None:
-    """JSON, that a client keeps in its own state without looking into it."""
-    kept = shard(Keeping(5))
-    kept.fetch(0)
-    state = kept.state()
-    assert state is not None
-    assert json.loads(state)["state"] == {"position": 2}
+def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
+    """Their states are arrays and tensors, which can be written to after they are loaded."""
+    need("torch")
+    import torch
+
+    legacy, new, tensor = kept((np.random.get_state(), np.random.default_rng(5).bit_generator.state, torch.arange(3)))
+    np.random.set_state(legacy)
+    assert new == np.random.default_rng(5).bit_generator.state
+    assert torch.equal(tensor.add_(1), torch.arange(1, 4))
+    np.testing.assert_array_equal(kept(np.eye(2)), np.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("also", "reason"),
+    [
+        ({"file": object()}, r"state\['dataset'\]\['also'\]\['file'\] is a object"),
+        ("x" * MAX_STATES, "it takes [0-9,]+ characters, and the limit is 786,432"),
+    ],
+    ids=["object", "long"],
+)
+def test_a_state_that_cannot_be_kept_is_an_error_that_names_the_reason(also: Any, reason: str) -> None:
+    """The batches are valid; who resumes from the state learns the path of the value, and no sample is lost."""
+    before = shard(Stating(5, also))
+    assert before.fetch(0) == [0, 1]
+    again = shard(Stating(5), state=before.state())
+    with pytest.raises(StateMismatch, match=f"(?s)cannot be saved: .*{reason}"):
+        again.fetch(1)
+    assert again.fetch(1) is None, "reported once"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "AAAA", "\u00e9", "VExGMQ=="])
+def test_a_damaged_state_is_an_error(text: str) -> None:
+    """States come from clients, so nothing about them is believed."""
+    with pytest.raises(StateMismatch, match="invalid state of a shard"):
+        shard(Stating(5), state=text).fetch(1)
+
+
+# --- The dataset's iterator ------------------------------------------------------------------------------------------
+
+
+def test_a_generator_is_closed_when_the_shard_is() -> None:
+    """Its ``finally`` runs at once, when the shard is closed or iterated again."""
+    closed: list[int] = []
+
+    class Files:
+        def __iter__(self) -> Iterator[int]:
+            try:
+                yield from range(10)
+            finally:
+                closed.append(len(closed))
+
+    open_ = shard(Files(), restart=lambda: None)
+    open_.fetch(2)
+    assert closed == []
+    open_.fetch(0)
+    assert closed == [0]
+    open_.close()
+    assert closed == [0, 1]

@@ -756,3 +756,14 @@ def test_a_string_that_is_no_unicode_is_refused(batch: object) -> None:
     """Lone surrogates, such as os.fsdecode makes of bytes, have no UTF-8: the error says which batch has one."""
     with pytest.raises(EncodeError, match=r"^batch 14 of epoch 3 .* holds a string that is not valid Unicode"):
         encoded(batch)
+
+
+@pytest.mark.parametrize("index", [2**64, -(2**63) - 1, 10**30])
+def test_a_failure_can_always_be_written(index: int) -> None:
+    """Nothing is left to send in its place: indices of more than 64 bits are left out, texts are cut and escaped."""
+    failure = Failure("Error\ud800", "\udfff" * 10**6, "\U0001f600" * 10**6, [1, index, 2**64 - 1, -(2**63)] * 1000, 3)
+    content = decoded(to_bytes(ADDRESS, failure))
+    assert isinstance(content, Failure)
+    assert content.type == "Error\\ud800"
+    assert content.indices == [1, 2**64 - 1, -(2**63)] * 250
+    assert content.message.startswith("\\udfff")

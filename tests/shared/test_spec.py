@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_shared.errors import InvalidSpec, TeleloaderError
-from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH, MAX_WORLD_SIZE, LoaderSpec
+from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH, MAX_STATES, MAX_WORLD_SIZE, LoaderSpec
 
 fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -290,7 +290,7 @@ def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
 def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
     """What a frame said of it."""
-    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 16,384 characters, was "):
+    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 786,432 characters"):
         LoaderSpec(dataset="d", shard_states=states)
 
 
@@ -318,3 +318,13 @@ def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.seed = 1  # type: ignore[misc]
     assert hash(spec) == hash(LoaderSpec(dataset="d"))
+
+
+def test_states_of_all_shards_fit_in_one_spec_together() -> None:
+    """Each shard has an equal part of the limit, so what servers accept as one state can be registered with others."""
+    shards: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 4}
+    part = MAX_STATES // 4
+    full = LoaderSpec(**shards, shard_states=["x" * part] * 4)
+    assert len(full.canonical()) < 2**20
+    with pytest.raises(InvalidSpec, match=r"strings of up to 196,608 characters \(786,432 for all 4 shards\)"):
+        LoaderSpec(**shards, shard_states=["x" * (part + 1), None, None, None])

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from teleloader_shared import dtypes
+from teleloader_shared import dtypes, tree
 from teleloader_shared.errors import EncodeError, ProtocolError
 from teleloader_shared.records import RecordTypes
 from teleloader_shared.tree import MAX_DEPTH, MAX_SAME_HASH, Tensor, flatten, unflatten
@@ -752,25 +752,65 @@ def test_keys_of_one_hash_are_few(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
 def test_classes_and_their_fields_are_few(kind: str) -> None:
-    """Making a class takes long: so a batch has at most 1,024 of them and of their fields, but any number of uses."""
-    most = RecordTypes.MOST
+    """A batch may have 64 classes, and 1,024 fields of them together, each used any number of times.
+
+    Making a class takes a reader up to a millisecond: thousands of them in a frame of 20 KB would take it seconds.
+    """
+    most, most_fields = RecordTypes.MOST, RecordTypes.MOST_FIELDS
 
     def record(name: str, fields: int) -> Any:
         return {kind: ["elsewhere", name, [f"f{i}" for i in range(fields)], [0] * fields]}
 
     assert len(unflatten([record("C", 3)] * 2 * most, no_leaf)) == 2 * most
-    for nodes in ([record("C", most)], [record(f"C{i}", 0) for i in range(most + 1)]):
-        with pytest.raises(ProtocolError, match="more than 1,024 classes and fields"):
+    assert len(unflatten([record(f"C{i}", most_fields // most) for i in range(most)], no_leaf)) == most
+    too_many = [record("C", most_fields + 1)], [record(f"C{i}", 0) for i in range(most + 1)]
+    for nodes in too_many:
+        with pytest.raises(ProtocolError, match=r"more than 64 classes of .*, or than 1,024 fields"):
             unflatten(nodes, no_leaf)
 
 
 def test_a_batch_of_too_many_classes_is_refused_where_it_is_made() -> None:
     """What a reader would refuse is not sent."""
-    wide = make_dataclass("Wide", [f"f{i}" for i in range(RecordTypes.MOST)])
-    with pytest.raises(
-        EncodeError, match=r"batch\[1\] is a .*Wide, and the batch has more than 1,024 classes and fields"
-    ):
-        flatten([Box(1, 2), wide(*[0] * RecordTypes.MOST)])
+    wide = make_dataclass("Wide", [f"f{i}" for i in range(RecordTypes.MOST_FIELDS)])
+    with pytest.raises(EncodeError, match=r"batch\[1\] is a .*Wide, and the batch has more than 64 classes"):
+        flatten([Box(1, 2), wide(*[0] * RecordTypes.MOST_FIELDS)])
+
+
+TEN = list(range(10))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [TEN] * 10, tuple([TEN] * 10), deque([TEN] * 10), dict.fromkeys(range(10), TEN), [set(TEN)] * 10,
+        [frozenset(TEN)] * 10, [OrderedDict.fromkeys(range(5))] * 10, [[Point(1, 2)] * 5] * 8, [[Box(1, 2)] * 5] * 8,
+        {tuple(range(i, i + 10)): i for i in range(10)},
+    ],
+    ids=lambda batch: type(batch).__name__,
+)  # fmt: skip
+def test_nodes_of_a_tree_are_counted(batch: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree has a limited number of nodes, in containers of every kind and in keys; writer and reader count alike.
+
+    Each byte of a header can be a node that takes a microsecond: without the limit a header of 32 MiB would take half a
+    minute to read.
+    """
+    node = described(batch)
+    nodes = next(most for most in range(1000) if _is_read(node, most, monkeypatch))
+    assert 80 <= nodes <= 130
+    flatten(batch)
+    monkeypatch.setattr(tree, "MAX_NODES", nodes - 1)
+    with pytest.raises(EncodeError, match=f"more than {nodes - 1} values besides the elements of arrays"):
+        flatten(batch)
+
+
+def _is_read(node: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return True if `node` is read where a tree may have `most` nodes."""
+    monkeypatch.setattr(tree, "MAX_NODES", most)
+    try:
+        unflatten(node, no_leaf)
+    except ProtocolError:
+        return False
+    return True
 
 
 def test_reading_imports_nothing() -> None:

@@ -152,10 +152,18 @@ def sentences(stats: Stats) -> list[Text]:
         return [Text("Nobody has asked for batches lately.", style="dim")]
     order = list(STYLES)
     by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bound(consumer.verdict)))
-    found = [sentence(harmless(consumer.consumer), consumer.verdict) for consumer in by_need[:MAX_SENTENCES]]
+    found = [sentence(harmless(label(consumer)), consumer.verdict) for consumer in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
+
+
+def label(consumer: ConsumerStats) -> str:
+    """The consumer's name, followed by the name of its token if the server requires tokens.
+
+    Clients choose their names, so clients with different tokens may have the same one.
+    """
+    return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
 def sentence(name: str, verdict: Verdict) -> Text:
@@ -177,7 +185,7 @@ def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
     """A row for each consumer, with its place in the epoch."""
     room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
-        Column("consumer", lambda found: shortened(found.consumer, room), is_words=True),
+        Column("consumer", lambda found: shortened(label(found), room), is_words=True),
         Column("dataset", lambda found: found.dataset, is_words=True, from_width=WIDE),
         Column("rank", lambda found: f"{found.rank}/{found.world_size}", from_width=WIDE),
         Column("epoch", lambda found: f"{found.epoch}"),

@@ -2,14 +2,15 @@
 
 Copies run on a stream of their own, so that they overlap with computation. The host waits for none of them: the stream
 that uses a batch waits for the event of its copy. Memory is safe by torch's own allocators, on both sides: the pinned
-one records an event for each copy and reuses a block after it, and the device's one is told which stream uses a tensor
-(``record_stream``) and reuses its memory after what that stream had queued when the tensor was dropped.
+one notes which streams copy from a block, the device's one is told which stream uses a tensor (``record_stream``), and
+both reuse memory only after what those streams had queued when it was dropped.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Copy:
     started: Any = None
     done: Any = None
     """Events around the copy; None where the device has no streams, and the copy is done."""
+    seconds: float = 0.0
+    """Duration of a copy without events."""
 
 
 class Device(Protocol):
@@ -89,7 +92,9 @@ class TorchDevice:
             return tensors[-1]
 
         if not self._has_streams:
-            return Copy(map_leaves(batch, torch.Tensor, put), tensors)
+            began = time.perf_counter()
+            copied = map_leaves(batch, torch.Tensor, put)
+            return Copy(copied, tensors, seconds=time.perf_counter() - began)
         stream = _copy_stream(self.device)
         started, done = (self._module.Event(enable_timing=True) for _ in range(2))
         with self._module.stream(stream):
@@ -109,7 +114,9 @@ class TorchDevice:
 
     def seconds(self, copy: Copy) -> float | None:
         """Return how long a copy took, once it is done."""
-        if copy.done is None or not copy.done.query():
+        if copy.done is None:
+            return copy.seconds
+        if not copy.done.query():
             return None
         milliseconds: float = copy.started.elapsed_time(copy.done)
         return milliseconds / 1000
@@ -162,6 +169,17 @@ class JaxDevice:
         return jax.make_array_from_process_local_data(self._sharding, own)
 
 
+def check_sharding(sharding: Any) -> None:
+    """Raise ValueError unless `sharding` is a jax.sharding.Sharding or None."""
+    import jax
+
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        raise ValueError(
+            f"invalid sharding={sharding!r}: expected a jax.sharding.Sharding, for example "
+            "jax.sharding.SingleDeviceSharding(device), or None for the default device"
+        )
+
+
 def _x64(enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which JAX has 64-bit types, or has not."""
     import jax
@@ -186,7 +204,7 @@ def _copy_stream(device: Any) -> Any:
 def parse_device(device: Any) -> Any:
     """Return the torch.device that a loader's `device` argument names; None for main memory.
 
-    Starts no driver and needs no current device, so that a loader can be made before ``torch.cuda.set_device``.
+    Creates no context and needs no current device, so that a loader can be made before ``torch.cuda.set_device``.
 
     Args:
         device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None is

@@ -2,8 +2,9 @@
 
 Ordinary memory comes from a pool that recycles it. Page-locked memory must not: a copy to an accelerator with
 ``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's own allocator knows when such a
-copy is done: it records an event for each copy whose source lies in a storage of its own, and reuses the block after
-that. So pinned batches are tensors of the very storage that torch allocated, and nothing here holds or recycles it.
+copy is done. It notes the stream of each copy whose source lies in a storage of its own, and reuses the block after
+what that stream had queued. So pinned batches are tensors of the very storage that torch allocated, and nothing here
+holds or recycles it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,10 @@ from numpy.typing import NDArray
 
 from teleloader.tensors.output import Output
 from teleloader.tensors.pinned import PinnedBudget
-from teleloader_shared import dtypes
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import Bits, Memory
+from teleloader_shared.memory import NumpyMemory, TorchMemory
 from teleloader_shared.tree import Tensor
-
-
-class NumpyMemory(Bits):
-    """Ordinary memory; its leaves are NumPy arrays and scalars, views of it."""
-
-    __slots__ = ()
-
-    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the array; types that NumPy lacks are those of ml_dtypes.
-
-        Raises:
-            TeleloaderError: If ml_dtypes is needed and not installed.
-        """
-        array = super().leaf(offset, dtype_name, shape, kind)
-        if dtype_name in dtypes.EXTENDED:
-            array = array.view(dtypes.extended_numpy(dtype_name))
-        return array[()] if kind == "scalar" else array
 
 
 class MarkedMemory(NumpyMemory):
@@ -49,24 +33,6 @@ class MarkedMemory(NumpyMemory):
         """Return the array."""
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
-
-
-class TorchMemory(NumpyMemory):
-    """Ordinary memory; its leaves are torch tensors, and NumPy arrays where the dataset returned those."""
-
-    __slots__ = ()
-
-    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the tensor or array."""
-        if kind != "tensor":
-            return super().leaf(offset, dtype_name, shape, kind)
-        import torch
-
-        bits = Bits.leaf(self, offset, dtype_name, shape, kind)
-        if dtype_name not in dtypes.EXTENDED:
-            return torch.from_numpy(bits)
-        integers = bits.view(np.int16 if bits.itemsize == 2 else np.uint8)
-        return torch.from_numpy(integers).view(getattr(torch, dtype_name))
 
 
 class PinnedMemory(Bits):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any, Final
 
 from teleloader_shared.errors import TeleloaderError
@@ -16,10 +16,11 @@ MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
 
 
 class PinnedBudget:
-    """Allocates blocks of torch's pinned memory, at most `limit` bytes at a time.
+    """Allocates blocks of torch's pinned memory and limits how much torch locks for them.
 
-    A block counts from its allocation until the last tensor of its storage is gone, with the size that torch gives it:
-    the next power of two. torch keeps what was freed for its next allocation.
+    torch rounds a block up to the next power of two, and keeps what was freed for the next block of that size. So this
+    counts, for each size, the most blocks that were in use at a time. When a further block would exceed the limit,
+    torch is told to unlock what is free.
 
     Args:
         limit: In bytes. Above it `allocate` returns None, and batches arrive in ordinary memory: correct, but their
@@ -28,8 +29,11 @@ class PinnedBudget:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._allocated = 0
         self._lock = threading.Lock()
+        self._used: Counter[int] = Counter()
+        """Blocks in use, by size."""
+        self._locked: Counter[int] = Counter()
+        """Blocks that torch has locked, by size: those in use and those that are free."""
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By the identity of a weak reference to a storage: the reference and the size of the block."""
         # filled while storages go away, in any thread and at any moment: nothing there may take a lock or run Python
@@ -41,7 +45,7 @@ class PinnedBudget:
         """Bytes of blocks that tensors refer to."""
         with self._lock:
             self._collect()
-            return self._allocated
+            return _total(self._used)
 
     def allocate(self, nbytes: int) -> Any | None:
         """Return a 1-D uint8 tensor of `nbytes` in page-locked memory; None if that would exceed the limit.
@@ -53,24 +57,50 @@ class PinnedBudget:
         size = 1 << max(0, nbytes - 1).bit_length()
         with self._lock:
             self._collect()
-            if self._allocated + size > self.limit:
+            if not self._reserve(size):
                 return None
-            self._allocated += size
         try:
             block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             with self._lock:
-                self._allocated -= size
+                self._used[size] -= 1
             return None
         # the storage, which all of its tensors share: the tensor here is dropped at once
         storage = weakref.ref(block.untyped_storage(), self._dead.append)
         self._sizes[id(storage)] = storage, size
         return block
 
+    def _reserve(self, size: int) -> bool:
+        if self._used[size] == self._locked[size]:
+            if _total(self._locked) + size > self.limit and _unlock_free_blocks():
+                self._locked = self._used.copy()
+            if _total(self._locked) + size > self.limit:
+                return False
+            self._locked[size] += 1
+        self._used[size] += 1
+        return True
+
     def _collect(self) -> None:
         while self._dead:
             _, size = self._sizes.pop(id(self._dead.popleft()))
-            self._allocated -= size
+            self._used[size] -= 1
+
+
+def _total(blocks: Counter[int]) -> int:
+    return sum(size * count for size, count in blocks.items())
+
+
+def _unlock_free_blocks() -> bool:
+    """Let torch give free pinned memory back to the system; return False where it cannot (before torch 2.5)."""
+    import torch
+
+    if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+        return True
+    if hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+        return True
+    return False
 
 
 _budget: PinnedBudget | None = None

@@ -3,7 +3,7 @@
 import { keyOfConsumer } from "./crowd.js";
 import { bar, byId, list, make, say, sayName, table } from "./dom.js";
 import { ago, bytes, count, duration, number, percent, plural } from "./format.js";
-import { boundOf, byNeed, waits } from "./verdicts.js";
+import { boundOf, byNeed, nameOf, waits } from "./verdicts.js";
 
 const ROWS = 25;
 const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s", "Bytes/s", "Waits", "Verdict"];
@@ -77,7 +77,7 @@ export class ConsumerTable {
 
   #fill() {
     const words = this.#filter.value.toLowerCase().split(/\s+/);
-    const text = (one) => `${one.consumer} ${one.dataset} ${boundOf(one).name}`.toLowerCase();
+    const text = (one) => `${nameOf(one)} ${one.dataset} ${boundOf(one).name}`.toLowerCase();
     const found = this.#consumers.filter((one) => words.every((word) => text(one).includes(word)));
     const last = Math.max(0, Math.ceil(found.length / ROWS) - 1);
     this.#page = Math.min(Math.max(this.#page, 0), last);
@@ -104,7 +104,7 @@ export class ConsumerTable {
     return {
       element,
       update(consumer) {
-        sayName(name, consumer.consumer);
+        sayName(name, nameOf(consumer));
         say(dataset, consumer.dataset);
         say(rank, `${consumer.rank} of ${consumer.world_size}`);
         say(epoch, count(consumer.epoch));

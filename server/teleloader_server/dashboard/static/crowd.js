@@ -1,6 +1,7 @@
 // All consumers of a server, which tells a hundred at a time.
 
-export const keyOfConsumer = (consumer) => `${consumer.consumer}\n${consumer.loader}\n${consumer.epoch}`;
+export const keyOfConsumer = (consumer) =>
+  `${consumer.token}\n${consumer.consumer}\n${consumer.loader}\n${consumer.epoch}`;
 
 // The stream brings those who asked last. Of the others one page is asked for after each of its events, in turn: what
 // it costs to look at a server does not grow with the number of its consumers.

@@ -11,6 +11,9 @@ const ORDER = Object.keys(BOUNDS);
 
 export const boundOf = (consumer) => BOUNDS[consumer.verdict.bound] ?? BOUNDS.unknown;
 
+// A consumer's name is chosen by its client: clients with different tokens may choose the same one.
+export const nameOf = ({ consumer, token }) => (token === "anyone" ? consumer : `${consumer} (${token})`);
+
 // The share of the time that training loses, as well as it is known.
 export const waits = (consumer) => consumer.loop_waiting_share ?? consumer.waiting_share;
 
@@ -19,7 +22,7 @@ export function byNeed(one, other) {
   return (
     ORDER.indexOf(one.verdict.bound) - ORDER.indexOf(other.verdict.bound) ||
     Math.round(waits(other) * 10) - Math.round(waits(one) * 10) ||
-    one.consumer.localeCompare(other.consumer) ||
+    nameOf(one).localeCompare(nameOf(other)) ||
     one.rank - other.rank
   );
 }

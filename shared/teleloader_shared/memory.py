@@ -1,0 +1,45 @@
+"""Ordinary memory of frames whose leaves are the arrays that users see: NumPy's or torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from teleloader_shared import dtypes
+from teleloader_shared.codec import Bits
+
+
+class NumpyMemory(Bits):
+    """Ordinary memory; its leaves are NumPy arrays and scalars, views of it."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the array; types that NumPy lacks are those of ml_dtypes.
+
+        Raises:
+            TeleloaderError: If ml_dtypes is needed and not installed.
+        """
+        array = super().leaf(offset, dtype_name, shape, kind)
+        if dtype_name in dtypes.EXTENDED:
+            array = array.view(dtypes.extended_numpy(dtype_name))
+        return array[()] if kind == "scalar" else array
+
+
+class TorchMemory(NumpyMemory):
+    """Ordinary memory; its leaves are torch tensors, and NumPy arrays where the dataset returned those."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the tensor or array."""
+        if kind != "tensor":
+            return super().leaf(offset, dtype_name, shape, kind)
+        import torch
+
+        bits = Bits.leaf(self, offset, dtype_name, shape, kind)
+        if dtype_name not in dtypes.EXTENDED:
+            return torch.from_numpy(bits)
+        integers = bits.view(np.int16 if bits.itemsize == 2 else np.uint8)
+        return torch.from_numpy(integers).view(getattr(torch, dtype_name))

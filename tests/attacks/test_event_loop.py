@@ -1,0 +1,317 @@
+"""No message of a client holds the event loop: each callback takes less than 10 ms of the thread's CPU time.
+
+The server runs in a thread of this process, on an event loop whose callbacks are measured by `time.thread_time`: the
+time of other processes on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from teleloader_server.app import Server, bind, url_of
+from teleloader_server.config import DatasetConfig, Limits
+from teleloader_server.hosts import ConfiguredHost
+from teleloader_server.service import LoaderService
+from teleloader_shared import codec
+from teleloader_shared.codec import Address
+from teleloader_shared.tree import Tensor
+from tests.end_to_end.test_websocket import stream
+from tests.raw import HOST, Raw
+
+MOST: Final = 0.01
+"""Seconds of CPU time that a callback may take."""
+ATTEMPTS: Final = 5
+"""A message counts as the best of so many attempts: what else happens in this process only adds to one."""
+KIB: Final = 1024
+
+
+class Measured:
+    """A server with the datasets `numbers` and `anything`, and the callbacks of its event loop."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self.what = ""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.url = ""
+
+    def __enter__(self) -> Measured:
+        self._run = asyncio.Handle._run
+
+        def run(handle: asyncio.Handle) -> None:
+            began = time.thread_time()
+            self._run(handle)
+            taken = time.thread_time() - began
+            if taken > self.longest and threading.current_thread() is self._thread:
+                self.longest, self.what = taken, repr(handle)
+
+        asyncio.Handle._run = run  # type: ignore[method-assign,assignment]
+        self._thread.start()
+        self._ready.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._thread.join()
+        asyncio.Handle._run = self._run  # type: ignore[method-assign]
+
+    async def _serve(self) -> None:
+        limits = Limits(num_workers=1)
+        numbers = DatasetConfig(name="numbers", factory="tests.end_to_end.hosted:numbers")
+        anything = DatasetConfig(name="anything", factory="tests.end_to_end.hosted:numbers", indices="any")
+        service = LoaderService(ConfiguredHost([numbers, anything], limits), limits)
+        listening = bind("127.0.0.1", 0)
+        server = Server(service, "127.0.0.1", 0, grace=1)
+        await service.start()
+        serving = asyncio.create_task(server.serve([listening]))
+        await server.listening.wait()
+        self._loop = loop = asyncio.get_running_loop()
+        self._stop: Callable[[], object] = lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+        self.url = url_of(listening)
+        self._ready.set()
+        await serving
+        await service.close()
+
+    def register(self, **spec: Any) -> str:
+        """The key of a loader."""
+        answer = httpx.post(f"{self.url}/v1/loaders", json={"batch_size": 4, **spec}, trust_env=False)
+        key: str = answer.raise_for_status().json()["key"]
+        return key
+
+    def longest_of(self, attempt: Callable[[], object]) -> float:
+        """The CPU time of the longest callback, in the best of some attempts."""
+        found = []
+        gc.collect()
+        gc.disable()  # a collection goes through all that the tests have made
+        try:
+            for _ in range(ATTEMPTS):
+                self.longest = 0.0
+                attempt()
+                for _ in range(5):
+                    # a response may arrive before the callback that has sent it ends, and others follow
+                    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(60)
+                found.append(self.longest)
+        finally:
+            gc.enable()
+        return min(found)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Measured]:
+    """One for all tests."""
+    with Measured() as measured:
+        yield measured
+
+
+# -- requests
+
+LONG: Final = 60 * KIB
+HEADS: Final[dict[str, bytes]] = {
+    "labels of a host": b"GET /v1/datasets HTTP/1.1\r\nHost: " + b"a." * (LONG // 2) + b"\r\n\r\n",
+    "colons of a host": b"GET /v1/datasets HTTP/1.1\r\nHost: " + b":" * LONG + b"\r\n\r\n",
+    "parameters": b"GET /stats?" + b"a&" * (LONG // 2) + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    "parts of a path": b"GET " + b"/v1/loaders" * (LONG // 11) + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    "digits of a batch": b"GET /v1/loaders/x/epochs/0/batches/" + b"9" * LONG + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    **{
+        f"{name.decode()} {value[:3].decode()}": b"GET %b HTTP/1.1\r\n%b%b: %b\r\n\r\n"
+        % (path, HOST, name, value * (LONG // len(value)))
+        for path, name, value in [
+            (b"/stats", b"Cookie", b";"), (b"/stats", b"Cookie", b"a=b; "), (b"/stats", b"Cookie", b" ="),
+            (b"/stats", b"Authorization", b"a "), (b"/stats", b"Origin", b"://"), (b"/metrics", b"Accept", b"a,"),
+            (b"/metrics", b"Accept", b"a;q=1,"), (b"/metrics", b"Accept", b";"), (b"/", b"If-None-Match", b'"a",'),
+            (b"/stats", b"X-Request-ID", b"a"), (b"/stats", b"traceparent", b"0-"),
+            (b"/v1/loaders/x/epochs/0/batches/0", b"Teleloader-Report", b"elapsed=1,"),
+            (b"/v1/loaders/x/epochs/0/batches/0", b"Teleloader-Consumer", b"#"),
+        ]
+    },
+}  # fmt: skip
+"""Requests that are a head of almost 64 KiB."""
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> None:
+    """Whatever it is made of, and whether it is answered or refused."""
+
+    def attempt() -> None:
+        with Raw(server.url) as client:
+            client.send(HEADS[name])
+            client.answer()
+
+    assert server.longest_of(attempt) < MOST, server.what
+
+
+MANY: Final = 250 * KIB
+SPECS: Final[dict[str, bytes]] = {
+    "ints": b"[" + b"1," * (MANY // 2) + b"1]",
+    "lists": b"[" + b"[]," * (MANY // 3) + b"1]",
+    "floats": b"[" + b"1e1," * (MANY // 4) + b"1]",
+    "fields": b"{" + b",".join(b'"%x":1' % number for number in range(MANY // 9)) + b"}",
+    "strings": b"[" + b'"",' * (MANY // 3) + b'""]',
+    "nested": b"[" * MANY,
+    "open string": b'"' + b"\\" * MANY,
+    "open strings": b'["' * (MANY // 2),
+    "one string": json.dumps({"dataset": "x" * MANY}).encode(),
+    "other letters": json.dumps({"dataset": "\u0101" * (MANY // 2)}, ensure_ascii=False).encode(),
+    "escapes": json.dumps({"dataset": "\u0101" * (MANY // 6)}).encode(),
+    "quotes": json.dumps({"dataset": '"' * (MANY // 2)}).encode(),
+    "states": json.dumps({
+        "dataset": "numbers", "session": "s", "num_workers": 15, "shard_states": ["\u0101" * (MANY // 90)] * 15,
+    }).encode(),
+    "many states": json.dumps({
+        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 200] * 1024,
+    }).encode(),
+    "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
+}  # fmt: skip
+"""Bodies of registrations, of almost 256 KiB."""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_does_not_hold_the_event_loop(server: Measured, name: str) -> None:
+    """Whatever it is made of; each is refused with 4xx."""
+
+    def attempt() -> None:
+        answer = httpx.post(f"{server.url}/v1/loaders", content=SPECS[name], trust_env=False)
+        assert 400 <= answer.status_code < 500, answer.text
+
+    assert server.longest_of(attempt) < MOST, server.what
+
+
+# -- index lists
+
+
+def listed(key: str, indices: Any, k: int = 0, **options: Any) -> bytes:
+    """The frame of an index list."""
+    return codec.to_bytes(Address(key, 0, k), indices, **options)
+
+
+def packed(count: int) -> Any:
+    """Integers as a client packs them."""
+    return np.arange(count).view(Tensor) % 50
+
+
+@dataclasses.dataclass
+class Record:
+    """One class of those that a reader would make."""
+
+    a: int = 0
+
+
+def storm(key: str) -> bytes:
+    """A list of 500 dataclasses, each of another name."""
+    kinds = [dataclasses.make_dataclass(f"K{number}", [("a" * 100, int)]) for number in range(500)]
+    return listed(key, [kind(1) for kind in kinds])
+
+
+HEADER: Final[dict[str, Any]] = {"loader": "", "epoch": 0, "batch": 0, "tree": [1]}
+
+LISTS: Final[dict[str, Callable[[str], bytes]]] = {
+    "one of 2**20": lambda key: listed(key, packed(2**20)),
+    "7 of 2**20": lambda key: b"".join(listed(key, packed(2**20), k) for k in range(7)),
+    "4,096 short ones": lambda key: b"".join(listed(key, packed(4), k) for k in range(4096)),
+    "4,096 of 1,024": lambda key: b"".join(listed(key, packed(1024), k) for k in range(4096)),
+    "4,096 without checksums": lambda key: b"".join(listed(key, packed(4), k, checksum=False) for k in range(4096)),
+    "plain integers": lambda key: listed(key, [1] * (500 * KIB)),
+    "empty lists": lambda key: listed(key, [[]] * (500 * KIB)),
+    "some empty lists": lambda key: listed(key, [[]] * (15 * KIB)),
+    "empty dicts": lambda key: listed(key, [{}] * (100 * KIB)),
+    "strings": lambda key: listed(key, ["x"] * (250 * KIB)),
+    "a long number": lambda key: listed(key, [10**4000] * 100),
+    "a range": lambda key: listed(key, range(2**40)),
+    "an empty array of very many rows": lambda key: listed(key, np.empty((2**40, 0)).view(Tensor)),
+    "a compressed list": lambda key: listed(key, packed(2**20) * 0, compression="zstd"),
+    "classes": storm,
+    "a header that is too long": lambda key: listed(key, [b"x" * 600 * KIB]),
+    "damaged": lambda key: listed(key, packed(2**20))[:-1] + b"x",
+    "many fields": lambda key: in_frame({**HEADER, "loader": key, **dict.fromkeys(map(str, range(10**5)), 0)}),
+    "a long field": lambda key: in_frame({**HEADER, "loader": key, "padding": [[]] * (500 * KIB)}),
+    "a name that is a list": lambda key: in_frame({**HEADER, "loader": [[]] * (500 * KIB)}),
+    "nested": lambda key: in_frame(None, msgpack.packb(HEADER)[:-1] + b"\x91" * (500 * KIB)),
+}
+"""Bodies that list indices, or seem to, for a loader's key."""
+
+
+def in_frame(header: Any, raw: bytes | None = None) -> bytes:
+    """A frame with this header and no arrays."""
+    content = msgpack.packb(header) if raw is None else raw
+    writer = codec.FrameWriter(Address("", 0, 0), [1], checksum=False)
+    writer._header = content
+    writer.nbytes = -(-(codec.PROLOGUE_SIZE + len(content) + 2) // 64) * 64
+    buffer = np.empty(writer.nbytes, np.uint8)
+    writer.write(buffer)
+    return buffer.tobytes()
+
+
+@contextmanager
+def own_order(server: Measured, dataset: str) -> Iterator[str]:
+    """The key of a loader with an order of the client's own."""
+    key = server.register(dataset=dataset, order="client", session=dataset)
+    try:
+        yield key
+    finally:
+        httpx.delete(f"{server.url}/v1/loaders/{key}", trust_env=False)
+
+
+@pytest.mark.parametrize("dataset", ["numbers", "anything"])
+@pytest.mark.parametrize("name", LISTS)
+def test_index_lists_do_not_hold_the_event_loop(server: Measured, name: str, dataset: str) -> None:
+    """By HTTP, where they may be long; each gets an answer, which may be the failure of a batch."""
+    with own_order(server, dataset) as key:
+        body = LISTS[name](key)
+
+        def attempt() -> None:
+            path = f"{server.url}/v1/loaders/{key}/epochs/0/batches?start=0"
+            answer = httpx.post(path, content=body, timeout=60, trust_env=False)
+            assert answer.status_code in (200, 422), answer.text
+
+        assert server.longest_of(attempt) < MOST, server.what
+
+
+@pytest.mark.parametrize("dataset", ["numbers", "anything"])
+@pytest.mark.parametrize("name", [name for name in LISTS if len(LISTS[name]("0" * 32)) < 700 * KIB])
+def test_messages_do_not_hold_the_event_loop(server: Measured, name: str, dataset: str) -> None:
+    """By WebSocket, cut off at the size of a message."""
+    with own_order(server, dataset) as key:
+        body = LISTS[name](key)[: 256 * KIB]
+
+        def attempt() -> None:
+            with stream(server.url, key) as socket, ExitStack():
+                socket.send(body)
+                _rest(socket)
+
+        assert server.longest_of(attempt) < MOST, server.what
+
+
+@pytest.mark.parametrize("value", [[[]] * (250 * KIB), [1] * (250 * KIB), [0, 0, "x" * 250 * KIB], {"a": 1}])
+def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -> None:
+    """An ask for batches of the plan, which is three ints, by what is none."""
+    key = server.register(dataset="numbers")
+
+    def attempt() -> None:
+        with stream(server.url, key) as socket:
+            socket.send(msgpack.packb(value))
+            _rest(socket)
+
+    assert server.longest_of(attempt) < MOST, server.what
+
+
+def _rest(socket: Any) -> None:
+    """All that comes until one batch has come, or the connection is closed."""
+    try:
+        while isinstance(socket.recv(30), str):
+            pass
+    except ConnectionClosed:
+        pass

@@ -1,0 +1,321 @@
+"""Responses that are not batches: refusals, overload, and what proxies say in the server's place."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from teleloader import (
+    DataLoader,
+    DatasetChanged,
+    Forbidden,
+    InvalidSpec,
+    ProtocolError,
+    RemoteDataset,
+    ServerUnavailable,
+    TeleloaderError,
+    Unauthorized,
+)
+from teleloader.control import Server, parse_retry_after
+from teleloader.inbox import Inbox
+from tests.attacks.test_hostile_server import raw_server
+from tests.client.fake_server import Answer, Raw, Request, fake_server
+
+RIGHT = [[k, k, k] for k in range(8)]
+PAGE = b"<html>\x1b[31m gateway \xff\x00 page</html>"
+
+
+def response(status: int, body: bytes = PAGE, head: str = "") -> bytes:
+    """A complete HTTP response."""
+    return f"HTTP/1.1 {status} X\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def problem(status: int, code: str) -> bytes:
+    """The response of a loader server that refuses a request."""
+    return response(status, json.dumps({"code": code, "detail": "the reason"}).encode())
+
+
+def sending(content: bytes) -> Raw:
+    """Send the bytes, then close the connection."""
+    return lambda connection: connection.sendall(content)
+
+
+def epoch(url: str, **options: float) -> list[list[int]]:
+    """The batches of one epoch."""
+    return [batch[0].tolist() for batch in DataLoader(RemoteDataset(url, **options), output="numpy")]  # type: ignore[arg-type]
+
+
+REFUSALS = {
+    "404 with a code": (problem(404, "UnknownDataset"), TeleloaderError),
+    "401": (problem(401, "Unauthorized"), Unauthorized),
+    "403": (problem(403, "Forbidden"), Forbidden),
+    "409": (problem(409, "DatasetChanged"), DatasetChanged),
+    "422": (problem(422, "InvalidSpec"), InvalidSpec),
+    "400 of a proxy": (response(400), ProtocolError),
+    "302 of a proxy": (response(302), ProtocolError),
+    "201 of a proxy": (response(201), ProtocolError),
+    "200 without a size": (b"HTTP/1.1 200 OK\r\n\r\n" + PAGE, ProtocolError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_batch_is_requested_once_more_and_then_raised(name: str) -> None:
+    """A refusal is confirmed by one further request on a new connection, even where nothing is tried for longer.
+
+    A single refusal can be caused by a damaged bit, and leads to the right batches. A second one is raised: the batch
+    is not requested a third time.
+    """
+    refusal, error = REFUSALS[name]
+    with fake_server(lambda request: sending(refusal) if request.number == 1 else request.right()) as url:
+        assert epoch(url, reconnect_timeout=0) == RIGHT
+    asked: list[int] = []
+
+    def refuse(request: Request) -> Raw:
+        asked.append(request.start)
+        return sending(refusal)
+
+    with fake_server(refuse) as url, pytest.raises(error):
+        epoch(url, reconnect_timeout=30)
+    assert asked.count(0) == 2
+
+
+def test_a_refused_registration_is_sent_once_more_and_then_raised() -> None:
+    """The same holds for the registration of a loader, when an epoch begins and when a connection broke."""
+    statuses = iter([422, 200, 403, 200])
+
+    def broken_once(request: Request) -> bytes | Raw:
+        return sending(b"") if request.number == 1 else request.right()
+
+    with fake_server(broken_once, registering=lambda: next(statuses, 200)) as url:
+        assert epoch(url, reconnect_timeout=30) == RIGHT
+    assert next(statuses, None) is None
+    asked: list[int] = []
+
+    def refuse() -> int:
+        asked.append(422)
+        return 422
+
+    with fake_server(Request.right, registering=refuse) as url, pytest.raises(ProtocolError, match="answered 422"):
+        epoch(url, reconnect_timeout=30)
+    assert len(asked) == 2
+
+
+TRANSIENT = (404, 408, 425, 429, 500, 502, 503, 504)
+
+
+@pytest.mark.parametrize("status", TRANSIENT)
+def test_what_a_proxy_refuses_for_a_while_is_requested_again(status: int) -> None:
+    """A response without a code of a loader server, which may be another one later, is retried with backoff.
+
+    That holds for batches and for registrations, for longer than one attempt, and until `reconnect_timeout` is over.
+    """
+    registering = iter([200, status, status, status, 200])
+
+    def answer(request: Request) -> bytes | Raw:
+        return sending(response(status)) if 1 <= request.number <= 4 else request.right()
+
+    with fake_server(answer, registering=lambda: next(registering, 200)) as url:
+        assert epoch(url, reconnect_timeout=30) == RIGHT
+    with (
+        fake_server(lambda _: sending(response(status))) as url,
+        pytest.raises(ServerUnavailable, match=rf"did not send batch 0 of epoch 0: .* {status}: <html>.* gateway "),
+    ):
+        epoch(url, reconnect_timeout=0.2)
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_what_a_loader_server_cannot_do_now_is_requested_again(status: int) -> None:
+    """Statuses that mean "not now" are retried with a code, too."""
+    overloaded: Answer = lambda request: (  # noqa: E731
+        sending(problem(status, "RequestTimeout")) if 1 <= request.number <= 4 else request.right()
+    )
+    with fake_server(overloaded) as url:
+        assert epoch(url, reconnect_timeout=30) == RIGHT
+
+
+@pytest.mark.parametrize("asked", ["7", "5000"])
+def test_the_time_that_a_server_asks_for_is_waited(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client waits as long as Retry-After states, but no longer than `reconnect_timeout` has left."""
+    waits: list[float] = []
+    monkeypatch.setattr(Inbox, "sleep", lambda _, seconds: waits.append(seconds))
+    refusal = response(503, head=f"Retry-After: {asked}\r\n")
+    with fake_server(lambda request: sending(refusal) if request.number == 0 else request.right()) as url:
+        assert epoch(url, reconnect_timeout=100) == RIGHT
+    assert len(waits) == 1
+    assert 7 <= waits[0] <= 8 if asked == "7" else 99 < waits[0] <= 100
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("", 0), ("0", 0), ("120", 120), ("-1", 0), ("1.5", 0), ("9" * 5000, 0), ("\u0663", 0), ("soon", 0),
+     ("Sun, 06 Nov 1994 08:49:37 GMT", 0), ("Sun, 06 Nov 1994 08:49:37 -0000", 0)],
+    ids=lambda value: str(value)[:10],
+)  # fmt: skip
+def test_a_retry_after_header_is_a_number_or_a_date(header: str, seconds: float) -> None:
+    """A number of seconds is returned; a date in the past, and everything else, is 0."""
+    assert parse_retry_after(header) == seconds
+
+
+def test_a_retry_after_header_may_be_a_date_in_the_future() -> None:
+    """A date is returned as the seconds until then."""
+    assert parse_retry_after("Fri, 01 Jan 2100 00:00:00 GMT") > 10**9
+
+
+# --- First contact ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [*TRANSIENT, 400, 302])
+def test_at_first_contact_another_server_is_an_error_at_once(status: int) -> None:
+    """Where no loader server has responded yet, a response that none would send is raised after one request.
+
+    The error has the status and a harmless part of what was received: the URL is probably wrong.
+    """
+    asked: list[str] = []
+
+    def answer(connection: socket.socket, path: str) -> None:
+        asked.append(path)
+        connection.sendall(response(status, PAGE + b"x" * 10**6))
+
+    with raw_server(answer) as url, pytest.raises(ProtocolError) as raised:
+        RemoteDataset(url, reconnect_timeout=30)
+    assert len(asked) == 1
+    text = str(raised.value)
+    assert text.startswith(f"{url}/v1/datasets answered {status}: <html>")
+    assert text.endswith("Is that the address and port of a loader server?")
+    assert " gateway " in text
+    assert text.isprintable()
+    assert len(text) < 500
+
+
+def test_at_first_contact_a_page_is_an_error_that_shows_it() -> None:
+    """A response of 200 that is not JSON is an error with a harmless part of it, too."""
+    with (
+        raw_server(lambda connection, _: connection.sendall(response(200, PAGE))) as url,
+        pytest.raises(ProtocolError, match=r"is not JSON: <html>.* gateway ") as raised,
+    ):
+        RemoteDataset(url, reconnect_timeout=30)
+    assert str(raised.value).isprintable()
+
+
+def test_at_first_contact_a_loader_server_that_starts_is_waited_for() -> None:
+    """A 503 with a loader server's code is not the response of another server."""
+    asked: list[str] = []
+
+    def answer(connection: socket.socket, path: str) -> None:
+        asked.append(path)
+        content = json.dumps([]).encode()
+        connection.sendall(problem(503, "ServerUnavailable") if len(asked) < 3 else response(200, content))
+
+    with raw_server(answer) as url, pytest.raises(TeleloaderError, match="hosts nothing"):
+        RemoteDataset(url, reconnect_timeout=30)
+    assert len(asked) == 3
+
+
+def test_at_first_contact_another_server_of_several_is_left_out() -> None:
+    """A dataset is loaded from the servers that respond as loader servers do; a warning names the others."""
+    with (
+        raw_server(lambda connection, _: connection.sendall(response(502))) as other,
+        fake_server(Request.right) as url,
+    ):
+        dataset = RemoteDataset([other, url], reconnect_timeout=30)
+        assert [batch[0].tolist() for batch in DataLoader(dataset, output="numpy")] == RIGHT
+    with raw_server(lambda connection, _: connection.sendall(response(502))) as other, pytest.raises(ProtocolError):
+        RemoteDataset([other, f"{other}/"], reconnect_timeout=30)
+
+
+# --- Slow servers -------------------------------------------------------------------------------------------------
+
+STALL_TIMEOUT = 2.0
+SLOW = 0.6 * STALL_TIMEOUT
+"""Longer than the half of `stall_timeout` after which a health check was given up."""
+
+
+class Slow:
+    """A server on a busy machine.
+
+    Args:
+        registers_slowly: Whether it has been slow since the loader was registered.
+    """
+
+    def __init__(self, *, registers_slowly: bool) -> None:
+        self._registers_slowly = registers_slowly
+        self._checked = threading.Semaphore(0)
+
+    def delay(self) -> None:
+        """Take as long as a busy machine takes for a small response."""
+        threading.Event().wait(SLOW)
+
+    def check(self) -> None:
+        """Respond to a health check."""
+        self.delay()
+        self._checked.release()
+
+    def register(self) -> int:
+        """Respond to a registration."""
+        if self._registers_slowly:
+            self.delay()
+        return 200
+
+    def batches(self, request: Request) -> bytes:
+        """Send a batch to a client that has waited for a health check and for some more time."""
+        if request.start == 0:
+            while self._checked.acquire(blocking=False):
+                pass
+            self._checked.acquire(timeout=30)
+            self.delay()
+        return request.right()
+
+
+@pytest.mark.parametrize("registers_slowly", [True, False])
+def test_a_server_that_answers_health_checks_slowly_is_waited_for(registers_slowly: bool) -> None:
+    """A server whose health checks take longer than half of `stall_timeout` is not taken for dead again and again.
+
+    The client waits for a response at least twice as long as the last ones took. So a server that has always been slow
+    is never given up; one that becomes slow is given up at most once, and its batch arrives at the second attempt.
+    """
+    slow = Slow(registers_slowly=registers_slowly)
+    with fake_server(slow.batches, registering=slow.register, checked=slow.check) as url:
+        timeout = 0 if registers_slowly else 20
+        assert epoch(url, stall_timeout=STALL_TIMEOUT, reconnect_timeout=timeout) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(response(200, b"{}"), True), (response(404), True), (response(429), True), (response(401), True),
+     (response(502), False), (response(503), False), (b"", False), (response(200, b"x" * 10**6), True)],
+    ids=["200", "404", "429", "401", "502", "503", "nothing", "page"],
+)  # fmt: skip
+def test_a_server_is_alive_unless_a_proxy_says_that_it_is_not(content: bytes, expected: bool) -> None:
+    """Any response shows that the server's machine is there, but for 5xx, with which a proxy reports that it is not."""
+    with raw_server(lambda connection, _: connection.sendall(content)) as url:
+        assert Server(url, 5).is_alive() is expected
+
+
+def test_a_batch_that_begins_during_the_health_check_is_received() -> None:
+    """A health check that fails does not matter where the batch has begun to arrive meanwhile."""
+    sent = threading.Event()
+    checks: list[None] = []
+
+    def unhealthy() -> None:
+        checks.append(None)
+        sent.wait(30)
+        threading.Event().wait(1.5)  # longer than the client waits, which then finds that the batch is there
+
+    def late(request: Request) -> bytes | Callable[[socket.socket], object]:
+        if request.start > 0:
+            return request.right()
+
+        def send(connection: socket.socket) -> None:
+            while not checks:
+                threading.Event().wait(0.01)
+            connection.sendall(response(200, request.right()))
+            sent.set()
+
+        return send
+
+    with fake_server(late, checked=unhealthy) as url:
+        assert epoch(url, stall_timeout=1.0, reconnect_timeout=0) == RIGHT

@@ -1,0 +1,107 @@
+"""Datasets of well-known streaming libraries: every sample of each epoch once, in another order each epoch.
+
+Each library is tested where it is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+
+LENGTH = 64
+
+
+def hugging_face(_: Path) -> Any:
+    """Its IterableDataset, shuffled, which needs set_epoch() for another order."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))})
+    return rows.to_iterable_dataset(num_shards=8).shuffle(seed=1, buffer_size=4)
+
+
+def litdata(folder: Path) -> Any:
+    """Its StreamingDataset over local chunks."""
+    lit = pytest.importorskip("litdata")
+    out = str(folder / "litdata")
+    lit.optimize(fn=_row, inputs=list(range(LENGTH)), output_dir=out, chunk_size=8, num_workers=1)
+    return lit.StreamingDataset(out, shuffle=True, seed=1)
+
+
+def _row(index: int) -> dict[str, int]:
+    return {"index": index}
+
+
+def mosaic(folder: Path) -> Any:
+    """Its StreamingDataset over local shards."""
+    streaming = pytest.importorskip("streaming")
+    out = str(folder / "mosaic")
+    with streaming.MDSWriter(out=out, columns={"index": "int"}, size_limit=1024) as writer:
+        for index in range(LENGTH):
+            writer.write({"index": index})
+    streaming.base.util.clean_stale_shared_memory()
+    return streaming.StreamingDataset(local=out, shuffle=True, shuffle_seed=1, batch_size=4, num_canonical_nodes=1)
+
+
+def indices(loader: Any) -> list[int]:
+    """The samples of an epoch."""
+    return [int(index) for batch in loader for index in np.asarray(batch["index"]).ravel()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [hugging_face, litdata, mosaic])
+def test_each_epoch_has_all_samples_in_an_order_of_its_own(make: Any, num_workers: int, tmp_path: Path) -> None:
+    """The dataset is told its epoch in each worker, and of its methods only those are called that fit."""
+    with serve(make(tmp_path), num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), 4, num_workers=num_workers, output="numpy")
+        epochs = [indices(loader) for _ in range(3)]
+        if make is not mosaic:
+            loader.set_epoch(1)
+            assert indices(loader) == epochs[1]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(LENGTH))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_loaders_in_different_epochs_do_not_share_the_epoch_of_a_dataset() -> None:
+    """Hugging Face's keeps its epoch in memory that forks share; each worker has a copy of its own."""
+    with serve(hugging_face(Path()), num_workers=2) as url:
+        loaders = [DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy") for _ in range(2)]
+        expected = [indices(loaders[0]) for _ in range(3)]
+        for loader, epoch in zip(loaders, (0, 2), strict=True):
+            loader.set_epoch(epoch)
+        running = [iter(loader) for loader in loaders]
+        found: list[list[int]] = [[], []]
+        for pair in zip(*running, strict=True):
+            for samples, batch in zip(found, pair, strict=True):
+                samples += np.asarray(batch["index"]).tolist()
+    assert found == [expected[0], expected[2]]
+
+
+def test_a_killed_worker_continues_from_the_state_of_the_dataset(tmp_path: Path) -> None:
+    """Hugging Face's datasets keep a state, which travels with the batches."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))}).to_iterable_dataset(num_shards=2)
+    died = tmp_path / "died"
+
+    def once(row: dict[str, int]) -> dict[str, int]:
+        if row["index"] == 25 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+    with serve(rows.map(once), num_workers=2) as url:
+        assert sorted(indices(DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy"))) == list(range(LENGTH))
+    assert died.exists()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the libraries looks for anything in the network."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

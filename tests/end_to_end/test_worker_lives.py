@@ -1,0 +1,364 @@
+"""Births, replacements and ends of workers: what user code relies on at each of them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset, WorkerDied
+from teleloader_server import get_worker_info, pool_processes, serve, worker
+from teleloader_server.arena import Mapping
+from teleloader_server.dispatcher import MAX_ATTEMPTS
+from tests.conftest import StartServer
+from tests.end_to_end.hosted import Samples
+from tests.end_to_end.test_worker_faults import arrived, count, eventually, loader_of, shared_counter, stats_of
+
+# --- Shards that are replaced --------------------------------------------------------------------------------------
+
+
+class Unrepeatable:
+    """Forty samples in an order of its own; its worker dies once, after some of them."""
+
+    def __init__(self, after: int = 13) -> None:
+        self.dies = shared_counter()
+        self.after = after
+        self.order: list[int] = []
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.order or self.position == len(self.order):
+            info = get_worker_info()
+            mine = np.arange(40)[info.id :: info.num_workers] if info else np.arange(40)
+            self.order, self.position = np.random.default_rng().permutation(mine).tolist(), 0
+        while self.position < len(self.order):
+            self.position += 1
+            if self.position == self.after and count(self.dies) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield self.order[self.position - 1]
+
+
+class Stateful(Unrepeatable):
+    """The same, which keeps its order and position as its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order as an array, which JSON cannot hold."""
+        return {"order": np.array(self.order), "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.order, self.position = state["order"].tolist(), state["position"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_replaced_worker_continues_from_the_last_state(num_workers: int) -> None:
+    """A dataset whose order is its own loses and repeats nothing when its worker is killed."""
+    with serve(Stateful(), num_workers=2) as url:
+        found = arrived(loader_of(url, 2, num_workers=num_workers))
+        assert stats_of(url)["server"]["worker_restarts"] == 1
+    assert sorted(sample for batch in found for sample in batch) == list(range(40))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_dataset_that_cannot_be_iterated_again_is_an_error(num_workers: int) -> None:
+    """Without a state, the replacement gives other samples: that is `WorkerDied`, and no sample comes twice."""
+    with serve(Unrepeatable(), num_workers=2) as url:
+        found = arrived(loader_of(url, 2, num_workers=num_workers))
+    errors = [error for error in found if isinstance(error, Exception)]
+    assert [type(error) for error in errors] == [WorkerDied]
+    assert "gave other samples when it was iterated again" in str(errors[0])
+    samples = [sample for batch in found if batch not in errors for sample in batch]
+    assert len(samples) == len(set(samples))
+
+
+def test_a_persistent_worker_is_replaced_in_the_random_state_of_its_epoch() -> None:
+    """Its generators have gone on since its birth: a replacement draws what the epoch began with, as in one life."""
+
+    class Drawn:
+        def __init__(self) -> None:
+            self.dies = shared_counter()
+
+        def __iter__(self) -> Iterator[float]:
+            for i in range(20):
+                if i == 13 and count(self.dies) == dies_in:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield random.random()
+
+    def epochs() -> list[Any]:
+        with serve(Drawn(), num_workers=1) as url:
+            loader = loader_of(url, 2, num_workers=1, persistent_workers=True, generator=generator.manual_seed(3))
+            return [arrived(loader) for _ in range(3)]
+
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator()
+    dies_in = -1
+    whole = epochs()
+    dies_in = 2
+    assert epochs() == whole
+    assert len({str(epoch) for epoch in whole}) == 3
+
+
+def test_workers_of_different_loaders_do_not_share_the_epoch_of_a_dataset() -> None:
+    """A dataset may hold its epoch in memory that forks share, as Hugging Face's: each worker has a copy of its own."""
+    torch = pytest.importorskip("torch")
+    both_are_told = multiprocessing.get_context("fork").Barrier(2)
+
+    class Shared:
+        def __init__(self) -> None:
+            self.epoch = torch.tensor(-1).share_memory_()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch.fill_(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            both_are_told.wait(60)
+            yield int(self.epoch)
+
+    with serve(Shared(), num_workers=1) as url:
+        loaders = [loader_of(url, num_workers=1) for _ in range(2)]
+        loaders[1].set_epoch(2)
+        assert [arrived(batches) for batches in [iter(loader) for loader in loaders]] == [[[0]], [[2]]]
+
+
+# --- The machine has no descriptors left ---------------------------------------------------------------------------
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process, which the server is in, has no file descriptor left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def large(index: int) -> Any:
+    """A batch that is too large for a channel, so that its memory needs a descriptor in the server."""
+    return np.full(2**20, index, np.uint8)
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why workers were lost, as the pool says it."""
+    found: list[str] = []
+    lose = pool_processes.ProcessPool._lose
+
+    def noted(self: Any, process: Any, loss: Any) -> None:
+        found.append(loss.reason)
+        lose(self, process, loss)
+
+    monkeypatch.setattr(pool_processes.ProcessPool, "_lose", noted)
+    return found
+
+
+def test_batches_wait_until_there_are_descriptors_again(losses: list[str]) -> None:
+    """However often a batch is lost for want of descriptors: the batch is not the cause, and arrives in the end."""
+    gate = multiprocessing.get_context("fork").Event()
+
+    def sample(index: int) -> Any:
+        if index > 0:
+            gate.wait()
+        return large(index)
+
+    with serve(Samples(sample, 3), num_workers=1) as url:
+        batches = iter(loader_of(url, None, seed=1))
+        assert next(batches)[0] == 0
+        with no_descriptors():
+            gate.set()
+            eventually(lambda: len(losses) > 0)
+            assert "RLIMIT_NOFILE" in losses[0]
+        assert [int(batch[0]) for batch in batches] == [1, 2]
+
+
+def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None:
+    """After the time that a batch may take, the loop is told which resource is missing."""
+    gate = multiprocessing.get_context("fork").Event()
+
+    def sample(index: int) -> Any:
+        if index > 0:
+            gate.wait()
+        return large(index)
+
+    with serve(Samples(sample, 2), num_workers=1, batch_timeout=1) as url:
+        batches = iter(loader_of(url, None, seed=1))
+        assert next(batches)[0] == 0
+        with no_descriptors():
+            gate.set()
+            with pytest.raises(WorkerDied, match=r"RLIMIT_NOFILE is [0-9,]+ of at most .*ulimit -n"):
+                next(batches)
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_lack_of_descriptors_is_never_the_fault_of_a_batch(monkeypatch: pytest.MonkeyPatch, session: bool) -> None:
+    """A batch may be lost for it more often than it may end its workers: it is computed again, and arrives."""
+    tries = []
+
+    def mapped(fd: int, size: int) -> Any:
+        tries.append(size)
+        if len(tries) <= MAX_ATTEMPTS + 2:
+            os.close(fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return Mapping(fd, size)
+
+    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    with serve(Samples(large, 3), num_workers=1) as url:
+        batches = list(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
+    assert [int(batch[0]) for batch in batches] == [0, 1, 2]
+    assert len(tries) > MAX_ATTEMPTS + 2
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_batch_that_lacks_descriptors_for_too_long_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, session: bool
+) -> None:
+    """`WorkerDied` names the resource after the time that a batch may take, although workers can be started."""
+
+    def mapped(fd: int, size: int) -> Any:
+        os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    with serve(Samples(large, 1), num_workers=1, batch_timeout=0.5) as url:
+        (error,) = arrived(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
+    assert isinstance(error, WorkerDied)
+    assert "RLIMIT_NOFILE" in str(error)
+    assert "until its time was over" in str(error)
+
+
+def test_a_loader_of_an_object_names_the_descriptors_that_it_lacks() -> None:
+    """Hosting an object here fails for the machine's reasons, and not because it is no dataset."""
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from teleloader import DataLoader
+DataLoader([1, 2, 3], output="numpy")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("teleloader_shared.errors.TeleloaderError: a dataset of type list cannot be hosted in this")
+    assert "the limit of open files (RLIMIT_NOFILE) is 100" in last
+
+
+# --- What multiprocessing does at births and ends ------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_queue_that_was_used_before_the_fork_carries_what_workers_put() -> None:
+    """Its feeder thread is the parent's; the hooks of multiprocessing start another one, and it finishes at the end."""
+    queue: Any = multiprocessing.get_context("fork").Queue()
+    queue.put("before")
+    assert queue.get(timeout=30) == "before"
+
+    def sample(index: int) -> int:
+        queue.put(index)
+        return index
+
+    with serve(Samples(sample, 20), num_workers=2) as url:
+        assert arrived(loader_of(url, num_workers=2)) == [[i] for i in range(20)]
+    assert sorted(queue.get(timeout=30) for _ in range(20)) == list(range(20))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("hosted", ["served", "object"])
+def test_generators_are_closed_when_the_loop_is_left(num_workers: int, hosted: str, tmp_path: Path) -> None:
+    """Their ``finally`` blocks run, as in torch's workers: files are flushed, and locks are released."""
+
+    class Lines:
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            try:
+                yield from range(1000)
+            finally:
+                (tmp_path / str(info.id if info else 0)).touch()
+
+    def left(loader: Any) -> None:
+        for taken, _ in enumerate(loader):
+            if taken == num_workers:
+                break
+
+    if hosted == "object":
+        left(DataLoader(Lines(), num_workers=num_workers, output="numpy"))
+    else:
+        with serve(Lines(), num_workers=2) as url:
+            left(loader_of(url, num_workers=num_workers))
+    expected = [str(i) for i in range(max(1, num_workers))]
+    eventually(lambda: sorted(path.name for path in tmp_path.iterdir()) == expected)
+
+
+# --- Seeds ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_seeds_of_workers_are_int64() -> None:
+    """As torch's: user code makes tensors of them, and generators of NumPy."""
+    torch = pytest.importorskip("torch")
+
+    def sample(index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return torch.tensor([info.seed, torch.initial_seed()])
+
+    with serve(Samples(sample, 40), num_workers=8) as url:
+        batches = [DataLoader(RemoteDataset(url), 8, seed=seed, num_workers=0) for seed in (0, 2**64 - 1)]
+        assert all(int(batch.min()) >= 0 for loader in batches for batch in loader)
+
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(sample(index) for index in range(4))
+
+    with serve(Stream(), num_workers=2) as url:
+        for seed in (5, 2**63 - 1, 2**64 - 1):
+            found = list(DataLoader(RemoteDataset(url), None, seed=seed, num_workers=2))
+            assert all(int(batch.min()) >= 0 for batch in found)
+
+
+# --- Memory of workers ---------------------------------------------------------------------------------------------
+
+
+class Remembered:
+    """Samples are how many loaders the worker knows."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        (mine,) = [found for found in gc.get_objects() if type(found) is worker.Worker]
+        return len(mine._loaders)
+
+
+remembered = Remembered()
+
+
+def test_workers_forget_the_loaders_that_the_server_forgets(start_server: StartServer) -> None:
+    """Each epoch of a client's own order is a loader, which ends with a DELETE: shared workers do not keep them."""
+    pytest.importorskip("torch")
+    server = start_server("tests.end_to_end.test_worker_lives:remembered", "--num-workers", "1")
+    loader = DataLoader(RemoteDataset(server.url), 2, shuffle=True)
+    counts = [int(batch.max()) for _ in range(20) for batch in loader]
+    assert max(counts) <= 3
+
+
+def test_workers_forget_the_loaders_that_are_too_many(start_server: StartServer) -> None:
+    """A client that registers ever more loaders fills neither the server's memory nor that of its workers."""
+    server = start_server(
+        "tests.end_to_end.test_worker_lives:remembered", "--num-workers", "1",
+        "--limit", "max_loaders=8", "--limit", "max_consumers=8",
+    )  # fmt: skip
+    counts = [int(batch.max()) for seed in range(40) for batch in DataLoader(RemoteDataset(server.url), 2, seed=seed)]
+    assert max(counts) < 20

@@ -1,0 +1,192 @@
+"""Iterating an iterable-style dataset again: the same batches, or an error, and never other samples in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader_server.loading import Began
+from teleloader_server.replay import Reached
+from teleloader_shared.codec import End, Failure
+from tests.server.bench import Bench
+
+STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
+
+
+class Ordered:
+    """Twenty numbers in the same order each time."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+class Unordered:
+    """Twenty numbers in an order that nobody can repeat."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(20).tolist())
+
+
+class Drawn:
+    """Twenty numbers in an order that the worker's generators decide."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(20).tolist())
+
+
+class Kept:
+    """Twenty numbers in an order of its own, which is part of its state."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = np.random.default_rng().permutation(20).tolist()
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < len(self.order):
+            self.position += 1
+            yield self.order[self.position - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order and the position."""
+        return {"order": self.order, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Both."""
+        self.order, self.position = state["order"], state["position"]
+
+
+class Unkeepable(Kept):
+    """Its state holds what cannot be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A function."""
+        return {"order": lambda: 0}
+
+
+Make = Callable[[], Any]
+
+
+def replaced(old: Bench, make: Make) -> Bench:
+    """A worker in the place of another one, with another replica."""
+    new = Bench(make())
+    reached = old.loading.reached
+    began = old.began[-1] if old.began else None
+    new.loading.replace(None if began is None else Began(*began), None if reached is None else Reached(*reached))
+    return new
+
+
+def taken(bench: Bench, numbers: range, **spec: Any) -> list[int]:
+    """The samples of these batches."""
+    return [sample for k in numbers for sample in bench.batch(k, **{**STREAM, **spec}).tolist()]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("make", [Ordered, Drawn, Kept])
+@pytest.mark.parametrize("done", [1, 4, 9])
+def test_a_replacement_continues_where_the_worker_was(make: Make, done: int, checksum: bool) -> None:
+    """From its last state, or by iterating in the random state in which the pass began: nothing lost or repeated."""
+    first = Bench(make())
+    before = taken(first, range(done), checksum=checksum)
+    again = replaced(first, make)
+    assert sorted(before + taken(again, range(done, 10), checksum=checksum)) == list(range(20))
+    assert isinstance(again.batch(10, **STREAM), End)
+
+
+@pytest.mark.parametrize("make", [Unordered, Unkeepable])
+@pytest.mark.parametrize("done", [1, 4, 9])
+def test_a_replacement_that_gives_other_samples_is_an_error(make: Make, done: int) -> None:
+    """The loop is told before it is given a wrong sample, and what to do; the shard ends there."""
+    first = Bench(make())
+    taken(first, range(done))
+    again = replaced(first, make)
+    failure = again.failure(done, **STREAM)
+    assert failure.type == "teleloader_shared.errors.WorkerDied"
+    assert "gave other samples when it was iterated again" in failure.message
+    assert "torchdata's Stateful" in failure.message
+    assert isinstance(again.batch(done + 1, **STREAM), End)
+
+
+def test_a_replacement_can_be_replaced() -> None:
+    """Each continues from its predecessor, also one that delivered nothing."""
+    bench, found = Bench(Kept()), []
+    for k in range(10):
+        found += taken(bench, range(k, k + 1))
+        bench = replaced(replaced(bench, Kept), Kept)
+    assert sorted(found) == list(range(20))
+
+
+def test_going_back_is_checked_like_a_replacement() -> None:
+    """A batch may be lost on its way, and is computed again by the worker that has gone on."""
+    bench = Bench(Ordered())
+    whole = taken(bench, range(8))
+    assert taken(bench, range(5, 10)) == [*whole[10:], 16, 17, 18, 19]
+    bench = Bench(Unordered())
+    taken(bench, range(8))
+    contents = [bench.frame(k, **STREAM).content for k in range(5, 8)]
+    assert any(isinstance(content, Failure) for content in contents)
+
+
+def test_a_resumed_pass_is_checked_from_its_first_batch_on() -> None:
+    """Of what lies before, no batch was delivered, and nothing can be compared."""
+    first = Bench(Ordered())
+    assert taken(first, range(4, 6)) == [8, 9, 10, 11]
+    assert taken(replaced(first, Ordered), range(6, 8)) == [12, 13, 14, 15]
+    first = Bench(Unordered())
+    taken(first, range(4, 6))
+    assert replaced(first, Unordered).failure(6, **STREAM).type.endswith("WorkerDied")
+
+
+def test_a_state_of_the_session_is_older_than_that_of_the_worker() -> None:
+    """The session was resumed from a state; a replacement continues from what was delivered since."""
+    saved = Bench(dataset := Kept())
+    before = taken(saved, range(2))
+    state = saved.frame(2, **STREAM).shard_state
+    before += dataset.order[4:6]
+    session: dict[str, Any] = {"shard_states": [state], "resumed_epoch": 0}
+    first = Bench(Kept())
+    before += taken(first, range(3, 6), **session)
+    assert sorted(before + taken(replaced(first, Kept), range(6, 10), **session)) == list(range(20))
+
+
+def test_failed_batches_are_not_compared() -> None:
+    """The loop was told of them in their place; their text may differ each time."""
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            return (i if i != 5 else object() for i in range(20))
+
+    first = Bench(Failing())
+    assert taken(first, range(2)) == [0, 1, 2, 3]
+    assert first.failure(2, **STREAM)
+    assert taken(first, range(3, 5)) == [6, 7, 8, 9]
+    assert taken(replaced(first, Failing), range(5, 7)) == [10, 11, 12, 13]
+
+
+def test_collate_functions_draw_again_too() -> None:
+    """A batch on the way is collated like one that is delivered, or later random numbers would differ."""
+
+    def noisy(samples: list[int]) -> Any:
+        return np.array(samples) + np.random.random()
+
+    def bench_of() -> Bench:
+        return Bench(Drawn(), collate=noisy)
+
+    np.random.seed(1)
+    whole, first = bench_of(), bench_of()
+    expected = [whole.batch(k, **STREAM).tolist() for k in range(6)]
+    np.random.seed(1)
+    assert [first.batch(k, **STREAM).tolist() for k in range(3)] == expected[:3]
+    again = bench_of()
+    again.loading.replace(Began(*first.began[-1]), first.loading.reached)
+    assert [again.batch(k, **STREAM).tolist() for k in range(3, 6)] == expected[3:]
+
+
+def test_another_epoch_begins_at_its_beginning() -> None:
+    """What was reached in one epoch is nothing to the next."""
+    first = Bench(Ordered())
+    taken(first, range(4))
+    again = replaced(first, Ordered)
+    assert again.batch(0, 1, **STREAM).tolist() == [0, 1]
