@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -17,7 +16,7 @@ def name_on_server(
     """What a loader's spec says of `function`; None is the server's usual one.
 
     Args:
-        owner: The loader.
+        owner: The loader, whose attribute `argument` is the function.
         argument: ``collate_fn`` or ``worker_init_fn``.
         function: What it was given.
         dataset: The dataset.
@@ -41,9 +40,7 @@ def name_on_server(
     ):
         return None
     if local.is_served_here(dataset.url):
-        lent = local.lend(function)
-        weakref.finalize(owner, local.take_back, lent).atexit = False
-        return lent
+        return local.lend(owner, argument)
     found, info = f"{module}:{name}", dataset.info
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -23,20 +23,27 @@ MAX_KEPT_BACK: Final = 64
 """Answers that are kept back at a time; others are given at once."""
 
 
-def make_access_router(gate: Gate) -> APIRouter:
-    """The endpoints around `gate`."""
+def make_access_router() -> APIRouter:
+    """Return the endpoints for signing in and for the API's description.
+
+    They use the `gate` of the application's state, and its `delayed_sign_ins`: the number of responses to wrong tokens
+    that are kept back now.
+    """
     router = APIRouter(route_class=GuardedRoute)
-    _add_sessions(router, gate)
-    _add_descriptions(router, gate)
+    _add_sessions(router)
+    _add_descriptions(router)
     return router
 
 
-def _add_sessions(router: APIRouter, gate: Gate) -> None:
-    kept_back = 0
+def _gate_of(request: Request) -> Gate:
+    return cast("Gate", request.app.state.gate)
 
+
+def _add_sessions(router: APIRouter) -> None:
     @router.get(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)
     async def session(request: Request) -> dict[str, Any]:
+        gate = _gate_of(request)
         if not gate.has_tokens:
             return _said(None, required=False)
         return _said(caller_of(request).principal, required=True)
@@ -44,27 +51,27 @@ def _add_sessions(router: APIRouter, gate: Gate) -> None:
     @router.post(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)
     async def sign_in(request: Request) -> Response:
-        nonlocal kept_back
+        state = request.app.state
         token = await _token_in(request)
         try:
-            principal, cookie = gate.sign_in(token, request.scope)
+            principal, cookie = _gate_of(request).sign_in(token, request.scope)
         except Unauthorized:
-            if kept_back < MAX_KEPT_BACK:
-                kept_back += 1
+            if state.delayed_sign_ins < MAX_KEPT_BACK:
+                state.delayed_sign_ins += 1
                 try:
                     await asyncio.sleep(FAILED_SECONDS)
                 finally:
-                    kept_back -= 1
+                    state.delayed_sign_ins -= 1
             raise
         return JSONResponse(_said(principal, required=True), headers={"set-cookie": cookie})
 
     @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
     @needs(OPEN)
     async def sign_out(request: Request) -> Response:
-        return Response(status_code=204, headers={"set-cookie": gate.sign_out(request.scope)})
+        return Response(status_code=204, headers={"set-cookie": _gate_of(request).sign_out(request.scope)})
 
 
-def _add_descriptions(router: APIRouter, gate: Gate) -> None:
+def _add_descriptions(router: APIRouter) -> None:
     @router.get("/openapi.json", include_in_schema=False)
     @needs(ANY)
     async def openapi(request: Request) -> dict[str, Any]:
@@ -74,7 +81,7 @@ def _add_descriptions(router: APIRouter, gate: Gate) -> None:
     @router.get("/docs", include_in_schema=False)
     @needs(ANY)
     async def docs(request: Request) -> Response:
-        if gate.has_tokens:
+        if _gate_of(request).has_tokens:
             # whatever its scripts are one day, they would act as whoever is signed in
             raise Refusal(404, "NotFound", "/docs runs scripts from elsewhere, so it is off where tokens are needed; "
                           "/openapi.json has the same")  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -203,26 +203,34 @@ def _concatenated(frames: list[Lease]) -> memoryview:
     return np.concatenate(frames, out=_writes.take(sum(map(len, frames)))).data
 
 
-def make_router(service: LoaderService, holdings: Holdings) -> APIRouter:
-    """The endpoints of `service`; the bodies of their requests count among `holdings`."""
+def service_of(connection: HTTPConnection) -> LoaderService:
+    """Return the service of the application that handles a request.
+
+    Endpoints find their state here and not in a closure: FastAPI keeps endpoint functions in caches of its modules,
+    which outlive the server, and a closure would keep the hosted dataset in memory with them.
+    """
+    return cast("LoaderService", connection.app.state.service)
+
+
+def make_router() -> APIRouter:
+    """Return the endpoints for loaders and batches; they use `service` and `holdings` of the application's state."""
     router = APIRouter(route_class=GuardedRoute)
-    bodies = Bodies(service.client_limits, holdings)
-    _add_loaders(router, service, bodies)
-    _add_batches(router, service, bodies)
+    _add_loaders(router)
+    _add_batches(router)
     return router
 
 
-def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
+def _add_loaders(router: APIRouter) -> None:
 
     @router.get(DATASETS_PATH, summary="The datasets that are hosted")
     @needs(READ)
     async def datasets(request: Request) -> list[DatasetInfo]:
-        return service.datasets_for(caller_of(request))
+        return service_of(request).datasets_for(caller_of(request))
 
     @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
     @needs(READ)
     async def dataset(request: Request, name: str) -> DatasetInfo:
-        return service.dataset(caller_of(request), name)
+        return service_of(request).dataset(caller_of(request), name)
 
     @router.post(
         LOADERS_PATH,
@@ -243,9 +251,9 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies.read(request, "spec_bytes") as body:
+        async with bodies_of(request).read(request, "spec_bytes") as body:
             spec = LoaderSpec.from_json(parsed_json(b"".join([piece async for piece in body])))
-        return await service.register(spec, caller_of(request))
+        return await service_of(request).register(spec, caller_of(request))
 
     @router.get(
         LOADERS_PATH + "/{key}",
@@ -253,7 +261,7 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
-        return service.registration(key, caller_of(request))
+        return service_of(request).registration(key, caller_of(request))
 
     @router.delete(
         LOADERS_PATH + "/{key}",
@@ -262,10 +270,10 @@ def _add_loaders(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
     )
     @needs(READ)
     async def end(request: Request, key: str) -> None:
-        await service.end_session_of(key, caller_of(request))
+        await service_of(request).end_session_of(key, caller_of(request))
 
 
-def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> None:
+def _add_batches(router: APIRouter) -> None:
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
         summary="One batch, as a frame",
@@ -277,7 +285,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
         consumer: Consumer = "", report: Report = "",
     ) -> Response:  # fmt: skip
-        caller = caller_of(request)
+        service, caller = service_of(request), caller_of(request)
         service.loader(caller, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
@@ -317,7 +325,7 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
             raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
-        said = said_with(request, report)
+        service, said = service_of(request), said_with(request, report)
         asked = service.batches(caller_of(request), who, key, epoch, start, stop, ahead, said=said)
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
@@ -337,9 +345,9 @@ def _add_batches(router: APIRouter, service: LoaderService, bodies: Bodies) -> N
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
-        caller = caller_of(request)
+        service, caller = service_of(request), caller_of(request)
         rules = service.index_rules(caller, key, epoch, start)
-        async with bodies.read(request, "body_bytes") as body:
+        async with bodies_of(request).read(request, "body_bytes") as body:
             first, indices = await index_lists.split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
@@ -393,6 +401,12 @@ class Bodies:
             yield pieces()
         finally:
             self._holdings.give_back(owner, held)
+
+
+def bodies_of(request: Request) -> Bodies:
+    """Return the reader of request bodies of the application that handles a request."""
+    state = request.app.state
+    return Bodies(state.service.client_limits, state.holdings)
 
 
 def parsed_json(body: bytes) -> object:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.access import STATS, UNCHECKED, needs
-from teleloader_server.api_http import departure
+from teleloader_server.api_http import departure, service_of
 from teleloader_server.exposition import exposed
 from teleloader_server.gate import GuardedRoute, RequestCaller, caller_of
 from teleloader_server.problems import Problem
@@ -87,22 +87,23 @@ class StatsStream(Response):
             await asyncio.wait(ends, timeout=self._every, return_when=asyncio.FIRST_COMPLETED)
 
 
-def make_status_router(service: LoaderService) -> APIRouter:
-    """The endpoints of `service` that tell how it does."""
+def make_status_router() -> APIRouter:
+    """Return the endpoints for statistics and probes.
+
+    They use the `service` of the application's state, and its `stats_streams`: the open streams of ``/stats``, with the
+    names of their principals.
+    """
     router = APIRouter(route_class=GuardedRoute)
-    _add_stats(router, service)
-    _add_probes(router, service)
+    _add_stats(router)
+    _add_probes(router)
     return router
 
 
-def _add_stats(router: APIRouter, service: LoaderService) -> None:
-    watchers: dict[StatsStream, str] = {}
-    """With the name of the principal whose they are."""
-
+def _add_stats(router: APIRouter) -> None:
     @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
     @needs(STATS)
     async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
-        return await service.stats(caller_of(request), limit, offset)
+        return await service_of(request).stats(caller_of(request), limit, offset)
 
     @router.get(
         STATS_PATH + "/stream",
@@ -119,13 +120,14 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     ) -> Response:
         caller = caller_of(request)
         name = caller.authorize(STATS).name
+        watchers: dict[StatsStream, str] = request.app.state.stats_streams
         most = MAX_WATCHERS // 2 if request.app.state.gate.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
                 f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "
                 "them to one principal: ask for /stats now and then"
             )
-        return StatsStream(service, watchers, caller, limit, offset, interval)
+        return StatsStream(service_of(request), watchers, caller, limit, offset, interval)
 
     @router.get(
         "/metrics",
@@ -136,11 +138,12 @@ def _add_stats(router: APIRouter, service: LoaderService) -> None:
     @needs(STATS)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
+        service = service_of(request)
         records = await service.stats(caller_of(request), MAX_CONSUMERS)
         return Response(encode(exposed(records, service.counts)), media_type=content_type)
 
 
-def _add_probes(router: APIRouter, service: LoaderService) -> None:
+def _add_probes(router: APIRouter) -> None:
     @router.get(HEALTH_PATH, summary="The process answers")
     @needs(UNCHECKED)
     async def healthz() -> dict[str, str]:
@@ -148,7 +151,8 @@ def _add_probes(router: APIRouter, service: LoaderService) -> None:
 
     @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
     @needs(UNCHECKED)
-    async def readyz() -> Any:
+    async def readyz(request: Request) -> Any:
+        service = service_of(request)
         if service.ready:
             return {"status": "ready"}
         return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")

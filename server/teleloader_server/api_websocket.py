@@ -17,7 +17,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from teleloader_server import index_lists
 from teleloader_server.access import READ, needs
 from teleloader_server.accounts import Holdings
-from teleloader_server.api_http import address_of, joined, ready_frames
+from teleloader_server.api_http import address_of, joined, ready_frames, service_of
 from teleloader_server.config import ClientLimits
 from teleloader_server.engine import BatchStream
 from teleloader_server.gate import caller_of, enter
@@ -223,8 +223,8 @@ class Conversation:
             pass  # nobody wants to know
 
 
-def make_stream_router(service: LoaderService, holdings: Holdings) -> APIRouter:
-    """The WebSocket of `service`; the lists that come there count among `holdings`."""
+def make_stream_router() -> APIRouter:
+    """Return the WebSocket endpoint; it uses the `service` and `holdings` of the application's state."""
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
@@ -234,11 +234,11 @@ def make_stream_router(service: LoaderService, holdings: Holdings) -> APIRouter:
             # before it is accepted: a stranger gets a response, and the server reads no message of a stranger
             await enter(socket, READ)
             with suppress(UnknownLoader):  # a message says so, and the client registers it again
-                service.loader(caller_of(socket), key, 0)
+                service_of(socket).loader(caller_of(socket), key, 0)
         except (TeleloaderError, Refusal) as error:
             await socket.send_denial_response(problem_of(error))
             return
         await socket.accept()  # later refusals are messages
-        await Conversation(socket, service, key, holdings).run()
+        await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
 
     return router

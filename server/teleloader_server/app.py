@@ -71,12 +71,13 @@ def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
     app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     app.add_middleware(Authentication, gate=app.state.gate, limit=unauthenticated)
-    app.include_router(make_access_router(app.state.gate))
     service.is_shared = lambda: len(app.state.gate.tokens.entries) > 1
-    holdings = Holdings(service.client_limits.held_bytes, service.is_shared)
-    app.include_router(make_router(service, holdings))
-    app.include_router(make_stream_router(service, holdings))
-    app.include_router(make_status_router(service))
+    app.state.service = service
+    app.state.holdings = Holdings(service.client_limits.held_bytes, service.is_shared)
+    app.state.stats_streams = {}
+    app.state.delayed_sign_ins = 0
+    for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
+        app.include_router(router)
     add_dashboard(app)
     handle_problems(app)
     return app

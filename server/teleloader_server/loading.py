@@ -235,13 +235,13 @@ class Loading:
             hosted.dataset,
             spec.batch_size,
             spec.drop_last,
-            prepare=lambda: self._prepare(hosted, task, found),
-            passed=lambda number, outcome: self._passed_over(hosted, task, found, number, outcome),
+            # not the pass itself, which refers to the shard: a reference cycle would keep the dataset in memory
+            prepare=lambda: self._prepare(hosted, task, self._passes[run]),
+            passed=lambda number, outcome: self._passed_over(hosted, task, self._passes[run], number, outcome),
             saved=saved,
             max_state=MAX_STATES // spec.shards,
         )
-        found = _Pass(shard, Replay(reached))
-        return found
+        return _Pass(shard, Replay(reached))
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: _Pass) -> None:
         """Before the dataset is iterated: each time in the same epoch, with the same random numbers."""

@@ -56,9 +56,10 @@ class InProcessPool:
         """Build the datasets."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
-        self._opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
+        opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
+        self._opened = opened
         self._thread.start()
-        hosted = await self._opened
+        hosted = await opened
         self._loop.call_soon(listener.worker_ready, 0)
         return [dataset.info for dataset in hosted.values()]
 
@@ -99,13 +100,16 @@ class InProcessPool:
     # -- in the thread
 
     def _run(self) -> None:
+        open_datasets, opened = self._open_datasets, self._opened
+        # the pool is part of reference cycles: only this thread's stack refers to the datasets
+        del self._open_datasets, self._opened
         with suppress(RuntimeError):  # the server has stopped, and its loop is closed
             try:
-                hosted = self._open_datasets()
+                hosted = open_datasets()
             except Exception as error:  # noqa: BLE001 - it is raised where the pool is started
-                self._loop.call_soon_threadsafe(self._opened.set_exception, error)
+                self._loop.call_soon_threadsafe(opened.set_exception, error)
                 return
-            self._loop.call_soon_threadsafe(self._opened.set_result, hosted)
+            self._loop.call_soon_threadsafe(opened.set_result, hosted)
             loading = Loading(hosted, -1, self._limits.max_batch_bytes, seeds=not self._as_caller)
             while (task := self._tasks.get()) is not None:
                 if isinstance(task, str):

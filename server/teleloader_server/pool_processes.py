@@ -201,6 +201,8 @@ class ProcessPool:
             self._forget(place.process)
         self._unwatch_template()
         await aside(self._template.reap)
+        # the pool is part of reference cycles: it must not keep the datasets until the next garbage collection
+        self._make_template = _no_template
 
     # -- the template
 
@@ -630,3 +632,7 @@ def _backoff(failures: int) -> float:
 def _signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _no_template() -> Template:
+    raise RuntimeError("cannot start a template process: the pool is closed")

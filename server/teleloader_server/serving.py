@@ -124,6 +124,7 @@ def serve(
     finally:
         local.end_serving(url)
         ending()
+        objects.clear()  # reference cycles of the server refer to it until the next garbage collection
 
 
 class _LocalServer:

@@ -10,28 +10,31 @@ import secrets
 import threading
 from collections.abc import Callable
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 PREFIX: Final = "local:"
 
-_lent: dict[str, Callable[..., Any]] = {}
+_lenders: WeakValueDictionary[str, object] = WeakValueDictionary()
+"""Weak: a function may refer to the loader that lends it, and then must not keep it in memory."""
 _served: dict[str, tuple[threading.Thread, int]] = {}
 
 
-def lend(function: Callable[..., Any]) -> str:
-    """A name under which `borrowed` finds the function in this process, until `take_back`."""
-    name = PREFIX + secrets.token_hex(16)
-    _lent[name] = function
+def lend(owner: object, argument: str) -> str:
+    """Return a name under which `borrowed` finds a function in this process, while `owner` exists.
+
+    Args:
+        owner: Refers to the function; the registry of names refers to neither.
+        argument: Name of the attribute of `owner` that is the function.
+    """
+    name = f"{PREFIX}{argument}:{secrets.token_hex(16)}"
+    _lenders[name] = owner
     return name
 
 
-def take_back(name: str) -> None:
-    """Forget a function that was lent."""
-    _lent.pop(name, None)
-
-
 def borrowed(name: str) -> Callable[..., Any] | None:
-    """The function that was lent under `name` in this process, if any."""
-    return _lent.get(name)
+    """Return the function that was lent under `name` in this process; None if there is none."""
+    owner = _lenders.get(name)
+    return None if owner is None else getattr(owner, name.split(":")[1])
 
 
 def begin_serving(url: str, thread: threading.Thread, num_workers: int) -> None:

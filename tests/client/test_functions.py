@@ -164,6 +164,7 @@ def test_a_server_of_this_process_is_lent_the_function(
 ) -> None:
     """Whatever can be called, for map-style and iterable-style datasets alike; the very object."""
     owner = Loader()
+    setattr(owner, argument, function)
     name = name_on_server(owner, argument, function, served_here)
     assert name is not None
     assert name.startswith(local.PREFIX)
@@ -171,8 +172,9 @@ def test_a_server_of_this_process_is_lent_the_function(
 
 
 def test_a_function_is_lent_for_as_long_as_its_loader_lives(served_here: RemoteDataset) -> None:
-    """Then nothing refers to it any more; other loaders' stay."""
+    """A lent function is found until its loader is deleted; functions of other loaders stay."""
     owner, other = Loader(), Loader()
+    owner.collate_fn = other.collate_fn = max
     names = [name_on_server(whose, "collate_fn", max, served_here) for whose in (owner, other)]
     assert len(set(names)) == 2
     del owner
