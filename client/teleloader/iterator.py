@@ -276,6 +276,8 @@ class LoaderIterator:
             self._wait(current)
             arrived = current.inbox.peek()
         assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
+        if current.stager is not None:
+            current.stager.warn()
         delivery = self._made(current, arrived)
         progress.state = (progress.next, delivery)
         return delivery

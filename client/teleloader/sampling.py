@@ -85,14 +85,23 @@ class IndexLists:
     def __init__(self, sampler: Iterable[Any], skip: int) -> None:
         self._iterator = iter(sampler)
         self._skip = skip
-        self.drawn = skip
-        """The number of the batch whose list will be drawn next."""
+        self._next = 0
+        """The number of the list that the sampler yields next, or has yielded and that is in `_yielded`."""
+        self._yielded: list[tuple[int, Any]] = []
+        """The last list, with its number. A signal handler that raises after the sampler yielded it does not lose it."""
+        self._interruption: BaseException | None = None
+        """What the sampler raised instead of a list, though nothing is wrong with it: Ctrl-C, for example."""
         self.frames: dict[int, bytes] = {}
         """Lists that were drawn and not sent, by batch number; whoever sends them replaces this by an empty one."""
         self.exhausted = False
         """Whether no more lists can be drawn."""
         self.error: Exception | None = None
         """Why not, if it is an error in the place of the next list."""
+
+    @property
+    def drawn(self) -> int:
+        """The number of the batch whose list will be drawn next."""
+        return max(self._skip, self._next)
 
     def draw(self, stop: int, encode: Callable[[int, Any], bytes]) -> None:
         """Draw the lists up to that of batch `stop`.
@@ -102,30 +111,41 @@ class IndexLists:
             encode: Makes the frame of a batch number and what the sampler yielded for it.
         """
         while not self.exhausted and self.drawn < stop:
-            k = self.drawn
+            k = self._next
             try:
-                while self._skip:
-                    next(self._iterator)
-                    self._skip -= 1
-                frame = encode(k, next(self._iterator))
-            except StopIteration:
-                self.exhausted = True
-                return
+                if not self._yield(k):
+                    self.exhausted = True
+                    self.error = None if self._interruption is None else _interrupted(k, self._interruption)
+                    return
+                if k >= self._skip:
+                    self.frames[k] = encode(k, self._yielded[0][1])
             except Exception as error:  # noqa: BLE001 - raised in the training loop, when it comes to that batch
                 self.error, self.exhausted = error, True
                 return
-            except BaseException as error:
-                # nobody knows what the sampler did before it was interrupted, and a generator is over now
-                self.error, self.exhausted = _interrupted(k, error), True
-                raise
-            self.frames[k] = frame
-            self.drawn = k + 1
+            self._next = k + 1
+
+    def _yield(self, k: int) -> bool:
+        """Let the sampler yield list k into `_yielded`, unless it is there; return False at the sampler's end."""
+        if self._yielded and self._yielded[0][0] == k:
+            return True
+        self._yielded.clear()
+        try:
+            # zip() and extend() run in C: between the sampler's return and the list no signal handler is called
+            self._yielded.extend(zip((k,), self._iterator, strict=False))
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interruption = error  # a generator is over now, and would seem to have come to its end
+            raise
+        if self._yielded:
+            self._interruption = None
+        return bool(self._yielded)
 
 
 def _interrupted(k: int, error: BaseException) -> TeleloaderError:
     return TeleloaderError(
-        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}: this iterator cannot "
-        "know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), "
+        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}, and ended it: this "
+        "iterator cannot know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), "
         "which continues with that batch"
     )
 

@@ -17,8 +17,8 @@ from teleloader.inbox import Inbox
 from teleloader.tensors.devices import Copy, Device, is_out_of_memory
 from teleloader_shared.codec import End, Failure, Frame
 
-_IN_NEXT: Final = 5
-"""The line of the training loop, seen from `Stager.use` through `LoaderIterator`."""
+_IN_NEXT: Final = 4
+"""The line of the training loop, seen from `Stager.warn` through `LoaderIterator`."""
 CLOSE_TIMEOUT: Final = 5.0
 """Seconds to wait for the thread to end; it takes long only while a driver blocks it."""
 
@@ -57,15 +57,18 @@ class Stager:
         """Return True if the loop can take a batch, or an error in its place."""
         return isinstance(frame.content, Failure | End) or frame.address.batch in self._copies
 
+    def warn(self) -> None:
+        """Warn the training loop of what happened in the other thread, once."""
+        if self._warning is not None:
+            text, self._warning = self._warning, None
+            warnings.warn(text, stacklevel=_IN_NEXT)
+
     def use(self, frame: Frame) -> Any:
         """Return a batch that is ready, on the device, for the current stream.
 
         Raises:
             Exception: If it could not be copied; the next attempt copies it anew.
         """
-        if self._warning is not None:
-            text, self._warning = self._warning, None
-            warnings.warn(text, stacklevel=_IN_NEXT)
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
             self.discard(frame)

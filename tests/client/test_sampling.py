@@ -125,7 +125,7 @@ def test_a_list_that_cannot_be_sent_ends_the_order_there() -> None:
 
 
 def test_an_interrupted_sampler_cannot_go_on() -> None:
-    """Its generator is over: an error says so in the place of the next list, and how to go on."""
+    """Its generator is over, which is not the end of the epoch: an error says so, and how to go on."""
 
     class Interrupted:
         """A sampler during whose third step Ctrl-C is pressed."""
@@ -137,7 +137,9 @@ def test_an_interrupted_sampler_cannot_go_on() -> None:
     lists = IndexLists(Interrupted(), 0)
     with pytest.raises(KeyboardInterrupt):
         drawn(lists, 5)
-    assert (list(lists.frames), lists.drawn, lists.exhausted) == ([0, 1], 2, True)
+    assert (list(lists.frames), lists.drawn, lists.exhausted) == ([0, 1], 2, False)
+    assert drawn(lists, 5) == [(0, 0), (1, 10)]
+    assert (lists.drawn, lists.exhausted) == (2, True)
     assert str(lists.error).startswith("KeyboardInterrupt interrupted the sampler while it drew the indices of batch 2")
 
 
