@@ -90,10 +90,12 @@ class Progress:
     @property
     def position(self) -> Position:
         """What comes next; after the last batch, the beginning of the next epoch."""
-        over = self.finished or (self.longest is not None and self.next.batch >= self.longest)
-        if not over:
-            return self.next
-        return Position(self.next.epoch + 1, base_seed=self.next.base_seed if self.keeps_base_seed else None)
+        position = self.next
+        if self.finished or (self.longest is not None and position.batch >= self.longest):
+            return Position(position.epoch + 1, base_seed=position.base_seed if self.keeps_base_seed else None)
+        if position.random is not None and not self.is_unused:
+            return position._replace(random={**position.random, "drawn": True})
+        return position
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from teleloader.measures import LoaderStats, Measures
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import (
+    PROCESS_GENERATORS,
     Batches,
     IndexLists,
     RandomState,
@@ -357,7 +358,8 @@ class DataLoader:
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
             # before anything is drawn
-            self._next = begun._replace(random={**random_state.save(), "draws_base_seed": draws})
+            drawn = {"draws_base_seed": draws, "drawn": self.num_workers > 0}
+            self._next = begun._replace(random={**random_state.save(), **drawn})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
             lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
             if begun.random and begun.random["draws_base_seed"]:
@@ -367,9 +369,11 @@ class DataLoader:
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
             passing = self._pass(order, lists, iterator.session)
             iterator.begin(passing)
-            # torch without workers draws nothing before the first batch is asked for
-            if self.num_workers > 0 or begun.random:
+            if begun.random and begun.random["drawn"]:
                 passing.feed()
+        # torch without workers draws nothing before the first batch is requested
+        if self.num_workers > 0:
+            passing.feed()
         if self._keeps_workers:
             iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
         self._progress, self._last = passing.progress, weakref.ref(iterator)
@@ -459,7 +463,21 @@ class DataLoader:
 
     @property
     def _random_state(self) -> RandomState:
-        return RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
+        sampler = self._own_sampler
+        return RandomState(self.generator, sampler, getattr(sampler, "sampler", None), process=self._process_generators)
+
+    @property
+    def _process_generators(self) -> Iterable[str]:
+        """Libraries whose global generators decide what the batches of later epochs are."""
+        order = self._order
+        if self._seed is not None or (order == "plan" and not self._is_served_here):
+            return ()
+        users = self._own_sampler is not None and not is_torchs_own(self._own_sampler)
+        loads_in_process = self.num_workers == 0 and local.loads_by_itself(self._remote.url)
+        if users or loads_in_process:
+            return PROCESS_GENERATORS
+        draws = self._own_sampler is not None or (self.generator is None and self._output == "torch")
+        return ("torch",) if draws else ()
 
     @property
     def _keeps_workers(self) -> bool:
@@ -547,9 +565,7 @@ class DataLoader:
         dataset the batches that its shards gave.
         """
         position = self._next if self._progress is None else self._progress.position
-        saved = state.save(position, self._identity, self._global_batch_size)
-        own = self._random_state.save_own()
-        return {**saved, "generators": own} if own else saved
+        return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
@@ -558,8 +574,8 @@ class DataLoader:
             StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
                 global batch of this loader.
         """
-        position = state.load(state_dict, self._identity, self._global_batch_size)
-        self._random_state.restore_own(state_dict.get("generators", []))
+        position, generators = state.load(state_dict, self._identity, self._global_batch_size)
+        self._random_state.restore(generators)
         self._next = position
         self._progress = None
 
