@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
+from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
 from teleloader.inbox import Inbox
@@ -256,6 +257,10 @@ class DataLoader:
         if collate_fn is None and self._output == "torch":
             self.collate_fn = torchs_collate(batched=self._batched)
         self._initialised = True
+        integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
+
+    _is_accelerate_prepared: ClassVar[bool] = True
+    """accelerate's `prepare_data_loader` keeps such loaders as they are: ranks and devices are arguments here."""
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
 
@@ -328,7 +333,11 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._begun()
 
-    def _begun(self) -> LoaderIterator:
+    def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
+        return SkippedBatches(self, num_batches, self._begun)
+
+    def _begun(self, first_batch: int = 0) -> LoaderIterator:
+        """Return an iterator of the next epoch that begins with `first_batch`, or later in an epoch that resumes."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
@@ -336,24 +345,24 @@ class DataLoader:
         if self.device is not None:
             warn_of_shared_device(self.device, stacklevel=4)
         if not self._keeps_workers:
-            self._begin(iterator := LoaderIterator())
+            self._begin(iterator := LoaderIterator(), first_batch)
             return iterator
         if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
-        self._begin(self._iterator)
+        self._begin(self._iterator, first_batch)
         return self._iterator
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The same batches for asyncio: waiting for one does not hold up the event loop."""
         return AsyncLoaderIterator(self._begun)
 
-    def _begin(self, iterator: LoaderIterator) -> None:
+    def _begin(self, iterator: LoaderIterator, first_batch: int) -> None:
         """Make `iterator` go through the next epoch."""
         order = self._order
         if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
             # frameworks try whether there is an iterator, and drop it: that was no epoch
             self._next = self._progress.next
-        begun = self._next
+        begun = self._next = self._next._replace(batch=max(self._next.batch, first_batch))
         random_state = self._random_state
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
