@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -108,6 +108,8 @@ class Pass:
     key: str
     """The spec's."""
     progress: Progress
+    batches: Sized | None
+    """Its length is that of the epoch, in batches; None for an iterable-style dataset."""
     session: Session
     receiver: Receiver
     lists: IndexLists | None
@@ -220,6 +222,16 @@ class LoaderIterator:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __len__(self) -> int:
+        """Return the number of batches of the whole epoch, as torch's iterators do.
+
+        Raises:
+            TypeError: If the dataset is iterable-style, or the sampler has no length.
+        """
+        if self._pass is None or self._pass.batches is None:
+            raise TypeError("an iterator of an iterable-style dataset has no len(): use len(loader)")
+        return len(self._pass.batches)
 
     def __next__(self) -> Any:
         current = self._current

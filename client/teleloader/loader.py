@@ -433,6 +433,7 @@ class DataLoader:
             spec=spec,
             key=registered.key,
             progress=progress,
+            batches=None if order == "iterable" else self._index_sampler if stop is None else range(stop),
             session=asking,
             receiver=receiver,
             lists=lists,

@@ -20,6 +20,7 @@ from tests.end_to_end.contract import (
     seed_everything,
     torch,
     torch_is_there,
+    torchs,
 )
 from tests.end_to_end.test_parity import ORDERS, Shuffling
 
@@ -95,3 +96,22 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
             loader.load_state_dict(state)
             rest = _run(loader, state["epoch"], [])
             assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)
+def test_iterators_have_the_length_of_their_epoch(arguments: dict[str, Any]) -> None:
+    """``len(iter(loader))`` is the number of batches of the whole epoch at any position, as with torch."""
+    theirs = iter(torchs(Numbers(), batch_size=3, shuffle=arguments.get("shuffle")))
+    with serve(Numbers()) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), batch_size=3, **arguments))
+        for position in range(5):
+            assert len(iterator) == len(theirs) == 4, position  # type: ignore[arg-type]
+            next(iterator, None), next(theirs, None)
+
+
+def test_iterators_of_iterable_style_datasets_have_no_length() -> None:
+    """It is a TypeError, as with torch."""
+    with pytest.raises(TypeError):
+        len(iter(torchs(Noisy(3), batch_size=1)))
+    with serve(Noisy(3)) as url, pytest.raises(TypeError, match=r"use len\(loader\)"):
+        len(iter(DataLoader(RemoteDataset(url), batch_size=1)))  # type: ignore[arg-type]
