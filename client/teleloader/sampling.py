@@ -176,19 +176,20 @@ class RandomState:
 
     Args:
         generator: The loader's torch.Generator, or None.
-        samplers: Samplers whose own generators count, too.
+        samplers: Samplers whose own generators count, too: each torch.Generator, NumPy generator and random.Random that
+            is an attribute of theirs.
         process: Libraries whose global generators count: names of `PROCESS_GENERATORS`.
     """
 
     def __init__(self, generator: Any, *samplers: Any, process: Iterable[str] = ()) -> None:
-        found = [generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
-        self._own = list({id(own): own for own in found if hasattr(own, "get_state")}.values())
+        found = [generator, *(value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())]
+        self._own = list({id(own): own for own in found if _is_generator(own)}.values())
         self._process = tuple(process)
 
     def save(self) -> dict[str, Any]:
         """Return the states of all generators as JSON values; an empty dictionary if there are none."""
         saved = {library: PROCESS_GENERATORS[library].save() for library in self._process}
-        return {**saved, "own": [_pack(own.get_state().numpy()) for own in self._own]} if self._own else saved
+        return {**saved, "own": [_save_own(own) for own in self._own]} if self._own else saved
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set all generators to a saved state.
@@ -205,11 +206,11 @@ class RandomState:
             )
         try:
             for own, saved in zip(self._own, states, strict=True):
-                own.set_state(sys.modules["torch"].from_numpy(_unpack(saved, np.uint8)))
+                _restore_own(own, saved)
             for library in self._process:
                 if state.get(library) is not None:
                     PROCESS_GENERATORS[library].restore(state[library])
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             raise StateMismatch(
                 f"cannot restore the random generators of a state: {short(str(error))}. Pass what state_dict() returned"
             ) from None
@@ -232,32 +233,66 @@ class RandomState:
             process.restore(before)
 
 
+def _is_generator(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
+
+
+def _save_own(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return _Python.save(generator)
+    if isinstance(generator, np.random.RandomState):
+        return _NumPy.save(generator)
+    if isinstance(generator, np.random.Generator):
+        return _listed(generator.bit_generator.state)
+    return _pack(generator.get_state().numpy())
+
+
+def _restore_own(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        _Python.restore(state, generator)
+    elif isinstance(generator, np.random.RandomState):
+        _NumPy.restore(state, generator)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(sys.modules["torch"].from_numpy(_unpack(state, np.uint8)))
+
+
+def _listed(state: Any) -> Any:
+    """Return the state of a NumPy bit generator with lists for arrays, which its setter takes, too."""
+    if isinstance(state, dict):
+        return {name: _listed(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
 class _Python:
-    """The global generator of the module ``random``."""
+    """A random.Random; by default the global one of the module ``random``."""
 
     @staticmethod
-    def save() -> list[Any]:
-        version, words, gauss = random.getstate()
+    def save(generator: Any = random) -> list[Any]:
+        version, words, gauss = generator.getstate()
         return [version, _pack(np.array(words, np.uint32)), gauss]
 
     @staticmethod
-    def restore(state: list[Any]) -> None:
+    def restore(state: list[Any], generator: Any = random) -> None:
         version, words, gauss = state
-        random.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
+        generator.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
 
 
 class _NumPy:
-    """NumPy's global generator."""
+    """A numpy.random.RandomState; by default NumPy's global one."""
 
     @staticmethod
-    def save() -> list[Any]:
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    def save(generator: Any = np.random) -> list[Any]:
+        name, keys, position, has_gauss, cached = generator.get_state(legacy=True)
         return [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached]
 
     @staticmethod
-    def restore(state: list[Any]) -> None:
+    def restore(state: list[Any], generator: Any = np.random) -> None:
         name, keys, position, has_gauss, cached = state
-        np.random.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
+        generator.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
 
 
 class _Torch:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
@@ -52,6 +53,37 @@ CASES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
     "random augmentation": (AUGMENTED, lambda: {"batch_size": 4, "num_workers": 2}),
     "iterable-style, 2 workers": (Noisy(4, 2), lambda: {"batch_size": 2, "num_workers": 2}),
 }  # fmt: skip
+
+
+class DrawsFrom:
+    """A user-written sampler that draws each index from a generator of its own, in an attribute of any name."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(10):
+            if hasattr(self._source, "randrange"):
+                yield self._source.randrange(10)
+            else:
+                yield int(self._source.uniform(0, 10))
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "random.Random": lambda: random.Random(3),
+    "default_rng": lambda: np.random.default_rng(3),
+    "Generator(MT19937)": lambda: np.random.Generator(np.random.MT19937(3)),
+    "Generator(SFC64)": lambda: np.random.Generator(np.random.SFC64(3)),
+    "RandomState": lambda: np.random.RandomState(3),
+}
+CASES.update(
+    {
+        f"a sampler that draws from its own {name}": (
+            Numbers(), lambda source=source: {"batch_size": 4, "sampler": DrawsFrom(source())}  # type: ignore[misc]
+        )
+        for name, source in SOURCES.items()
+    }
+)  # fmt: skip
 
 
 def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[Any]:
