@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -91,10 +91,12 @@ class Progress:
     @property
     def position(self) -> Position:
         """What comes next; after the last batch, the beginning of the next epoch."""
-        over = self.finished or (self.longest is not None and self.next.batch >= self.longest)
-        if not over:
-            return self.next
-        return Position(self.next.epoch + 1, base_seed=self.next.base_seed if self.keeps_base_seed else None)
+        position = self.next
+        if self.finished or (self.longest is not None and position.batch >= self.longest):
+            return Position(position.epoch + 1, base_seed=position.base_seed if self.keeps_base_seed else None)
+        if position.random is not None and not self.is_unused:
+            return position._replace(random={**position.random, "drawn": True})
+        return position
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +109,8 @@ class Pass:
     key: str
     """The spec's."""
     progress: Progress
+    batches: Sized | None
+    """Its length is that of the epoch, in batches; None for an iterable-style dataset."""
     session: Session
     receiver: Receiver
     lists: IndexLists | None
@@ -219,6 +223,16 @@ class LoaderIterator:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __len__(self) -> int:
+        """Return the number of batches of the whole epoch, as torch's iterators do.
+
+        Raises:
+            TypeError: If the dataset is iterable-style, or the sampler has no length.
+        """
+        if self._pass is None or self._pass.batches is None:
+            raise TypeError("an iterator of an iterable-style dataset has no len(): use len(loader)")
+        return len(self._pass.batches)
 
     def __next__(self) -> Any:
         current = self._current

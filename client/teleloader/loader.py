@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
+from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
 from teleloader.inbox import Inbox
@@ -25,6 +26,7 @@ from teleloader.measures import LoaderStats, Measures
 from teleloader.receiver import Receiver
 from teleloader.remote import RemoteDataset
 from teleloader.sampling import (
+    PROCESS_GENERATORS,
     Batches,
     IndexLists,
     RandomState,
@@ -254,6 +256,10 @@ class DataLoader:
         if collate_fn is None and self._output == "torch":
             self.collate_fn = torchs_collate(batched=self._batched)
         self._initialised = True
+        integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
+
+    _is_accelerate_prepared: ClassVar[bool] = True
+    """accelerate's `prepare_data_loader` keeps such loaders as they are: ranks and devices are arguments here."""
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
 
@@ -326,17 +332,21 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._begun(self._accelerator())
 
-    def _begun(self, device: Device | None) -> LoaderIterator:
+    def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
+        return SkippedBatches(self, num_batches, lambda first: self._begun(self._accelerator(), first))
+
+    def _begun(self, device: Device | None, first_batch: int = 0) -> LoaderIterator:
+        """Return an iterator of the next epoch that begins with `first_batch`, or later in an epoch that resumes."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device, current_accelerator(), stacklevel=4)
         if not self._keeps_workers:
-            self._begin(iterator := LoaderIterator(), device)
+            self._begin(iterator := LoaderIterator(), device, first_batch)
             return iterator
         if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
-        self._begin(self._iterator, device)
+        self._begin(self._iterator, device, first_batch)
         return self._iterator
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -344,18 +354,19 @@ class DataLoader:
         device = self._accelerator()  # here: the current device is that of a thread, and iter() runs in another one
         return AsyncLoaderIterator(lambda: self._begun(device))
 
-    def _begin(self, iterator: LoaderIterator, device: Device | None) -> None:
+    def _begin(self, iterator: LoaderIterator, device: Device | None, first_batch: int) -> None:
         """Make `iterator` go through the next epoch."""
         order = self._order
         if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
             # frameworks try whether there is an iterator, and drop it: that was no epoch
             self._next = self._progress.next
-        begun = self._next
+        begun = self._next = self._next._replace(batch=max(self._next.batch, first_batch))
         random_state = self._random_state
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
             # before anything is drawn
-            self._next = begun._replace(random={**random_state.save(), "draws_base_seed": draws})
+            drawn = {"draws_base_seed": draws, "drawn": self.num_workers > 0}
+            self._next = begun._replace(random={**random_state.save(), **drawn})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
             lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
             if begun.random and begun.random["draws_base_seed"]:
@@ -365,9 +376,11 @@ class DataLoader:
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
             passing = self._pass(order, lists, iterator.session, device)
             iterator.begin(passing)
-            # torch without workers draws nothing before the first batch is asked for
-            if self.num_workers > 0 or begun.random:
+            if begun.random and begun.random["drawn"]:
                 passing.feed()
+        # torch without workers draws nothing before the first batch is requested
+        if self.num_workers > 0:
+            passing.feed()
         if self._keeps_workers:
             iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
         self._progress, self._last = passing.progress, weakref.ref(iterator)
@@ -414,6 +427,7 @@ class DataLoader:
             spec=spec,
             key=registered.key,
             progress=progress,
+            batches=None if order == "iterable" else self._index_sampler if stop is None else range(stop),
             session=asking,
             receiver=receiver,
             lists=lists,
@@ -457,7 +471,21 @@ class DataLoader:
 
     @property
     def _random_state(self) -> RandomState:
-        return RandomState(self.generator, self._own_sampler, getattr(self._own_sampler, "sampler", None))
+        sampler = self._own_sampler
+        return RandomState(self.generator, sampler, getattr(sampler, "sampler", None), process=self._process_generators)
+
+    @property
+    def _process_generators(self) -> Iterable[str]:
+        """Libraries whose global generators decide what the batches of later epochs are."""
+        order = self._order
+        if self._seed is not None or (order == "plan" and not self._is_served_here):
+            return ()
+        users = self._own_sampler is not None and not is_torchs_own(self._own_sampler)
+        loads_in_process = self.num_workers == 0 and local.loads_by_itself(self._remote.url)
+        if users or loads_in_process:
+            return PROCESS_GENERATORS
+        draws = self._own_sampler is not None or (self.generator is None and self._output == "torch")
+        return ("torch",) if draws else ()
 
     @property
     def _keeps_workers(self) -> bool:
@@ -545,9 +573,7 @@ class DataLoader:
         dataset the batches that its shards gave.
         """
         position = self._next if self._progress is None else self._progress.position
-        saved = state.save(position, self._identity, self._global_batch_size)
-        own = self._random_state.save_own()
-        return {**saved, "generators": own} if own else saved
+        return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
@@ -556,8 +582,8 @@ class DataLoader:
             StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
                 global batch of this loader.
         """
-        position = state.load(state_dict, self._identity, self._global_batch_size)
-        self._random_state.restore_own(state_dict.get("generators", []))
+        position, generators = state.load(state_dict, self._identity, self._global_batch_size)
+        self._random_state.restore(generators)
         self._next = position
         self._progress = None
 

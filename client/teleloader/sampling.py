@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any
+from reprlib import repr as short
+from typing import Any, Final
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class IndexLists:
         self._next = 0
         """The number of the list that the sampler yields next, or has yielded and that is in `_yielded`."""
         self._yielded: list[tuple[int, Any]] = []
-        """The last list, with its number. A signal handler that raises after the sampler yielded it does not lose it."""
+        """The last list, with its number: kept, because a signal handler may raise before the list is encoded."""
         self._interruption: BaseException | None = None
         """What the sampler raised instead of a list, though nothing is wrong with it: Ctrl-C, for example."""
         self.frames: dict[int, bytes] = {}
@@ -145,8 +146,8 @@ class IndexLists:
 def _interrupted(k: int, error: BaseException) -> TeleloaderError:
     return TeleloaderError(
         f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}, and ended it: this "
-        "iterator cannot know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), "
-        "which continues with that batch"
+        "iterator cannot know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call "
+        "iter(loader), which continues with that batch"
     )
 
 
@@ -191,72 +192,146 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """The generators that samplers draw from, as they are at one moment: of Python, NumPy and torch, and their own.
+    """The random generators that the order and the base seeds of a loader's epochs are drawn from.
 
     Args:
-        generator: The loader's torch.Generator, if any.
-        samplers: Those whose own generators count besides.
+        generator: The loader's torch.Generator, or None.
+        samplers: Samplers whose own generators count, too: each torch.Generator, NumPy generator and random.Random that
+            is an attribute of theirs.
+        process: Libraries whose global generators count: names of `PROCESS_GENERATORS`.
     """
 
-    def __init__(self, generator: Any, *samplers: Any) -> None:
-        found = [generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
-        self._own = list({id(own): own for own in found if hasattr(own, "get_state")}.values())
+    def __init__(self, generator: Any, *samplers: Any, process: Iterable[str] = ()) -> None:
+        found = [generator, *(value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())]
+        self._own = list({id(own): own for own in found if _is_generator(own)}.values())
+        self._process = tuple(process)
 
     def save(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
-        version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        torch = sys.modules.get("torch")
-        return {
-            "python": [version, _pack(np.array(words, np.uint32)), gauss],
-            "numpy": [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached],
-            "torch": None if torch is None else _pack(torch.get_rng_state().numpy()),
-            "own": self.save_own(),
-        }
+        """Return the states of all generators as JSON values; an empty dictionary if there are none."""
+        saved = {library: PROCESS_GENERATORS[library].save() for library in self._process}
+        return {**saved, "own": [_save_own(own) for own in self._own]} if self._own else saved
 
-    def save_own(self) -> list[str]:
-        """The loader's and the samplers' own generators."""
-        return [_pack(own.get_state().numpy()) for own in self._own]
-
-    def restore_own(self, states: list[str]) -> None:
-        """Set them.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set all generators to a saved state.
 
         Raises:
-            StateMismatch: When there are not as many.
+            StateMismatch: If the state holds other generators, or values that `save` does not return. Generators before
+                the damaged one are set.
         """
+        states = state.get("own", [])
         if len(states) != len(self._own):
             raise StateMismatch(
                 f"the state was saved with {len(states)} generators of its own, and this loader has {len(self._own)}: "
                 "resume with the loader's old arguments"
             )
-        for own, saved in zip(self._own, states, strict=True):
-            own.set_state(sys.modules["torch"].from_numpy(_unpack(saved, np.uint8)))
+        try:
+            for own, saved in zip(self._own, states, strict=True):
+                _restore_own(own, saved)
+            for library in self._process:
+                if state.get(library) is not None:
+                    PROCESS_GENERATORS[library].restore(state[library])
+        except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
+            raise StateMismatch(
+                f"cannot restore the random generators of a state: {short(str(error))}. Pass what state_dict() returned"
+            ) from None
 
     @contextmanager
-    def as_saved(self, state: dict[str, Any]) -> Iterator[None]:
-        """Draw as when the state was saved; afterwards the generators of the process are as they were before.
+    def as_saved(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Draw from the generators as they were at `state`; afterwards the global ones are as they were before.
 
-        The loader's and the samplers' own generators stay where they have come to: they belong to the loader.
+        The loader's and the samplers' own generators keep the state that they were drawn to.
 
         Raises:
-            StateMismatch: When it is the state of other generators.
+            StateMismatch: If it is the state of other generators.
         """
-        before = RandomState(None).save()
-        self.restore_own(state["own"])
-        self._restore(state)
+        process = RandomState(None, process=self._process)
+        before = process.save()
         try:
+            self.restore(state)
             yield
         finally:
-            RandomState(None)._restore(before)
+            process.restore(before)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
-        name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
+
+def _is_generator(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
+
+
+def _save_own(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return _Python.save(generator)
+    if isinstance(generator, np.random.RandomState):
+        return _NumPy.save(generator)
+    if isinstance(generator, np.random.Generator):
+        return _listed(generator.bit_generator.state)
+    return _pack(generator.get_state().numpy())
+
+
+def _restore_own(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        _Python.restore(state, generator)
+    elif isinstance(generator, np.random.RandomState):
+        _NumPy.restore(state, generator)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(sys.modules["torch"].from_numpy(_unpack(state, np.uint8)))
+
+
+def _listed(state: Any) -> Any:
+    """Return the state of a NumPy bit generator with lists for arrays, which its setter takes, too."""
+    if isinstance(state, dict):
+        return {name: _listed(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+class _Python:
+    """A random.Random; by default the global one of the module ``random``."""
+
+    @staticmethod
+    def save(generator: Any = random) -> list[Any]:
+        version, words, gauss = generator.getstate()
+        return [version, _pack(np.array(words, np.uint32)), gauss]
+
+    @staticmethod
+    def restore(state: list[Any], generator: Any = random) -> None:
+        version, words, gauss = state
+        generator.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
+
+
+class _NumPy:
+    """A numpy.random.RandomState; by default NumPy's global one."""
+
+    @staticmethod
+    def save(generator: Any = np.random) -> list[Any]:
+        name, keys, position, has_gauss, cached = generator.get_state(legacy=True)
+        return [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached]
+
+    @staticmethod
+    def restore(state: list[Any], generator: Any = np.random) -> None:
+        name, keys, position, has_gauss, cached = state
+        generator.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
+
+
+class _Torch:
+    """Torch's global generator of the CPU, where torch is loaded."""
+
+    @staticmethod
+    def save() -> str | None:
         torch = sys.modules.get("torch")
-        if torch is not None and state["torch"] is not None:
-            torch.set_rng_state(torch.from_numpy(_unpack(state["torch"], np.uint8)))
+        return None if torch is None else _pack(torch.get_rng_state().numpy())
+
+    @staticmethod
+    def restore(state: str) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_rng_state(torch.from_numpy(_unpack(state, np.uint8)))
+
+
+PROCESS_GENERATORS: Final[dict[str, Any]] = {"python": _Python, "numpy": _NumPy, "torch": _Torch}
+"""Global generators of the process, by library."""
 
 
 def _pack(array: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.text import short
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 
 
 class Position(NamedTuple):
@@ -18,25 +18,31 @@ class Position(NamedTuple):
     epoch: int = 0
     batch: int = 0
     random: dict[str, Any] | None = None
-    """For an order of the client's own that was drawn before: the random state that it was drawn with."""
+    """For a client-side sampler: the random generators when the iterator of this epoch began, `draws_base_seed` (True
+    if the base seed was drawn from them first) and `drawn` (True if the first index list was drawn)."""
     base_seed: int | None = None
     """The base seed of an epoch that was begun before."""
     shard_states: tuple[str | None, ...] | None = None
     """Where the shards of an iterable-style dataset stand, as far as they can say so."""
 
 
-def save(position: Position, identity: Mapping[str, Any], global_batch_size: int | None) -> dict[str, Any]:
-    """The state of a loader that stands at `position`.
+def save(
+    position: Position, identity: Mapping[str, Any], global_batch_size: int | None, generators: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state of a loader at `position`.
 
     Args:
         position: Where it stands.
         identity: What a loader that goes on must have in common with it.
         global_batch_size: With a plan: samples in a batch of all ranks together. A place in a plan is counted in
             samples, so that it means the same for another number of ranks.
+        generators: The random generators that later epochs are drawn from, as they are now.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if position.base_seed is not None:
         state["base_seed"] = position.base_seed
+    if generators:
+        state["generators"] = dict(generators)
     if global_batch_size is not None:
         return {**state, "samples": position.batch * global_batch_size}
     if position.shard_states is not None:
@@ -44,8 +50,10 @@ def save(position: Position, identity: Mapping[str, Any], global_batch_size: int
     return {**state, "batch": position.batch, "random": position.random}
 
 
-def load(state: object, identity: Mapping[str, Any], global_batch_size: int | None) -> Position:
-    """Where a loader stands that is given `state`.
+def load(
+    state: object, identity: Mapping[str, Any], global_batch_size: int | None
+) -> tuple[Position, Mapping[str, Any]]:
+    """Return the position that `state` was saved at, and the random generators of later epochs.
 
     Raises:
         StateMismatch: When it is the state of something else, or stands within a global batch of this loader.
@@ -69,13 +77,14 @@ def load(state: object, identity: Mapping[str, Any], global_batch_size: int | No
             f"world_size = {global_batch_size}: choose them so that they divide it"
         )
     shard_states = _optional(state, "shard_states", list | tuple)
-    return Position(
+    position = Position(
         epoch,
         batch,
         _optional(state, "random", dict),
         _optional(state, "base_seed", int),
         None if shard_states is None else tuple(shard_states),
     )
+    return position, _optional(state, "generators", dict) or {}
 
 
 def _optional(state: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from teleloader.sampling import (
+    PROCESS_GENERATORS,
     Batches,
     IndexLists,
     RandomState,
@@ -361,26 +362,28 @@ def test_what_is_drawn_from_a_saved_state_is_the_same_again(generators: Any) -> 
     """From Python's, NumPy's and torch's generators, the second of two normal numbers included, and the loader's."""
     random.gauss(0, 1)
     np.random.normal()
-    state = through_json(RandomState(generators).save())
+    every = RandomState(generators, process=PROCESS_GENERATORS)
+    state = through_json(every.save())
     first = draw(generators)
     assert draw(generators) != first
-    with RandomState(generators).as_saved(state):
+    with every.as_saved(state):
         assert draw(generators) == first
-    with RandomState(generators).as_saved(state):
-        assert draw(generators) == first
+    every.restore(state)
+    assert draw(generators) == first
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_process_draws_on_where_it_was(generators: Any, fails: bool) -> None:
     """Resuming an order leaves the training loop's random numbers alone, also after an error."""
     np.random.normal()
-    state = through_json(RandomState(None).save())
+    every = RandomState(None, process=PROCESS_GENERATORS)
+    state = through_json(every.save())
     draw()
-    here = RandomState(None).save()
-    with suppress(ZeroDivisionError), RandomState(None).as_saved(state):
+    here = every.save()
+    with suppress(ZeroDivisionError), every.as_saved(state):
         draw()
         assert 1 / (not fails)
-    assert RandomState(None).save() == here
+    assert every.save() == here
 
 
 def test_a_loaders_own_generator_stays_where_it_has_come_to(generators: Any) -> None:
@@ -408,37 +411,56 @@ def test_samplers_bring_generators_of_their_own(generators: Any) -> None:
         assert [list(sampler) for sampler in samplers[:2]] == expected
 
 
-def test_a_loaders_own_generators_can_be_set_alone(generators: Any) -> None:
-    """Those of the process are not touched; a state of another number of them is refused."""
+def test_only_the_named_global_generators_are_saved_and_restored(generators: Any) -> None:
+    """Without names, the loader's own generators are restored alone; a state of another number of them is refused."""
     own = RandomState(generators)
-    states = through_json({"own": own.save_own()})["own"]
+    state = through_json(own.save())
+    assert list(state) == ["own"]
+    assert RandomState(None).save() == {}
+    assert list(RandomState(None, process=["torch"]).save()) == ["torch"]
     expected = draw(generators)[-1]
-    here = RandomState(None).save()
-    own.restore_own(states)
-    assert RandomState(None).save() == here
+    every = RandomState(None, process=PROCESS_GENERATORS)
+    here = every.save()
+    own.restore(state)
+    assert every.save() == here
     assert draw(generators)[-1] == expected
     with pytest.raises(StateMismatch, match="saved with 2 generators of its own, and this loader has 1: resume with"):
-        own.restore_own(states * 2)
+        own.restore({"own": state["own"] * 2})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"python": [3, "AA==", None]}, {"python": 5}, {"numpy": ["MT19937", "", 0, 0, 0.0]}, {"torch": "AA=="},
+     {"torch": 1}, {"torch": "%"}],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_state_of_a_generator_is_refused(generators: Any, damaged: dict[str, Any]) -> None:
+    """The error is a StateMismatch that says what to pass, whatever value is damaged."""
+    every = RandomState(None, process=PROCESS_GENERATORS)
+    with pytest.raises(StateMismatch, match="cannot restore the random generators of a state: "):
+        every.restore({**every.save(), **damaged})
 
 
 def test_a_state_of_other_generators_is_refused(generators: Any) -> None:
     """With both numbers; nothing was drawn or set."""
     state = through_json(RandomState(generators).save())
-    here = RandomState(None).save()
+    every = RandomState(None, process=PROCESS_GENERATORS)
+    here = every.save()
     with (
         pytest.raises(StateMismatch, match="saved with 1 generators of its own, and this loader has 0: resume with"),
-        RandomState(None).as_saved(state),
+        every.as_saved(state),
     ):
         pytest.fail("nothing may be drawn")
-    assert RandomState(None).save() == here
+    assert every.save() == here
 
 
 def test_without_torch_there_are_two_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's and NumPy's; a state that was saved without torch can be used with it."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
-        state = through_json(RandomState(None).save())
+        every = RandomState(None, process=PROCESS_GENERATORS)
+        state = through_json(every.save())
         first = random.random(), float(np.random.random())
     assert state["torch"] is None
-    with RandomState(None).as_saved(state):
+    with every.as_saved(state):
         assert (random.random(), float(np.random.random())) == first

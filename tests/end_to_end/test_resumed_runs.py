@@ -1,0 +1,149 @@
+"""A run that resumes from a state equals the uninterrupted run: the rest of its epoch, and all later epochs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.end_to_end.contract import (
+    Made,
+    Noisy,
+    Numbers,
+    assert_same,
+    few_cpus_are_fine,
+    seed_everything,
+    torch,
+    torch_is_there,
+    torchs,
+)
+from tests.end_to_end.test_parity import ORDERS, Shuffling
+
+__all__ = ["torch_is_there"]
+
+EPOCHS = 3
+OTHER_SEED = 77
+
+AUGMENTED = Made(lambda i: (i, random.random(), torch.rand(())))
+
+
+def _numbers(name: str, **more: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    return Numbers(), lambda: {**ORDERS[name](), **more}
+
+
+CASES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
+    **{f"shuffled, {n} workers": _numbers("shuffled", batch_size=4, num_workers=n) for n in range(4)},
+    "shuffled, seeded": _numbers("shuffled", seed=5),
+    "shuffled by a generator, 0 workers": _numbers("shuffled by a generator"),
+    "shuffled by a generator, 2 workers": _numbers("shuffled by a generator", num_workers=2),
+    "RandomSampler without a generator": _numbers("RandomSampler"),
+    "RandomSampler with a generator of its own": _numbers("RandomSampler with a generator of its own"),
+    "a sampler that draws in mid-epoch, 0 workers": _numbers("a sampler of one's own that draws"),
+    "a sampler that draws in mid-epoch, 2 workers": _numbers("a sampler of one's own that draws", num_workers=2),
+    "a sampler that draws, NumPy": (
+        Numbers(), lambda: {"batch_size": 4, "sampler": Shuffling(10), "output": "numpy"}
+    ),
+    "persistent workers": _numbers("shuffled", num_workers=2, persistent_workers=True),
+    "random augmentation": (AUGMENTED, lambda: {"batch_size": 4, "num_workers": 2}),
+    "iterable-style, 2 workers": (Noisy(4, 2), lambda: {"batch_size": 2, "num_workers": 2}),
+}  # fmt: skip
+
+
+class DrawsFrom:
+    """A user-written sampler that draws each index from a generator of its own, in an attribute of any name."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(10):
+            if hasattr(self._source, "randrange"):
+                yield self._source.randrange(10)
+            else:
+                yield int(self._source.uniform(0, 10))
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "random.Random": lambda: random.Random(3),
+    "default_rng": lambda: np.random.default_rng(3),
+    "Generator(MT19937)": lambda: np.random.Generator(np.random.MT19937(3)),
+    "Generator(SFC64)": lambda: np.random.Generator(np.random.SFC64(3)),
+    "RandomState": lambda: np.random.RandomState(3),
+}
+CASES.update(
+    {
+        f"a sampler that draws from its own {name}": (
+            Numbers(), lambda source=source: {"batch_size": 4, "sampler": DrawsFrom(source())}  # type: ignore[misc]
+        )
+        for name, source in SOURCES.items()
+    }
+)  # fmt: skip
+
+
+def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[Any]:
+    """Train from epoch `first` on; the training step draws random numbers, too.
+
+    Returns:
+        All batches. `states` receives the loader's state at each position, after the number of batches before it.
+    """
+    batches: list[Any] = []
+
+    def save() -> None:
+        states.append((len(batches), json.dumps(loader.state_dict())))
+
+    for _ in range(first, EPOCHS):
+        save()
+        iterator = iter(loader)
+        save()
+        for batch in iterator:
+            batches.append(batch)
+            torch.rand(3)
+            save()
+    return batches
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
+    """From a state of any position, a new process whose generators are seeded otherwise yields all remaining batches.
+
+    The positions are: before `iter()`, between `iter()` and the first batch, after each batch, and after StopIteration,
+    of each of three epochs.
+    """
+    dataset, fresh = CASES[name]
+    with few_cpus_are_fine(), serve(dataset, num_workers=2) as url:
+        remote = RemoteDataset(url)
+        seed_everything()
+        states: list[tuple[int, str]] = []
+        whole = _run(DataLoader(remote, **fresh()), 0, states)
+        for taken, saved in states:
+            seed_everything(OTHER_SEED)
+            loader = DataLoader(remote, **fresh())
+            state = json.loads(saved)
+            loader.load_state_dict(state)
+            rest = _run(loader, state["epoch"], [])
+            assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)
+def test_iterators_have_the_length_of_their_epoch(arguments: dict[str, Any]) -> None:
+    """``len(iter(loader))`` is the number of batches of the whole epoch at any position, as with torch."""
+    theirs = iter(torchs(Numbers(), batch_size=3, shuffle=arguments.get("shuffle")))
+    with serve(Numbers()) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), batch_size=3, **arguments))
+        for position in range(5):
+            assert len(iterator) == len(theirs) == 4, position  # type: ignore[arg-type]
+            next(iterator, None), next(theirs, None)
+
+
+def test_iterators_of_iterable_style_datasets_have_no_length() -> None:
+    """It is a TypeError, as with torch."""
+    with pytest.raises(TypeError):
+        len(iter(torchs(Noisy(3), batch_size=1)))
+    with serve(Noisy(3)) as url, pytest.raises(TypeError, match=r"use len\(loader\)"):
+        len(iter(DataLoader(RemoteDataset(url), batch_size=1)))  # type: ignore[arg-type]
