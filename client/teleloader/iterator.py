@@ -434,19 +434,31 @@ def _end(pass_: Pass) -> None:
     if pass_ not in _passes:
         return  # a forked copy: it is the parent's
     _passes.discard(pass_)
-    pass_.close()
-    if pass_.spec.session is not None:
-        pass_.receiver.end_session()
+    try:
+        pass_.close()
+    finally:
+        if pass_.spec.session is not None:
+            pass_.receiver.end_session()
 
 
 def _leave() -> None:
     """The interpreter ends: so do threads that still iterate, without a word."""
     for pass_ in _passes.copy():
-        pass_.receiver.close(SystemExit())
-        _end(pass_)
+        with suppress(Exception):  # the others end all the same
+            pass_.receiver.close(SystemExit())
+            _end(pass_)
+
+
+_of_parent: list[Pass] = []
+"""In a forked process: kept for ever, because to free device memory there would call a driver that does not work."""
+
+
+def _leave_to_parent() -> None:
+    _of_parent.extend(_passes)
+    _passes.clear()
 
 
 # what is registered last is called first: before the servers of objects of this process end, which are finalizers too
 weakref.finalize(Pass, lambda: None)
 atexit.register(_leave)
-after_fork_in_child(_passes.clear)
+after_fork_in_child(_leave_to_parent)

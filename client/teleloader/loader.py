@@ -53,7 +53,7 @@ from teleloader.tensors.memory import HostBuffers
 from teleloader.tensors.output import Output, choose_output
 from teleloader.tensors.pinned import process_budget
 from teleloader.tracing import PassTrace
-from teleloader_shared import local, tracing
+from teleloader_shared import local, shard_state, tracing
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
@@ -571,8 +571,14 @@ class DataLoader:
         it is the same on each rank, and fits another number of ranks when ``batch_size * world_size`` divides it. For a
         sampler it holds the random state that the epoch's order was drawn with besides, 10 KB; for an iterable-style
         dataset the batches that its shards gave.
+
+        Raises:
+            StateMismatch: If an iterable-style dataset's own state cannot be saved; the message names the value.
         """
         position = self._next if self._progress is None else self._progress.position
+        for text in position.shard_states or ():
+            if text is not None:
+                shard_state.check(text)
         return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

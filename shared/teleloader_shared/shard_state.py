@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, Failure
+from teleloader_shared.codec import Address, Bits, Failure
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, StateMismatch
 from teleloader_shared.memory import TorchMemory
 from teleloader_shared.spec import MAX_STATES
@@ -52,9 +52,22 @@ def unpack(text: str) -> Any:
     Raises:
         StateMismatch: When the text is damaged, or the state could not be kept when it was saved.
     """
+    return _read(text, TorchMemory)
+
+
+def check(text: str) -> None:
+    """Raise what `unpack` would, without making arrays: a client may have no torch.
+
+    Raises:
+        StateMismatch: When the text is damaged, or the state could not be kept.
+    """
+    _read(text, Bits)
+
+
+def _read(text: str, kind: type[Bits]) -> Any:
     try:
         raw = np.frombuffer(bytearray(base64.b64decode(text, validate=True)), np.uint8)
-        found = codec.read(TorchMemory(raw), MAX_STATES).content
+        found = codec.read(kind(raw), MAX_STATES).content
     except (binascii.Error, ValueError, ProtocolError, CorruptFrame) as error:
         raise StateMismatch(f"invalid state of a shard: {error}. Resume from an undamaged checkpoint") from None
     if isinstance(found, Failure):
