@@ -56,6 +56,8 @@ REQUEST_BYTES: Final = 8 * 2**10
 """Memory of a request besides what was received of it, rounded up: its scope, task and response."""
 FIELD_BYTES: Final = 256
 """Memory of a header field besides its bytes, rounded up: a tuple and two bytes objects."""
+MAX_URL_BYTES: Final = 8 * 2**10
+"""Bytes of a request's URL."""
 LOG_INTERVAL_S: Final = 10.0
 """Seconds between two lines on connections that were closed."""
 _VERSIONS: Final = ("1.0", "1.1")
@@ -364,6 +366,12 @@ class Connection(HttpToolsProtocol):
             self._enter(_Phase.HEAD)
         self._watch.charge(self, REQUEST_BYTES)
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Keep a piece of the URL; a longer one would hold the event loop while uvicorn decodes its path."""
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            raise Refusal(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header field, and drop a trailer field: RFC 9110, 6.5.1 forbids to treat one as a header field.

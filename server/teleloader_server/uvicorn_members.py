@@ -26,8 +26,8 @@ MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
     HttpToolsProtocol: (
         "_should_upgrade", "_unset_keepalive_if_required", "client", "connection_lost", "connection_made", "cycle",
         "data_received", "expect_100_continue", "flow", "handle_websocket_upgrade", "headers", "loop", "on_body",
-        "on_header", "on_headers_complete", "on_message_begin", "on_message_complete", "on_response_complete", "parser",
-        "pause_writing", "resume_writing", "server_state", "shutdown", "transport", "url",
+        "on_header", "on_headers_complete", "on_message_begin", "on_message_complete", "on_response_complete", "on_url",
+        "parser", "pause_writing", "resume_writing", "server_state", "shutdown", "transport", "url",
     ),
     RequestResponseCycle: (
         "disconnected", "keep_alive", "message_event", "response_complete", "response_started", "scope",

@@ -7,7 +7,6 @@ time of other processes on the machine does not count.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import json
 import threading
@@ -124,6 +123,7 @@ HEADS: Final[dict[str, bytes]] = {
     "labels of a host": b"GET /v1/datasets HTTP/1.1\r\nHost: " + b"a." * (LONG // 2) + b"\r\n\r\n",
     "colons of a host": b"GET /v1/datasets HTTP/1.1\r\nHost: " + b":" * LONG + b"\r\n\r\n",
     "parameters": b"GET /stats?" + b"a&" * (LONG // 2) + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    "escapes of a path": b"GET /" + b"%41" * (LONG // 3) + b" HTTP/1.1\r\n" + HOST + b"\r\n",
     "parts of a path": b"GET " + b"/v1/loaders" * (LONG // 11) + b" HTTP/1.1\r\n" + HOST + b"\r\n",
     "digits of a batch": b"GET /v1/loaders/x/epochs/0/batches/" + b"9" * LONG + b" HTTP/1.1\r\n" + HOST + b"\r\n",
     **{
@@ -203,19 +203,6 @@ def packed(count: int) -> Any:
     return np.arange(count).view(Tensor) % 50
 
 
-@dataclasses.dataclass
-class Record:
-    """One class of those that a reader would make."""
-
-    a: int = 0
-
-
-def storm(key: str) -> bytes:
-    """A list of 500 dataclasses, each of another name."""
-    kinds = [dataclasses.make_dataclass(f"K{number}", [("a" * 100, int)]) for number in range(500)]
-    return listed(key, [kind(1) for kind in kinds])
-
-
 HEADER: Final[dict[str, Any]] = {"loader": "", "epoch": 0, "batch": 0, "tree": [1]}
 
 LISTS: Final[dict[str, Callable[[str], bytes]]] = {
@@ -233,7 +220,9 @@ LISTS: Final[dict[str, Callable[[str], bytes]]] = {
     "a range": lambda key: listed(key, range(2**40)),
     "an empty array of very many rows": lambda key: listed(key, np.empty((2**40, 0)).view(Tensor)),
     "a compressed list": lambda key: listed(key, packed(2**20) * 0, compression="zstd"),
-    "classes": storm,
+    "classes": lambda key: in_frame(
+        {**HEADER, "loader": key, "tree": [{"dataclass": ["m", f"K{k}", ["a" * 100], [1]]} for k in range(500)]}
+    ),
     "a header that is too long": lambda key: listed(key, [b"x" * 600 * KIB]),
     "damaged": lambda key: listed(key, packed(2**20))[:-1] + b"x",
     "many fields": lambda key: in_frame({**HEADER, "loader": key, **dict.fromkeys(map(str, range(10**5)), 0)}),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader import DataLoader, RemoteDataset
+from teleloader import DataLoader, RemoteDataset, StateMismatch
 from teleloader_server import serve
 from tests.end_to_end.contract import (
     Made,
@@ -147,3 +147,28 @@ def test_iterators_of_iterable_style_datasets_have_no_length() -> None:
         len(iter(torchs(Noisy(3), batch_size=1)))
     with serve(Noisy(3)) as url, pytest.raises(TypeError, match=r"use len\(loader\)"):
         len(iter(DataLoader(RemoteDataset(url), batch_size=1)))  # type: ignore[arg-type]
+
+
+class Unkeepable:
+    """An iterable-style dataset whose state holds what no state can."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state with an object of a class that only this process knows."""
+        return {"position": {"cursor": object()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: no state arrives here."""
+
+
+def test_a_state_that_cannot_be_kept_is_an_error_when_it_is_saved() -> None:
+    """The batches arrive; state_dict() raises and names the value, before anybody relies on the checkpoint."""
+    with serve(Unkeepable(), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 2, num_workers=1)
+        batches = iter(loader)
+        assert next(batches).tolist() == [0, 1]
+        with pytest.raises(StateMismatch, match=r"(?s)cannot be saved: .*\['cursor'\]"):
+            loader.state_dict()
+        assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]

@@ -177,6 +177,7 @@ HEADS = {
     "many headers": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: y\r\n" * 20_000, 431),
     "a long name": (b"GET /healthz HTTP/1.1\r\n" + HOST + b"x" * 100_000, 431),
     "a long request line": (b"GET /" + b"x" * 2**20, 414),
+    "a long URL": (b"GET /" + b"%41" * 3_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 414),
     "empty lines": (b"\r\n" * 50_000, 431),
 }
 
