@@ -427,6 +427,8 @@ class _Segments:
             memory.data[:] = self._buffer[start : self._end]
         try:
             return memory.leaf(offset, dtype_name, shape, kind)
+        except TeleloaderError:
+            raise  # some are ValueErrors
         except (ValueError, OverflowError, RuntimeError) as error:
             raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
 

@@ -21,7 +21,7 @@ from teleloader_shared.spec import LoaderSpec
 
 INFO = {
     "name": "fake", "kind": "map", "type": "Fake", "length": 8, "version": "", "fingerprint": "f",
-    "collate": "default", "worker_init": None, "functions": [], "seeding": "batch", "cpus": 64, "indices": "any",
+    "collate": "default", "worker_init": None, "functions": [], "seeding": "batch", "cpus": 64,
     "a_field_of_the_future": 1,
 }  # fmt: skip
 ITERABLE = {**INFO, "kind": "iterable", "length": None}
