@@ -21,7 +21,7 @@ def remove(module, *names):
             delattr(module, name)
 
 assert not [name for name in ("selectors", "threading", "teleloader") if name in sys.modules], "these look only once"
-remove(os, "fork", "forkpty", "register_at_fork", "posix_spawn", "sched_getaffinity", "sysconf", "memfd_create")
+remove(os, "fork", "forkpty", "register_at_fork", "posix_spawn", "sched_getaffinity", "memfd_create")
 remove(select, "poll", "epoll")
 remove(signal, "SIGSTOP", "SIGCONT", "SIGKILL", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM", "setitimer")
 import socket
@@ -30,7 +30,7 @@ remove(socket, "AF_UNIX", "SO_REUSEPORT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 """
-"""Leaves what Windows has too; modules that are None cannot be imported."""
+"""Leaves what Windows has too, and `os.sysconf`: asyncio itself needs it on Unix. Modules that are None cannot be imported."""
 
 LOAD = """
 from teleloader import DataLoader, RemoteDataset
