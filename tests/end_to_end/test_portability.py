@@ -30,7 +30,7 @@ remove(socket, "AF_UNIX", "SO_REUSEPORT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 """
-"""Leaves what Windows has too, and `os.sysconf`: asyncio itself needs it on Unix. Modules that are None cannot be imported."""
+"""Leaves what Windows has too, and `os.sysconf`, which asyncio needs on Unix. None as a module prevents its import."""
 
 LOAD = """
 from teleloader import DataLoader, RemoteDataset
