@@ -31,7 +31,7 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class Delivery(NamedTuple):
-    """What next() returns or raises for a batch, from when that is known until it has done so."""
+    """The outcome of next() for a batch, kept from when it is known until next() has returned or raised it."""
 
     frame: Frame
     batch: Any = None
@@ -57,11 +57,6 @@ class Progress:
     """Whether the loop was told that there are no more."""
     is_unused: bool = True
     """Whether the loop has asked for nothing yet."""
-
-    @classmethod
-    def at(cls, position: Position, longest: int | None = None, *, keeps_base_seed: bool = False) -> Progress:
-        """Return the progress of an iterator that begins at `position`."""
-        return cls((position, None), longest, keeps_base_seed=keeps_base_seed)
 
     @property
     def next(self) -> Position:

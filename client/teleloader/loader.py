@@ -59,7 +59,7 @@ from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
 from teleloader_shared.messages import Registration
 from teleloader_shared.plan import Plan
-from teleloader_shared.seeding import derive
+from teleloader_shared.seeding import derive_seed
 from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
@@ -495,13 +495,13 @@ class DataLoader:
         """torch's, where torch decides; else a function of the epoch."""
         if self.generator is not None or self._output == "torch":
             return draw_base_seed(self.generator)
-        return derive("base", 0, self._next.epoch) >> 1
+        return derive_seed("base", 0, self._next.epoch)
 
     def _spec_of_pass(self, order: _Order, session: str | None) -> LoaderSpec:
         """What the server is asked for in this epoch."""
         spec, base_seed = self.spec, self._next.base_seed
         if base_seed is None:
-            base_seed = derive("base", spec.seed, self._next.epoch) >> 1
+            base_seed = derive_seed("base", spec.seed, self._next.epoch)
         lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
         # an object of this process is loaded as torch would, by workers that see it as it is now
         live = self._is_served_here and (self._seed is None or lends)

@@ -145,7 +145,7 @@ class Measures:
             pin=0.0 if buffers is None else buffers.pin_seconds,
             pinned_bytes=0 if pinned is None else pinned.in_use,
             max_pinned_bytes=0 if pinned is None else pinned.limit,
-            unpinned=0 if buffers is None or pinned is None else buffers.unpinned,
+            unpinned=0 if buffers is None else buffers.unpinned,
             copy=self.copy,
             late_copies=self.late_copies,
             reconnects=self.reconnects,

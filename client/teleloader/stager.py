@@ -67,23 +67,22 @@ class Stager:
         """Return a batch that is ready, on the device, for the current stream.
 
         Raises:
-            Exception: If it could not be copied; the next attempt copies it anew.
+            Exception: If it could not be copied.
         """
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
-            self.discard(frame)
             raise copy
         return self._device.use(copy)
 
     def discard(self, frame: Frame) -> None:
         """Forget the copy of a batch: the loop took it, or is to be given a fresh one."""
-        with self._inbox.changed:
+        with self._inbox.lock:
             self._copies.pop(frame.address.batch, None)
             self._inbox.changed.notify_all()
 
     def close(self) -> None:
         """End the thread. Waits for no copy: the allocators keep memory for as long as one uses it."""
-        with self._inbox.changed:
+        with self._inbox.lock:
             self._inbox.changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT)
@@ -102,6 +101,7 @@ class Stager:
             except Exception as error:  # noqa: BLE001 - raised in the training loop, in the place of the batch
                 if self._ahead and is_out_of_memory(error):
                     self._stop_ahead(error)
+                    del frame
                     continue
                 copy = error
             self._put(frame, copy)
