@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -35,12 +34,10 @@ class BufferPool:
     """Hands out buffers and takes them back by itself.
 
     Args:
-        make: Allocates memory of a size in bytes: `allocate`, or one that makes page-locked memory.
         free_bytes: How much free memory is kept, from the next `take` on.
     """
 
-    def __init__(self, make: Callable[[int], Buffer] = allocate, free_bytes: int = FREE_BYTES) -> None:
-        self._make = make
+    def __init__(self, free_bytes: int = FREE_BYTES) -> None:
         self._free_bytes = free_bytes
         self._start()
 
@@ -61,7 +58,7 @@ class BufferPool:
             self._collect()
             storage = self._find(size)
         if storage is None:
-            storage = self._make(size)
+            storage = allocate(size)
         start = -storage.ctypes.data % ALIGNMENT
         # frombuffer puts a memoryview between the lease and the storage; a slice would not keep the lease alive,
         # because NumPy lets a view of a view refer to the owner of the memory directly

@@ -29,6 +29,7 @@ from teleloader_server.datasets import host
 from teleloader_server.hosts import ObjectHost
 from teleloader_server.service import LoaderService
 from teleloader_server.websocket import PIECE_BYTES, WebSocketConnection
+from tests.conftest import eventually
 from tests.raw import HOST, Raw
 
 MEGABYTES = 16
@@ -124,14 +125,6 @@ def url() -> Iterator[str]:
     running = Running(QUICK)
     yield running.url
     running.stop()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it never came to hold"
-        time.sleep(0.01)
 
 
 def test_a_connection_that_says_nothing_is_closed(url: str) -> None:
