@@ -617,11 +617,12 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         InvalidSpec: When it does not.
     """
     if info.kind == "map":
-        if spec.shard_states is not None:
-            raise InvalidSpec(
-                f"shard_states must be null for dataset {info.name!r}, which is map-style: only iterable-style "
-                "datasets have shards"
-            )
+        for field in ("shard_states", "delivered"):
+            if getattr(spec, field) is not None:
+                raise InvalidSpec(
+                    f"{field} must be null for dataset {info.name!r}, which is map-style: only iterable-style datasets "
+                    "have shards"
+                )
         return
     if spec.session is None:
         raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
