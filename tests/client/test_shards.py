@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader.shards import DeliveredShards
+from teleloader.fetch.shards import DeliveredShards
 from teleloader_shared import codec, delivered
 from teleloader_shared.codec import Address, End, Failure, Frame, to_bytes
 from teleloader_shared.errors import StateMismatch
