@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset, WorkerDied
 from teleloader_server import get_worker_info
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ROOT, ServerProcess, StartServer
 
 LENGTH = 400
 
@@ -160,3 +164,36 @@ def test_an_epoch_that_cannot_continue_is_an_error(
     assert len(samples) == len(set(samples))
     assert len(errors) == num_workers
     assert all("gave other samples when it was iterated again" in str(error) for error in errors)
+
+
+STOPPED = """
+import sys
+from teleloader import DataLoader
+from teleloader.fetch import fetcher
+from teleloader_server.dispatch import service
+from tests.end_to_end.test_forgotten_sessions import LENGTH, Own
+
+service.SESSION_IDLE, service.HOUSEKEEPING_INTERVAL, fetcher.TOUCH_EVERY = 2.0, 1.0, 0.2
+batches = iter(DataLoader(Own(), 4, num_workers=2))
+samples = next(batches).tolist()
+print("stop me", flush=True)
+sys.stdin.readline()
+samples += [sample for batch in batches for sample in batch.tolist()]
+assert sorted(samples) == list(range(LENGTH))
+"""
+
+
+def test_a_program_that_is_stopped_with_its_server_continues() -> None:
+    """As by Ctrl-Z: the server, which was stopped too, does not take its own silence for that of its client."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    with program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "stop me\n"
+        os.killpg(program.pid, signal.SIGSTOP)
+        time.sleep(4)  # longer than a session may be idle
+        os.killpg(program.pid, signal.SIGCONT)
+        program.communicate("go on\n", timeout=60)
+    assert program.returncode == 0

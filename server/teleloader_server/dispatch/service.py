@@ -561,11 +561,14 @@ class LoaderService:
 
     async def _keep_house(self) -> None:
         while True:
+            began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
                 engine.relieve()
             self.accounts.forget_idle(time.monotonic())
+            if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
+                continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
             for key, engine in self._session_engines().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
