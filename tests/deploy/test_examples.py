@@ -176,7 +176,7 @@ def test_rules_ask_for_metrics_that_there_are(start_server: StartServer) -> None
         "teleloader_worker_restarts_total",
     }  # fmt: skip
     assert asked <= exported.keys()
-    assert exported["teleloader_consumers"] == {"dataset", "bound"}
+    assert exported["teleloader_consumers"] == {"dataset", "bottleneck"}
 
 
 # -- Kubernetes and systemd
