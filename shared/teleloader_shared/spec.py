@@ -24,7 +24,7 @@ MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_STATES: Final = 192 * 1024
 """Characters of the states of all shards together, each of which may have an equal part: the body that registers a spec
-holds them (`spec_bytes`, 256 KiB by default)."""
+holds them (`max_spec_bytes`, 256 KiB by default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
