@@ -116,7 +116,7 @@ def serve(
         ObjectHost(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
     )
     url = server.start()
-    local.begin_serving(url, server.thread, num_workers)
+    local.begin_serving(url, server.thread)
     # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
     ending = weakref.finalize(server, server.stop)
     try:
