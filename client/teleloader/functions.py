@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from teleloader.direct import DirectDataset
-from teleloader.remote import RemoteDataset
+from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset
 from teleloader_shared import local
 
 

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from teleloader.direct import DirectDataset
-from teleloader.remote import RemoteDataset
+from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset
 from teleloader_shared import local
 from teleloader_shared.errors import TeleloaderError
 

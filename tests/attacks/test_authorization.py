@@ -19,13 +19,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from teleloader_server.access import READ, UNCHECKED, needs
-from teleloader_server.app import create_app
 from teleloader_server.config import Limits
-from teleloader_server.datasets import host
-from teleloader_server.gate import GuardedRoute
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.service import LoaderService
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.datasets import host
+from teleloader_server.permissions import READ, UNCHECKED, needs
+from teleloader_server.web.app import create_app
+from teleloader_server.web.authentication import GuardedRoute
+from teleloader_server.workers.factory import ObjectHost
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from teleloader_server.app import Server, bind, url_of
 from teleloader_server.config import DatasetConfig, Limits
-from teleloader_server.hosts import ConfiguredHost
-from teleloader_server.service import LoaderService
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.web.app import Server, bind, url_of
+from teleloader_server.workers.factory import ConfiguredHost
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.tree import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from teleloader import state
-from teleloader.control import MAX_JSON_BYTES, Server, error_of
+from teleloader.api.control import MAX_JSON_BYTES, Server, error_of
 from teleloader_shared.errors import Forbidden, ProtocolError, ServerUnavailable, StateMismatch, Unauthorized
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO

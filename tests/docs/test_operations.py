@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from teleloader_server.verdict import verdict
+from teleloader_server.stats.bottleneck import verdict
 from tests.conftest import ROOT, StartServer, need
 from tests.server.test_verdict import CASES, consumption, workforce
 

@@ -14,8 +14,8 @@ from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 
-from teleloader_server.app import bind, url_of
-from teleloader_server.dashboard import add_dashboard
+from teleloader_server.web.app import bind, url_of
+from teleloader_server.web.dashboard import add_dashboard
 from teleloader_shared.stats import (
     ConsumerStats,
     DatasetStats,

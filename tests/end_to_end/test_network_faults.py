@@ -21,7 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable, backoff, source
+from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
+from teleloader.api import backoff
+from teleloader.fetch import fetcher
 from teleloader_shared import codec
 from tests.conftest import ServerProcess, StartServer
 from tests.faults import hosted
@@ -95,7 +97,7 @@ class Checked:
 def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged answers are asked for again at once, however many come in a row: for tests that break hundreds."""
     monkeypatch.setattr(backoff, "FIRST_DELAY", 0.001)
-    monkeypatch.setattr(source, "MAX_DAMAGED", 1000)
+    monkeypatch.setattr(fetcher, "MAX_DAMAGED", 1000)
 
 
 # -- connections that break

@@ -24,8 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from prometheus_client.samples import Sample
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server import metrics, serve
-from teleloader_server.api_status import MAX_WATCHERS
+from teleloader_server import serve
+from teleloader_server.dispatch import counters
+from teleloader_server.web.status import MAX_WATCHERS
 from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
 from tests.conftest import ROOT, StartServer
@@ -167,7 +168,7 @@ def test_a_killed_worker_is_told(start_server: StartServer) -> None:
 
 def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is refused for it, a right one is shown, and one that comes after a later one is not."""
-    monkeypatch.setattr(metrics, "OVERTAKEN", 60.0)
+    monkeypatch.setattr(counters, "OVERTAKEN", 60.0)
     key = registered(url)
     path = f"{url}{batches_path(key, 0)}/0"
 
@@ -454,17 +455,17 @@ def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> 
 
 def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes its time to say it, so it is asked again only when that has taken 1 % of the time at most."""
-    from teleloader_server import processes
+    from teleloader_server.workers import procfs
 
     measured = []
-    real: Callable[..., Any] = processes.memory
+    real: Callable[..., Any] = procfs.memory
 
     def slow(pids: Any) -> Any:
         measured.append(pids)
         time.sleep(0.2)
         return real(pids)
 
-    monkeypatch.setattr(processes, "memory", slow)
+    monkeypatch.setattr(procfs, "memory", slow)
     key = registered(url, batch_size=5)
     httpx.get(f"{url}{batches_path(key, 0)}/0").raise_for_status()
     eventually(lambda: stats_of(url) and measured)

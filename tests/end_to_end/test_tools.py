@@ -16,7 +16,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader.cli.bench import Measured, show
-from teleloader.remote import consumers_prefix
+from teleloader.dataset import consumers_prefix
 from teleloader_server import serve
 from teleloader_shared.stats import Verdict
 from tests.conftest import ROOT, ServerProcess, StartServer

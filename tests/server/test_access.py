@@ -14,23 +14,19 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.routing import Route
 
-from teleloader_server import access, token_file
-from teleloader_server.access import (
-    ANYONE,
-    Principal,
-    allows,
-    is_known_host,
-    is_of_another_site,
-    known_hosts,
-    parse_tokens,
-)
-from teleloader_server.app import create_app
+from teleloader_server import permissions
+from teleloader_server.auth import origins, token_file
+from teleloader_server.auth.authenticator import Gate, RequestCaller
+from teleloader_server.auth.origins import is_known_host, is_of_another_site, known_hosts
+from teleloader_server.auth.token_file import TokenFile
+from teleloader_server.auth.tokens import parse_tokens
 from teleloader_server.config import ConfigError, Limits
-from teleloader_server.datasets import host
-from teleloader_server.gate import Gate, GuardedRoute, RequestCaller
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.service import LoaderService
-from teleloader_server.token_file import TokenFile
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.datasets import host
+from teleloader_server.permissions import ANYONE, Principal, allows
+from teleloader_server.web.app import create_app
+from teleloader_server.web.authentication import GuardedRoute
+from teleloader_server.workers.factory import ObjectHost
 from teleloader_shared.errors import Forbidden, Unauthorized
 
 SECRET = "a-token-of-a-test"
@@ -233,10 +229,10 @@ def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
     """Only probes and the files of the page are for everybody; signing in is for whoever is no foreign page."""
     needs: dict[str, set[str]] = {}
     for route in endpoints(app.router.routes):
-        need = access.need_of(route.endpoint)
+        need = permissions.need_of(route.endpoint)
         needs.setdefault(need, set()).add(route.path)
         # a WebSocket asks the gate at each message: tests/end_to_end/test_websocket.py
-        assert need == access.UNCHECKED or isinstance(route, GuardedRoute | APIWebSocketRoute), route.path
+        assert need == permissions.UNCHECKED or isinstance(route, GuardedRoute | APIWebSocketRoute), route.path
     assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
     assert needs.pop("open") == {"/session"}
     assert needs.pop("any") == {"/openapi.json", "/docs"}
@@ -275,8 +271,8 @@ def scope(authorization: str | None = None, **headers: str) -> dict[str, Any]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which only the test changes."""
     now = [1_000_000.0]
-    monkeypatch.setattr("teleloader_server.gate.time.time", lambda: now[0])
-    monkeypatch.setattr("teleloader_server.gate.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("teleloader_server.auth.authenticator.time.time", lambda: now[0])
+    monkeypatch.setattr("teleloader_server.auth.authenticator.time.monotonic", lambda: now[0])
     return now
 
 
@@ -634,13 +630,13 @@ def test_sessions_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1"])
 def test_this_machine_needs_no_tokens(address: str) -> None:
     """Whoever reaches the server is on it."""
-    access.refuse_unprotected(address, has_tokens=False, insecure=False)
+    origins.refuse_unprotected(address, has_tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "10.0.0.5", "::", "192.168.1.1", "fe80::1%eth0"])
 def test_others_need_tokens(address: str) -> None:
     """Unless it was said in so many words that they do not."""
-    access.refuse_unprotected(address, has_tokens=True, insecure=False)
-    access.refuse_unprotected(address, has_tokens=False, insecure=True)
+    origins.refuse_unprotected(address, has_tokens=True, insecure=False)
+    origins.refuse_unprotected(address, has_tokens=False, insecure=True)
     with pytest.raises(ConfigError, match="teleloader-server token add trainer --file "):
-        access.refuse_unprotected(address, has_tokens=False, insecure=False)
+        origins.refuse_unprotected(address, has_tokens=False, insecure=False)

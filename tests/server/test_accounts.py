@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.access import ALL_SCOPES, Principal
-from teleloader_server.accounts import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
+from teleloader_server.auth.rate_limit import TOGETHER, Turns
 from teleloader_server.config import ClientLimits, Limits
-from teleloader_server.datasets import host
-from teleloader_server.demand import Run
-from teleloader_server.dispatcher import FORGET_AFTER
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.pace import TOGETHER, Turns
-from teleloader_server.service import LoaderService
+from teleloader_server.dispatch.dispatcher import FORGET_AFTER
+from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
+from teleloader_server.dispatch.records import Run
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.datasets import host
+from teleloader_server.permissions import ALL_SCOPES, Principal
+from teleloader_server.workers.factory import ObjectHost
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
 from teleloader_shared.spec import LoaderSpec

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.channel import Channel
+from teleloader_server.workers.channel import Channel
 from tests.server.test_arena import open_descriptors
 
 
@@ -308,7 +308,7 @@ def test_the_end_of_a_killed_process_is_seen() -> None:
     ours, theirs = Channel.pair()
     program = """
 import socket, sys
-from teleloader_server.channel import Channel
+from teleloader_server.workers.channel import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 channel.send("alive")
 channel.receive()
@@ -333,7 +333,7 @@ def test_a_forked_process_holds_no_connection_of_its_parent() -> None:
     """
     program = """
 import os, socket, sys
-from teleloader_server.channel import Channel, close_inherited
+from teleloader_server.workers.channel import Channel, close_inherited
 
 listening = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listening.getsockname())

@@ -21,14 +21,14 @@ import pytest
 import uvloop
 
 from teleloader_server import serve
-from teleloader_server.access import ANYONE
-from teleloader_server.app import Server, bind, url_of
 from teleloader_server.config import ClientLimits, ConfigError, Limits
-from teleloader_server.connections import Watched, connections_for
-from teleloader_server.datasets import host
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.service import LoaderService
-from teleloader_server.websocket import PIECE_BYTES, WebSocketConnection
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.datasets import host
+from teleloader_server.permissions import ANYONE
+from teleloader_server.web.app import Server, bind, url_of
+from teleloader_server.web.guard import Watched, connections_for
+from teleloader_server.web.websocket import PIECE_BYTES, WebSocketConnection
+from teleloader_server.workers.factory import ObjectHost
 from tests.conftest import eventually
 from tests.raw import HOST, Raw
 
@@ -323,7 +323,7 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         eventually(lambda: running.service._sending >= 4 * MEGABYTES * 2**20)
         time.sleep(0.6)
         assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
-        monkeypatch.setattr("teleloader_server.accounts.MIN_SENDING", 2**20)
+        monkeypatch.setattr("teleloader_server.dispatch.quotas.MIN_SENDING", 2**20)
         running.service.accounts.of(ANYONE).memory = 2**20
         eventually(lambda: running.service._sending == 0)
 
@@ -673,7 +673,7 @@ def test_the_log_has_one_line_for_many_breaches(
 ) -> None:
     """The first breach is logged at once, all others of the next 10 s in one line, with nothing that a client sent."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("teleloader_server.connections.LOG_INTERVAL_S", 600.0)
+    monkeypatch.setattr("teleloader_server.web.guard.LOG_INTERVAL_S", 600.0)
     running = start(head_seconds=0.04)
     for _ in range(20):
         with Raw(running.url) as client:

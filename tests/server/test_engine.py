@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from teleloader_server.accounts import Account, Memory
-from teleloader_server.engine import Engine, Loader
-from teleloader_server.loading import Report, Task
-from teleloader_server.metrics import Metrics
-from teleloader_server.pool import Loss, WorkerState
+from teleloader_server.dispatch.counters import Metrics
+from teleloader_server.dispatch.engine import Engine, Loader
+from teleloader_server.dispatch.quotas import Account, Memory
+from teleloader_server.loading.pipeline import Report, Task
+from teleloader_server.workers.pool import Loss, WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 

@@ -9,10 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
-from teleloader_server.accounts import Account
-from teleloader_server.demand import Consumer, Holder, RunState
-from teleloader_server.loading import Report, Task
-from teleloader_server.metrics import (
+from teleloader_server.dispatch.counters import (
     KEEP_LOOPS,
     MAX_ERROR_TYPES,
     MAX_KEPT_LIST,
@@ -26,6 +23,9 @@ from teleloader_server.metrics import (
     PoolTally,
     Recent,
 )
+from teleloader_server.dispatch.quotas import Account
+from teleloader_server.dispatch.records import Consumer, Holder, RunState
+from teleloader_server.loading.pipeline import Report, Task
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
 from teleloader_shared.messages import ConsumerReport

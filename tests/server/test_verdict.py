@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.verdict import (
+from teleloader_server.stats.bottleneck import (
     LOOP_WAITS,
     MAX_WORKERS,
     WORKERS_BUSY,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.windows import Ongoing, Window
+from teleloader_server.dispatch.rates import Ongoing, Window
 from teleloader_shared.stats import WINDOW
 
 

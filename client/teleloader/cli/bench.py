@@ -11,11 +11,11 @@ import numpy as np
 from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
+from teleloader.api.control import Server
 from teleloader.cli.showing import print_json, progress_bar, to_people
 from teleloader.cli.stats import TIMEOUT, record_of, sentence
-from teleloader.control import Server
+from teleloader.dataset import consumers_prefix
 from teleloader.loader import DataLoader
-from teleloader.remote import consumers_prefix
 from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import Stats, Verdict
 from teleloader_shared.text import harmless

@@ -14,8 +14,8 @@ from teleloader.cli import peek as peeks
 from teleloader.cli import stats as statistics
 from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
+from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
-from teleloader.remote import RemoteDataset
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec, Tail
 from teleloader_shared.version import VERSION

@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from teleloader.api.control import Server
 from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, shortened, table, to_people
-from teleloader.control import Server
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
     Bound,
