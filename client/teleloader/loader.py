@@ -89,8 +89,8 @@ class DataLoader:
     - An iterable-style dataset itself: `num_workers` shards, batch j from shard j mod `num_workers`.
 
     Args:
-        dataset: What to load: a `RemoteDataset`, or an object of this process, which a server in this process then
-            hosts for as long as it is used.
+        dataset: What to load: a `RemoteDataset`, or an object of this process, which is loaded or served here for as
+            long as it is used.
         batch_size: Samples in a batch of this rank; None for single samples, not collated.
         shuffle: Whether each epoch has an order of its own. None is False.
         sampler: Gives the indices, in place of `shuffle`.
@@ -98,7 +98,7 @@ class DataLoader:
         num_workers: Workers to ask the server for: shards of an iterable-style dataset (0: one pass, and
             ``get_worker_info()`` is None), or the workers of an object that this process serves (0: as many as
             ``serve`` was told). A configured server shares its workers among the loaders of a map-style dataset,
-            whatever is asked for.
+            whatever is asked for. An object passed as `dataset` is loaded with 0 in the thread that calls ``next()``.
         collate_fn: Makes a batch of a list of samples, on the server; None is the server's usual function, else one
             that it allows by name, or any one for a server in this process.
         pin_memory: Whether to receive into page-locked memory, from which copies to an accelerator are fastest.
@@ -432,15 +432,17 @@ class DataLoader:
         """Return where the pass begins, and what loads its batches in the thread that calls ``next()``."""
         epoch, length = self._next.epoch, dataset.info.length
         progress, stop = self._progress_of(order, spec, length)
+        pins = device is not None and device.pins and not self._copies
+        buffers = HostBuffers(self._output, self._pool, process_budget()) if pins else None
         receiver = dataset.begin(
             spec,
             epoch,
             Session(progress.batch, stop, 1, adaptive=False),
             Plan(spec, length or 0, epoch) if order == "plan" else None,
-            Measures(epoch),
+            Measures(epoch, buffers),
             self._output,
             seeded=self._seed is not None,
-            pin=device is not None and device.pins and not self._copies,
+            pinned=buffers,
         )
         return progress, receiver
 

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from teleloader.fetch.reorder import Arrived
 from teleloader.fetch.scheduler import Session
 from teleloader.stats import Measures
 from teleloader.tensors.devices import CopyTimes, Device
-from teleloader.tensors.memory import ordinary_memory
+from teleloader.tensors.memory import HostBuffers, ordinary_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
 from teleloader_shared.codec import Address, End, Frame
@@ -85,7 +85,7 @@ class DirectDataset:
         output: Output,
         *,
         seeded: bool,
-        pin: bool,
+        pinned: HostBuffers | None,
     ) -> DirectReceiver:
         """Return what loads the batches of one pass through an epoch.
 
@@ -97,17 +97,24 @@ class DirectDataset:
             measures: Where to count batches.
             output: The library of their arrays.
             seeded: See the server's `DirectLoader.begin`.
-            pin: Whether to copy torch tensors into page-locked memory, as torch's DataLoader does.
+            pinned: Page-locked memory to copy tensors into; None leaves them where they are.
         """
         batches = self._loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
-        convert = _converter(output, walk=output != "torch" or spec.collate is not None, pin=pin)
+        convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
         return DirectReceiver(batches, Address(spec.key, epoch, 0), session, plan, measures, convert, self.iterable)
 
 
-class Raised(NamedTuple):
-    """An exception in the place of a batch, in the thread that raised it."""
+class Raised:
+    """An exception in the place of a batch.
 
-    error: Exception
+    Whoever raises it deletes it here first: its traceback refers to frames that refer to this, and a reference cycle
+    would keep the dataset in memory until the garbage collector runs.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class DirectReceiver:
@@ -279,13 +286,13 @@ class DirectStager:
         """Do nothing: there is no thread."""
 
 
-def _converter(output: Output, *, walk: bool, pin: bool) -> Callable[[Any], Any]:
+def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Callable[[Any], Any]:
     """Return the function that makes of a collated batch one of arrays of the library `output`.
 
     Args:
         output: The library.
         walk: Whether to look for arrays that are not of the library. torch's own collate functions make none.
-        pin: Whether to copy torch tensors into page-locked memory, as torch's DataLoader does.
+        pinned: Page-locked memory to copy tensors into, if any.
     """
 
     def convert(batch: Any) -> Any:
@@ -294,13 +301,25 @@ def _converter(output: Output, *, walk: bool, pin: bool) -> Callable[[Any], Any]
             kinds = (Tensor,) if torch is None else (Tensor, torch.Tensor)
             if has_leaves(batch, kinds):  # else it is handed out as it is, whatever it is
                 batch = map_leaves(batch, kinds, lambda leaf: _array_of(output, leaf))
-        if pin:
-            from torch.utils.data._utils.pin_memory import pin_memory
-
-            batch = pin_memory(batch)
-        return batch
+        return batch if pinned is None else _pinned(batch, pinned)
 
     return convert
+
+
+def _pinned(batch: Any, buffers: HostBuffers) -> Any:
+    """Return a batch whose tensors are in page-locked memory; as in torch, a class of the user's may do that itself."""
+    import torch
+
+    def pin(tensor: Any) -> Any:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or name not in dtypes.NAMES:
+            return tensor
+        leaf = buffers.allocate(tensor.nbytes).leaf(0, name, tuple(tensor.shape), "tensor")
+        return leaf.copy_(tensor.detach())
+
+    if hasattr(batch, "pin_memory") and not isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    return map_leaves(batch, torch.Tensor, pin)
 
 
 def _array_of(output: Output, value: Any) -> Any:

@@ -36,8 +36,8 @@ class Delivery(NamedTuple):
 
     frame: Frame
     batch: Any = None
-    error: BaseException | None = None
-    """Raised in place of the batch."""
+    raised: Raised | None = None
+    """In place of the batch."""
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ class LoaderIterator:
                 delivery = self._delivery(current)
                 before, after = progress.state, progress.after(delivery.frame, current.spec.shards)
                 self._settle(current, delivery)
-                batch, error = delivery.batch, delivery.error
+                batch, raised = delivery.batch, delivery.raised
                 progress.state = after
         except BaseException:
             # releasing the lock is a call, after which a signal may have been handled
@@ -251,12 +251,14 @@ class LoaderIterator:
                 progress.state = before
             raise
         # no call from here on: what is committed is delivered
-        if error is None:
+        if raised is None:
             return batch
+        error = raised.error
+        del raised.error
         try:
             raise error
         finally:
-            del delivery, error  # its traceback refers to this frame, which would keep the dataset in memory
+            del error
 
     def _settle(self, current: Pass, delivery: Delivery) -> None:
         """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
@@ -265,7 +267,7 @@ class LoaderIterator:
         if current.stager is not None:
             current.stager.discard(delivery.frame)
         current.measures.step(number)
-        if current.lengths is not None and delivery.error is None:
+        if current.lengths is not None and delivery.raised is None:
             current.lengths.yielded(number, delivery.batch)
 
     def _delivery(self, current: Pass) -> Delivery:
@@ -305,19 +307,19 @@ class LoaderIterator:
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):
-            return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
+            return Delivery(frame, raised=Raised(exception_of(frame.content, frame.address, arrived.url)))
         if isinstance(frame.content, Raised):
-            return Delivery(frame, error=frame.content.error)
+            return Delivery(frame, raised=frame.content)
         try:
             batch = frame.content if current.stager is None else current.stager.use(frame)
             return Delivery(frame, batch if current.transform is None else current.transform(batch))
         except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
             stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
             stopped.__cause__ = error
-            return Delivery(frame, error=stopped)
+            return Delivery(frame, raised=Raised(stopped))
         except BaseException as error:
             if isinstance(error, Exception) and not is_out_of_memory(error):
-                return Delivery(frame, error=error)
+                return Delivery(frame, raised=Raised(error))
             if current.stager is not None:
                 current.stager.discard(frame)  # the transform may have changed it
             raise

@@ -11,7 +11,7 @@ from typing import Any, Final
 from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
-from teleloader_server.loading.pipeline import Indices, Loading, OwnRandomState, Task, seed_worker
+from teleloader_server.loading.pipeline import Loading, OwnRandomState, Task, seed_worker
 from teleloader_shared import local
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
@@ -75,19 +75,22 @@ class DirectEpoch:
             with self._random_state:
                 seed_worker(spec.seed, 0)
 
-    def batch(self, number: int, indices: Indices) -> tuple[Any, str | None]:
+    def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
         """Return a batch and, for an iterable-style dataset that can say it, where it stands after the batch.
 
         The batch is an `End` after the last one of an iterable-style dataset.
 
         Args:
             number: Number of the batch.
-            indices: What it holds; empty for an iterable-style dataset.
+            indices: What the plan or the sampler gives for it: one index with ``batch_size=None`` and a sampler, else
+                those of the batch; empty for an iterable-style dataset.
 
         Raises:
             BaseException: What the dataset or the collate function raises, unchanged.
         """
         task = Task(self._spec, 0, Address("", self._epoch, number))
+        if self._spec.order == "client" and self._spec.batch_size is None:
+            indices = [indices]
         with self._random_state:
             fetched = self._loading.fetch(task, indices)
             return self._loading.collate(task, indices, fetched)[1], fetched.state
