@@ -154,8 +154,8 @@ class DirectReceiver:
         self._lock = threading.RLock()
         """Held while a batch is made: the loop may be in another thread the next time, as with asyncio."""
         self._arrived: Arrived | None = None
-        self._interruption: BaseException | None = None
-        """What stopped an iterable-style dataset in the middle of a batch."""
+        self._interruption: str | None = None
+        """Class of what stopped an iterable-style dataset in the middle of a batch."""
 
     @property
     def inbox(self) -> DirectReceiver:
@@ -179,8 +179,16 @@ class DirectReceiver:
             TeleloaderError: After such an interruption, if the dataset is iterable-style.
         """
         with self._lock:
-            if self._arrived is None:
+            if self._arrived is not None:
+                return
+            if self._interruption is not None:
+                raise _interrupted(self.session.taken, self._interruption)
+            try:
                 self._arrived = Arrived(self._frame(), _HERE, 0)
+            except BaseException as error:
+                if self._iterable and self._arrived is None:  # samples were taken from the dataset, and are lost
+                    self._interruption = type(error).__name__
+                raise
 
     async def arrival(self) -> None:
         """Make the next batch in another thread, so that the event loop goes on."""
@@ -216,24 +224,18 @@ class DirectReceiver:
 
     def _frame(self) -> Frame:
         address = self._address._replace(batch=self.session.taken)
-        if self._interruption is not None:
-            raise _interrupted(address.batch, self._interruption)
         state = None
         try:
             content, state = self._epoch.batch(address.batch, self._indices(address.batch))
-            self.measures.batches += not isinstance(content, End)
             if isinstance(content, End):
                 self.session.stop = address.batch + 1
             else:
                 content = self._convert(content)
+                self.measures.batches += 1
         except StopIteration as stop:  # torch lets it end the epoch silently, and samples are lost
             return Frame(address, _stopped(stop), 0, 0, state)
         except Exception as error:  # noqa: BLE001 - raised in the place of the batch
             return Frame(address, Raised(error), 0, 0, state)
-        except BaseException as error:
-            if self._iterable:
-                self._interruption = error
-            raise
         return Frame(address, content, 0, 0, state)
 
     def _indices(self, number: int) -> Any:
@@ -248,9 +250,9 @@ def _stopped(stop: StopIteration) -> Raised:
     return Raised(error)
 
 
-def _interrupted(number: int, error: BaseException) -> TeleloaderError:
+def _interrupted(number: int, kind: str) -> TeleloaderError:
     return TeleloaderError(
-        f"{type(error).__name__} interrupted the iterable-style dataset in batch {number}: this iterator cannot know "
+        f"{kind} interrupted the iterable-style dataset in batch {number}: this iterator cannot know "
         "which samples come next. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), which "
         "continues with that batch"
     )
