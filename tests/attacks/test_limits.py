@@ -306,7 +306,7 @@ def test_limits_that_nobody_could_work_with_are_refused(table: dict[str, Any], s
 def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartServer, tmp_path: Path) -> None:
     """The command line wins."""
     file = tmp_path / "loader.toml"
-    file.write_text('[limits]\nmax_window = 3\nspec_bytes = "1KiB"\n')
+    file.write_text('[limits]\nmax_batches_per_request = 3\nmax_spec_bytes = "1KiB"\n')
     server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_batches_per_request=7")
     with httpx.Client(base_url=server.url) as client:
         key = registered(client, dataset="digits-test")
