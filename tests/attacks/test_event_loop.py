@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed
 
 from teleloader_server.config import DatasetConfig, Limits
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.workers.factory import ConfiguredHost
 from teleloader_shared import codec
@@ -311,6 +312,32 @@ def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -
             _rest(socket)
 
     assert server.longest_of(attempt) < MOST, server.what
+
+
+# -- consumers
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Measured]:
+    """A server with 1,500 consumers."""
+    with Measured() as measured:
+        key = measured.register(dataset="numbers", batch_size=1)
+        with httpx.Client(base_url=measured.url, trust_env=False) as client:
+            for number in range(1500):
+                headers = {"Teleloader-Consumer": f"consumer-{number}"}
+                client.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers=headers).raise_for_status()
+        yield measured
+
+
+@pytest.mark.parametrize("path", ["/stats", "/stats?limit=1000", "/metrics"])
+def test_many_consumers_do_not_hold_the_event_loop(crowded: Measured, path: str) -> None:
+    """Neither the records of them, nor the totals that are noted each second."""
+
+    def attempt() -> None:
+        assert httpx.get(crowded.url + path, trust_env=False).status_code == 200
+        time.sleep(MARK_EVERY)  # the totals are noted once in this time
+
+    assert crowded.longest_of(attempt) < MOST, crowded.what
 
 
 def _rest(socket: Any) -> None:
