@@ -170,7 +170,7 @@ def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str
     assert server.longest_of(attempt) < MOST, server.what
 
 
-MANY: Final = 250 * KIB
+MANY: Final = 1000 * KIB
 SPECS: Final[dict[str, bytes]] = {
     "ints": b"[" + b"1," * (MANY // 2) + b"1]",
     "lists": b"[" + b"[]," * (MANY // 3) + b"1]",
@@ -188,11 +188,11 @@ SPECS: Final[dict[str, bytes]] = {
         "dataset": "numbers", "session": "s", "num_workers": 15, "shard_states": ["\u0101" * (MANY // 90)] * 15,
     }).encode(),
     "many states": json.dumps({
-        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 200] * 1024,
+        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 768] * 1024,
     }).encode(),
     "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
 }  # fmt: skip
-"""Bodies of registrations, of almost 256 KiB."""
+"""Bodies of registrations, of almost 1 MiB."""
 
 
 @pytest.mark.parametrize("name", SPECS)
