@@ -31,6 +31,8 @@ from teleloader.sampling import (
     IndexLists,
     RandomState,
     draw_base_seed,
+    end_epoch,
+    initial_state,
     is_torchs_own,
     make_samplers,
     torchs_collate,
@@ -53,7 +55,7 @@ from teleloader.tensors.memory import HostBuffers
 from teleloader.tensors.output import Output, choose_output
 from teleloader.tensors.pinned import process_budget
 from teleloader.tracing import PassTrace
-from teleloader_shared import local, shard_state, tracing
+from teleloader_shared import local, tracing
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
@@ -360,7 +362,11 @@ class DataLoader:
         if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
             # frameworks try whether there is an iterator, and drop it: that was no epoch
             self._next = self._progress.next
+        elif self._progress is not None and self._progress.following.epoch == self._next.epoch:
+            self._next = self._progress.following
         begun = self._next = self._next._replace(batch=max(self._next.batch, first_batch))
+        if order == "client" and begun.sampler is None:
+            begun = self._next = begun._replace(sampler=initial_state(self._index_sampler))
         random_state = self._random_state
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
@@ -368,13 +374,13 @@ class DataLoader:
             drawn = {"draws_base_seed": draws, "drawn": self.num_workers > 0}
             self._next = begun._replace(random={**random_state.save(), **drawn})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
-            lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
+            lists = IndexLists(self._index_sampler, begun.batch, begun.sampler) if order == "client" else None
             if begun.random and begun.random["draws_base_seed"]:
                 self._draw_base_seed()  # it is known; what is drawn next is the order
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            passing = self._pass(order, lists, iterator.session, device)
+            passing = self._pass(order, lists, iterator.spec, device)
             iterator.begin(passing)
             if begun.random and begun.random["drawn"]:
                 passing.feed()
@@ -382,19 +388,25 @@ class DataLoader:
         if self.num_workers > 0:
             passing.feed()
         if self._keeps_workers:
-            iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
+            iterator.base_seed, iterator.spec = self._next.base_seed, passing.spec
         self._progress, self._last = passing.progress, weakref.ref(iterator)
         self._measures = passing.measures
         self._next = Position(begun.epoch + 1)
 
-    def _pass(self, order: _Order, lists: IndexLists | None, session: str | None, device: Device | None) -> Pass:
+    def _pass(self, order: _Order, lists: IndexLists | None, before: LoaderSpec | None, device: Device | None) -> Pass:
         """The pass that begins now."""
-        spec = self._spec_of_pass(order, session)
+        spec = self._spec_of_pass(order, before)
         server, registered = self._remote.register(spec)
         spec = replace(spec, fingerprint=registered.fingerprint)
         stop, longest = self._extent(order, spec, registered)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
-        progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)
+        progress = Progress(
+            (begins, None),
+            longest,
+            None if lists is None else lists.states,
+            keeps_base_seed=self._keeps_workers,
+            keeps_dataset=self._keeps_workers or registered.num_workers == 0,
+        )
         asking = Session(
             progress.batch,
             progress.batch if stop is None else stop,
@@ -497,8 +509,13 @@ class DataLoader:
             return draw_base_seed(self.generator)
         return derive_seed("base", 0, self._next.epoch)
 
-    def _spec_of_pass(self, order: _Order, session: str | None) -> LoaderSpec:
-        """What the server is asked for in this epoch."""
+    def _spec_of_pass(self, order: _Order, before: LoaderSpec | None) -> LoaderSpec:
+        """Return what the server is asked for in this epoch.
+
+        Args:
+            order: Who decides the order.
+            before: What it was asked for in the last epoch, if the loader keeps its workers.
+        """
         spec, base_seed = self.spec, self._next.base_seed
         if base_seed is None:
             base_seed = derive_seed("base", spec.seed, self._next.epoch)
@@ -509,15 +526,20 @@ class DataLoader:
         alone = local.loads_by_itself(self._remote.url)
         if order == "plan" and not live and not alone:
             return replace(spec, worker_init=None)
+        # replicas that this loader has iterated stand where they are
+        shard_states = self._next.shard_states if self._progress is None else None
+        resumed_epoch = 0 if shard_states is None else self._next.epoch
+        if before is not None:  # another spec would start other workers
+            shard_states, resumed_epoch = before.shard_states, before.resumed_epoch  # type: ignore[assignment]
         own = replace(
             spec,
-            session=session or secrets.token_hex(16),
+            session=(before and before.session) or secrets.token_hex(16),
             # a shuffled plan is that of all ranks, which need not have drawn the same base seed
             seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
             num_workers=self.num_workers if live or alone or order == "iterable" else 0,
             in_process=alone and self._seed is not None and self.num_workers == 0,
-            shard_states=self._next.shard_states,
-            resumed_epoch=0 if self._next.shard_states is None else self._next.epoch,
+            shard_states=shard_states,
+            resumed_epoch=resumed_epoch,
         )
         if order != "client":
             return own
@@ -559,6 +581,7 @@ class DataLoader:
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
         if self._progress is not None and self._progress.position.epoch != epoch:
+            self._next = self._next._replace(sampler=self._progress.following.sampler)
             self._progress = None
         tell = getattr(self._own_sampler, "set_epoch", None)
         if tell is not None:
@@ -576,9 +599,9 @@ class DataLoader:
             StateMismatch: If an iterable-style dataset's own state cannot be saved; the message names the value.
         """
         position = self._next if self._progress is None else self._progress.position
-        for text in position.shard_states or ():
-            if text is not None:
-                shard_state.check(text)
+        if self._order == "client" and position == Position():
+            position = Position(sampler=initial_state(self._index_sampler))
+        position.check()
         return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -589,9 +612,11 @@ class DataLoader:
                 global batch of this loader.
         """
         position, generators = state.load(state_dict, self._identity, self._global_batch_size)
+        if position.sampler is not None and position.sampler["over"]:
+            end_epoch(self._index_sampler, position.sampler)
         self._random_state.restore(generators)
         self._next = position
-        self._progress = None
+        self._progress = self._iterator = None
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from teleloader_server.arena import Arena, Slot
 from teleloader_server.channel import Channel
 from teleloader_server.datasets import HostedDataset
 from teleloader_server.loading import Began, Loading, Report, Task, describe, seed_all
-from teleloader_server.protocols import accepts
 from teleloader_server.replay import Reached
 from teleloader_server.worker_info import set_worker_info
 from teleloader_shared.codec import Address, FrameWriter
+from teleloader_shared.protocols import accepts
 from teleloader_shared.seeding import derive_seed
 from teleloader_shared.spec import LoaderSpec
 

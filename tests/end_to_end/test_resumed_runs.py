@@ -13,11 +13,13 @@ import pytest
 from teleloader import DataLoader, RemoteDataset, StateMismatch
 from teleloader_server import serve
 from tests.end_to_end.contract import (
+    IterableDataset,
     Made,
     Noisy,
     Numbers,
     assert_same,
     few_cpus_are_fine,
+    get_worker_info,
     seed_everything,
     torch,
     torch_is_there,
@@ -51,8 +53,96 @@ CASES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
     ),
     "persistent workers": _numbers("shuffled", num_workers=2, persistent_workers=True),
     "random augmentation": (AUGMENTED, lambda: {"batch_size": 4, "num_workers": 2}),
-    "iterable-style, 2 workers": (Noisy(4, 2), lambda: {"batch_size": 2, "num_workers": 2}),
 }  # fmt: skip
+
+
+class Counter(IterableDataset):  # type: ignore[misc]
+    """Each worker gives some numbers, with random ones; the dataset counts them, and how often it was iterated."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.place = 0
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        while self.place < self.sizes[number]:
+            self.place += 1
+            yield number, self.place, self.passes, random.random(), np.random.normal(), torch.rand(2)
+        self.place = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, and how often the dataset was iterated."""
+        return {"place": self.place, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.place, self.passes = state["place"], state["passes"]
+
+
+class OneTime(Counter):
+    """A dataset that is its own iterator, and is over after one pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        if self.place >= self.sizes[number]:
+            self.passes += 1
+            raise StopIteration
+        self.place += 1
+        return number, self.place, self.passes, random.random()
+
+
+class Buffered(IterableDataset):  # type: ignore[misc]
+    """Its iterators keep the state: an order that is drawn when the iteration begins, and a place in it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return _BufferedIterator(self.length)
+
+
+class _BufferedIterator:
+    def __init__(self, length: int) -> None:
+        self.order = random.sample(range(length), length)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.order:
+            raise StopIteration
+        return self.order.pop(), random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+
+STREAMS: dict[str, Any] = {
+    "iterable-style": Noisy(4, 2, 3),
+    "Stateful": Counter(4, 2, 3),
+    "own iterator": OneTime(4, 2, 3),
+    "Stateful iterator": Buffered(3),
+}
+CASES.update(
+    {
+        f"{name}, {n} workers{', persistent' * persistent}": (
+            dataset, lambda n=n, persistent=persistent: {  # type: ignore[misc]
+                "batch_size": 2, "num_workers": n, "persistent_workers": persistent
+            }
+        )
+        for name, dataset in STREAMS.items() for n in range(4) for persistent in {False, n == 2}
+    }
+)  # fmt: skip
 
 
 class DrawsFrom:

@@ -206,7 +206,7 @@ def test_a_shard_that_keeps_its_place_says_where_it_is() -> None:
             self.position = state["position"]
 
     first = Bench(Keeping(0))
-    states = [first.frame(k, num_workers=2, **STREAM).shard_state for k in (1, 3)]
+    states = [first.frame(k, 4, num_workers=2, **STREAM).shard_state for k in (1, 3)]
     assert None not in states
     resumed = {"num_workers": 2, "shard_states": [None, states[1]], "resumed_epoch": 4, **STREAM}
     assert Bench(Keeping(0)).batch(5, 4, **resumed).tolist() == [4, 5]
