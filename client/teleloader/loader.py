@@ -612,7 +612,7 @@ class DataLoader:
                 global batch of this loader.
         """
         position, generators = state.load(state_dict, self._identity, self._global_batch_size)
-        if position.sampler is not None and position.sampler["over"]:
+        if position.sampler is not None:
             end_epoch(self._index_sampler, position.sampler)
         self._random_state.restore(generators)
         self._next = position

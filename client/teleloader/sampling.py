@@ -139,7 +139,7 @@ class SamplerStates:
 
     A sampler draws ahead of the training loop, so its current state is not that of the loop's position. Each state is
     a dictionary of JSON values: `text` (see `user_state`), `next` (the number of the list that is drawn next) and
-    `over` (True if the epoch was left after the next draw, which the loader of another process repeats).
+    `draws` (empty in mid-epoch; at the end of an epoch what `end_epoch` repeats, one number for each iteration).
     """
 
     def __init__(self) -> None:
@@ -163,18 +163,21 @@ class SamplerStates:
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the state from which the next draw brings the sampler to where this epoch left it."""
-        numbers = sorted(self._states)
-        if not numbers:
+        """Return the state at the end of this epoch, in which the sampler may not have come to its own end.
+
+        It is the state before the last list, and how many draws follow. The state of that moment itself would not do: a
+        sampler that counts what it has yielded takes it for the place where the next epoch begins.
+        """
+        last = sorted(self._states)[-2:]
+        if not last:
             return None
-        k = numbers[-1] if self.exhausted or len(numbers) == 1 else numbers[-2]
-        state = self._states[k]
-        return state if len(numbers) == 1 and not self.exhausted else {**state, "over": True}
+        state, draws = self._states[last[0]], len(last) - 1 + self.exhausted
+        return {**state, "draws": [*state["draws"], draws]} if draws else state
 
 
 def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     """Return an entry of `SamplerStates` before list `number`; None if there are no states."""
-    return {"text": user_state.pack(states, None, "a sampler"), "next": number, "over": False} if states else None
+    return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
 
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
@@ -184,12 +187,13 @@ def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
 
 
 def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Bring a sampler to where an epoch left it in another process.
-
-    A state of that moment would not do: a sampler that counts what it has yielded takes it for the place where the next
-    epoch begins. So the last draw is repeated.
-    """
-    next(_Draws(sampler, user_state.unpack(state["text"])).iterator, None)
+    """Bring a sampler to where an epoch left it in another process."""
+    states = user_state.unpack(state["text"])
+    for draws in state["draws"]:
+        iterator = _Draws(sampler, states).iterator
+        for _ in range(draws):
+            next(iterator, None)
+        states = {}
 
 
 class IndexLists:
@@ -202,11 +206,11 @@ class IndexLists:
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, state: dict[str, Any] | None = None) -> None:
-        is_saved = state is not None and not state["over"]
-        self._draws = _Draws(sampler, user_state.unpack(state["text"]) if state is not None and is_saved else {})
+        saved = None if state is None or state["draws"] else state
+        self._draws = _Draws(sampler, {} if saved is None else user_state.unpack(saved["text"]))
         self._iterator = self._draws.iterator
         self._skip = skip
-        self._next = state["next"] if state is not None and is_saved else 0
+        self._next = 0 if saved is None else saved["next"]
         """The number of the list that the sampler yields next, or has yielded and that is in `_yielded`."""
         self.states = SamplerStates()
         self.states.put(self._next, state)

@@ -104,8 +104,11 @@ def load(
 
 
 def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    match found := _optional(state, "sampler", dict):
-        case None | {"text": str(), "next": int(), "over": bool()}:
+    found: dict[str, Any] | None = _optional(state, "sampler", dict)
+    match found:
+        case None:
+            return None
+        case {"text": str(), "next": int(), "draws": [*draws]} if all(isinstance(number, int) for number in draws):
             return found
     raise StateMismatch(f"invalid sampler state {short(found)}: pass what state_dict() returned")
 

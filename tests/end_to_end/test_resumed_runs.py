@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,9 +129,9 @@ class _BufferedIterator:
 
 
 STREAMS: dict[str, Any] = {
-    "iterable-style": Noisy(4, 2, 3),
-    "Stateful": Counter(4, 2, 3),
-    "own iterator": OneTime(4, 2, 3),
+    "iterable-style": Noisy(3, 2, 1),
+    "Stateful": Counter(3, 2, 1),
+    "own iterator": OneTime(3, 2, 1),
     "Stateful iterator": Buffered(3),
 }
 CASES.update(
@@ -176,6 +177,106 @@ CASES.update(
 )  # fmt: skip
 
 
+class Hidden:
+    """A sampler whose generator is not found, and cannot be repeated without a seed: its state leads to its order."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        source = random.Random(os.urandom(8) if seed is None else seed)
+        self._draw = lambda: source.randrange(10)  # not an attribute that is a generator
+        self._state, self._set_state = source.getstate, source.setstate
+        self.left = 10
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            self.left -= 1
+            yield self._draw()
+        self.left = 10
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state, a tuple, and how many indices are left."""
+        return {"source": self._state(), "left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self._set_state(state["source"])
+        self.left = state["left"]
+
+
+class Lists(Hidden):
+    """The same as a batch sampler."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in super().__iter__():
+            yield [index] * 2
+
+
+class Counted:
+    """A sampler that counts what it yields, as torchdata's StatefulDistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.yielded = 0
+        self.next_yielded: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded = 0
+        if self.next_yielded is not None:
+            self.yielded, self.next_yielded = self.next_yielded, None
+        for index in range(self.yielded, 10):
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many indices the current iteration has yielded, or the last one did."""
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Leave out as many in the next iteration."""
+        self.next_yielded = state["yielded"]
+
+
+class KeepsIterators:
+    """A sampler whose iterators keep the state."""
+
+    def __init__(self) -> None:
+        self._source = Hidden(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return _HiddenIterator(self._source)
+
+
+class _HiddenIterator:
+    def __init__(self, source: Hidden) -> None:
+        self._source = source
+        self._iterator = iter(source)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+STATEFUL_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sampler": lambda: {"batch_size": 4, "sampler": Hidden()},
+    "sampler, 2 workers": lambda: {"batch_size": 4, "sampler": Hidden(), "num_workers": 2},
+    "sampler, last batch dropped": lambda: {"batch_size": 4, "sampler": Hidden(), "drop_last": True},
+    "sampler, single samples": lambda: {"batch_size": None, "sampler": Hidden()},
+    "sampler, NumPy": lambda: {"batch_size": 4, "sampler": Hidden(), "output": "numpy"},
+    "sampler that counts": lambda: {"batch_size": 4, "sampler": Counted()},
+    "sampler that counts, 2 workers": lambda: {"batch_size": 3, "sampler": Counted(), "num_workers": 2},
+    "iterator of a sampler": lambda: {"batch_size": 4, "sampler": KeepsIterators(), "num_workers": 1},
+    "batch sampler": lambda: {"batch_sampler": Lists()},
+    "sampler, one batch": lambda: {"batch_size": 16, "sampler": Counted()},
+}
+CASES.update({f"Stateful {name}": (Numbers(), fresh) for name, fresh in STATEFUL_SAMPLERS.items()})
+
+
 def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[Any]:
     """Train from epoch `first` on; the training step draws random numbers, too.
 
@@ -211,10 +312,13 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
         seed_everything()
         states: list[tuple[int, str]] = []
         whole = _run(DataLoader(remote, **fresh()), 0, states)
-        for taken, saved in states:
+        # the end of an epoch is the beginning of the next one; the last epoch shows that earlier ones resumed rightly
+        for taken, saved in dict.fromkeys(states):
+            state = json.loads(saved)
+            if state["epoch"] == EPOCHS - 1:
+                break
             seed_everything(OTHER_SEED)
             loader = DataLoader(remote, **fresh())
-            state = json.loads(saved)
             loader.load_state_dict(state)
             rest = _run(loader, state["epoch"], [])
             assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
