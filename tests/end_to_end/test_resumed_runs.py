@@ -182,9 +182,12 @@ class Hidden:
 
     def __init__(self, seed: int | None = None) -> None:
         source = random.Random(os.urandom(8) if seed is None else seed)
-        self._draw = lambda: source.randrange(10)  # not an attribute that is a generator
+        self._draw: Callable[[], int] = lambda: source.randrange(10)  # no attribute is a generator
         self._state, self._set_state = source.getstate, source.setstate
         self.left = 10
+
+    def __len__(self) -> int:
+        return 10
 
     def __iter__(self) -> Iterator[Any]:
         while self.left:
