@@ -38,26 +38,28 @@ BLIND: Final = (sys.executable, "-c", "from benchmarks.observing import serve_bl
 
 def serve_blindly() -> None:
     """``teleloader-server`` without what this module is about."""
-    from teleloader_server import app, metrics, observing
     from teleloader_server.cli import main
-    from teleloader_server.windows import Ongoing
+    from teleloader_server.dispatch import counters
+    from teleloader_server.dispatch.rates import Stopwatch
+    from teleloader_server.stats import collector
+    from teleloader_server.web import app
     from teleloader_shared.messages import ConsumerReport
 
     def nothing(*_arguments: Any) -> Any:
         return None
 
-    async def rest(_observer: observing.Observer) -> None:
+    async def rest(_observer: collector.StatsCollector) -> None:
         await asyncio.Event().wait()
 
     for owner, names in (
-        (metrics.ConsumerTally, ("sent", "asks", "waits", "has_waited")),
-        (metrics.PoolTally, ("computed",)),
-        (Ongoing, ("begin", "end")),
+        (counters.ConsumerCounters, ("sent", "asks", "waits", "has_waited")),
+        (counters.PoolCounters, ("computed",)),
+        (Stopwatch, ("begin", "end")),
     ):
         for name in names:
             setattr(owner, name, nothing)
     setattr(ConsumerReport, "from_header", nothing)  # noqa: B010 - mypy would not have it assigned
-    setattr(observing.Observer, "run", rest)  # noqa: B010
+    setattr(collector.StatsCollector, "run", rest)  # noqa: B010
     setattr(app, "Identified", lambda application: application)  # noqa: B010
     main()
 

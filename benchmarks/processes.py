@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from teleloader.control import Server
+from teleloader.api.control import Server
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SERVER: Final = Path(sysconfig.get_path("scripts"), "teleloader-server")

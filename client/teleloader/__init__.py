@@ -9,9 +9,9 @@ for images, labels in loader: ...
 
 from __future__ import annotations
 
+from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
-from teleloader.measures import LoaderStats
-from teleloader.remote import RemoteDataset
+from teleloader.stats import LoaderStats
 from teleloader_shared.errors import (
     AccessDenied,
     BatchOutOfRange,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from teleloader.remote import RemoteDataset
+from teleloader.dataset import RemoteDataset
 from teleloader_shared import local
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from teleloader.remote import RemoteDataset
+from teleloader.dataset import RemoteDataset
 from teleloader_shared import local
 from teleloader_shared.errors import TeleloaderError
 

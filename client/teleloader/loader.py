@@ -16,15 +16,17 @@ from typing import Any, ClassVar, Final, Literal, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
+from teleloader.dataset import RemoteDataset
+from teleloader.fetch.fetcher import Wanted
+from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Pass, Progress
+from teleloader.fetch.length_check import Lengths
+from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.reorder import Inbox
+from teleloader.fetch.scheduler import Session
+from teleloader.fetch.stager import Stager
 from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
 from teleloader.hosting import host_here
-from teleloader.inbox import Inbox
-from teleloader.iterator import AsyncLoaderIterator, LoaderIterator, Pass, Progress
-from teleloader.lengths import Lengths
-from teleloader.measures import LoaderStats, Measures
-from teleloader.receiver import Receiver
-from teleloader.remote import RemoteDataset
 from teleloader.sampling import (
     PROCESS_GENERATORS,
     Batches,
@@ -37,10 +39,8 @@ from teleloader.sampling import (
     make_samplers,
     torchs_collate,
 )
-from teleloader.session import Session
-from teleloader.source import Wanted
-from teleloader.stager import Stager
 from teleloader.state import Position
+from teleloader.stats import LoaderStats, Measures
 from teleloader.tensors.devices import (
     Device,
     JaxDevice,
@@ -54,14 +54,14 @@ from teleloader.tensors.devices import (
 from teleloader.tensors.memory import HostBuffers
 from teleloader.tensors.output import Output, choose_output
 from teleloader.tensors.pinned import process_budget
-from teleloader.tracing import PassTrace
+from teleloader.transport.tracing import PassTrace
 from teleloader_shared import local, tracing
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
 from teleloader_shared.messages import Registration
-from teleloader_shared.plan import Plan
-from teleloader_shared.seeding import derive_seed
+from teleloader_shared.orders.plan import Plan
+from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2

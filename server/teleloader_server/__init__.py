@@ -7,9 +7,9 @@ Importing this does not load the web server, because every worker would.
 
 from __future__ import annotations
 
-from teleloader_server.collate import default_collate, default_convert
 from teleloader_server.config import ConfigError
+from teleloader_server.loading.collate import default_collate, default_convert
+from teleloader_server.loading.worker_info import WorkerInfo, get_worker_info
 from teleloader_server.serving import serve
-from teleloader_server.worker_info import WorkerInfo, get_worker_info
 
 __all__ = ["ConfigError", "WorkerInfo", "default_collate", "default_convert", "get_worker_info", "serve"]

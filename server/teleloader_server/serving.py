@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-from teleloader_server.access import refuse_unprotected, single_token
+from teleloader_server.auth.origins import refuse_unprotected
+from teleloader_server.auth.tokens import single_token
 from teleloader_server.config import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_LIMITS,
@@ -20,9 +21,9 @@ from teleloader_server.config import (
     Limits,
     default_memory_budget,
 )
-from teleloader_server.datasets import HostedDataset, host, is_factory
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.processes import shortage
+from teleloader_server.loading.datasets import HostedDataset, host, is_factory
+from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.procfs import shortage
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.secret import Secret
@@ -173,7 +174,7 @@ class _LocalServer:
         try:
             import uvloop
 
-            import teleloader_server.app  # noqa: F401 - all that `_serve` needs is loaded here, or missed
+            import teleloader_server.web.app  # noqa: F401 - all that `_serve` needs is loaded here, or missed
         except ModuleNotFoundError as error:
             self._started.set_exception(
                 ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
@@ -194,21 +195,21 @@ class _LocalServer:
 
     async def _serve(self) -> None:
         # here, so that a process that hosts nothing does not load fastapi
-        from teleloader_server.app import Server, bind, url_of
-        from teleloader_server.gate import Gate
-        from teleloader_server.service import LoaderService
+        from teleloader_server.auth.authenticator import Authenticator
+        from teleloader_server.dispatch.service import LoaderService
+        from teleloader_server.web.app import Server, bind, url_of
 
         service = LoaderService(self._host, self._limits, self._client_limits)
         try:
-            gate = Gate(fixed=self._tokens, host=self._address)
-            server = Server(service, self._address, self._port, grace=1, gate=gate)
+            authenticator = Authenticator(fixed=self._tokens, host=self._address)
+            server = Server(service, self._address, self._port, grace=1, authenticator=authenticator)
             listening = bind(self._address, self._port)
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._started.set_exception(error)
             return
         try:
             address = listening.getsockname()[0]
-            refuse_unprotected(address, has_tokens=gate.has_tokens, insecure=self._insecure)
+            refuse_unprotected(address, has_tokens=authenticator.has_tokens, insecure=self._insecure)
             await service.start()
         except BaseException as error:  # noqa: BLE001 - as above
             listening.close()

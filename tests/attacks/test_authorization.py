@@ -19,13 +19,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from teleloader_server.access import READ, UNCHECKED, needs
-from teleloader_server.app import create_app
 from teleloader_server.config import Limits
-from teleloader_server.datasets import host
-from teleloader_server.gate import GuardedRoute
-from teleloader_server.hosts import ObjectHost
-from teleloader_server.service import LoaderService
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.datasets import host
+from teleloader_server.permissions import READ, UNCHECKED, needs
+from teleloader_server.web.app import create_app
+from teleloader_server.web.authentication import GuardedRoute
+from teleloader_server.workers.factory import ObjectHost
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
@@ -127,7 +127,7 @@ def blocked(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> ServerProcess:
     """A server whose dataset `slow` never gives a sample, with a token `first`."""
-    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     table.add("other")
     table.add("first")
     return start_server(f"{HOSTED}slow", f"{HOSTED}numbers", "--num-workers", "1", "--tokens", table.write())
@@ -200,7 +200,7 @@ def test_a_token_ends_what_waits_when_it_expires(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> None:
     """As when it is revoked, without a change of the file."""
-    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 20))
     token = table.add("first", expires=expires)
     server = start_server(f"{HOSTED}slow", "--num-workers", "1", "--tokens", table.write())
@@ -208,6 +208,32 @@ def test_a_token_ends_what_waits_when_it_expires(
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
         waiting.ask(f"/v1/loaders/{key}/epochs/0/batches/3", bearer(token))
         assert "has expired" in waiting.answer().problem["detail"]
+
+
+def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
+) -> None:
+    """The scope is checked at each use, and what waits ends: loading there holds up all clients."""
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    token = table.add("first", "admin")
+    server = start_server(
+        f"{HOSTED}numbers", f"{HOSTED}slow", "--num-workers", "1", "--debug", "--tokens", table.write()
+    )
+    with client_of(server.url, token) as client, Raw(server.url) as waiting:
+        keys = [
+            client.post("/v1/loaders", json={"dataset": name, "session": "s", "in_process": True}).json()["key"]
+            for name in ("numbers", "slow")
+        ]
+        assert client.get(f"/v1/loaders/{keys[0]}/epochs/0/batches/0").status_code == 200
+        waiting.ask(f"/v1/loaders/{keys[1]}/epochs/0/batches/0", bearer(token))
+        await_(lambda: any(consumer["dataset"] == "slow" for consumer in client.get("/stats").json()["consumers"]))
+        table.add("first", "read", token=f'"{token}"')
+        table.write()
+        assert waiting.answer().problem["code"] == "Forbidden"
+        for path in ("", "/epochs/0/batches/1"):
+            answer = client.get(f"/v1/loaders/{keys[0]}{path}")
+            assert (answer.status_code, answer.json()["code"]) == (403, "Forbidden")
+        (tmp_path / "gate").touch()
 
 
 # -- what is told of whom

@@ -20,7 +20,7 @@ import pytest
 import zstandard
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, RemoteError, ServerUnavailable, TeleloaderError
-from teleloader.control import Server
+from teleloader.api.control import Server
 from teleloader_shared import codec
 from teleloader_shared.codec import ALIGNMENT, PROLOGUE_SIZE, Address, Failure, to_bytes
 from tests.client.fake_server import INFO, Answer, Request, fake_server

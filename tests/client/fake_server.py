@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from teleloader_server.index_lists import IndexMemory
+from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH

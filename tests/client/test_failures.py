@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from teleloader import EncodeError, RemoteError, WorkerDied
-from teleloader.failures import exception_of
+from teleloader.errors import exception_of
 from teleloader_shared.codec import Address, Failure
 
 ADDRESS = Address("a" * 32, 2, 7)

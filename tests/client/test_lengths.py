@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.lengths import Lengths
+from teleloader.fetch.length_check import Lengths
 from teleloader_shared.codec import End
 from tests.client.fake_server import ITERABLE, Request, fake_server
 from tests.conftest import need

@@ -20,8 +20,8 @@ from teleloader import (
     TeleloaderError,
     Unauthorized,
 )
-from teleloader.control import Server, parse_retry_after
-from teleloader.inbox import Inbox
+from teleloader.api.control import Server, parse_retry_after
+from teleloader.fetch.reorder import Inbox
 from tests.attacks.test_hostile_server import raw_server
 from tests.client.fake_server import Answer, Raw, Request, fake_server
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from teleloader import RemoteDataset, UnknownDataset
-from teleloader.control import Server
-from teleloader.credentials import Credentials
+from teleloader.api.control import Server
+from teleloader.api.credentials import Credentials
 from teleloader_server import serve
 from teleloader_shared.secret import Secret
 

@@ -22,7 +22,7 @@ from teleloader.sampling import (
     is_torchs_own,
     make_samplers,
 )
-from teleloader_server.index_lists import IndexMemory
+from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import StateMismatch

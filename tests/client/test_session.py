@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader.session import COVERED_BYTES, FIRST_REST, HEDGE_LEAST, HEDGE_UNKNOWN, MAX_WINDOW, Range, Session
+from teleloader.fetch.scheduler import COVERED_BYTES, FIRST_REST, HEDGE_LEAST, HEDGE_UNKNOWN, MAX_WINDOW, Session
+from teleloader.transport.base import Range
 from teleloader_shared.messages import READY_BYTES
 
 FOR_EVER = 2**62

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable, source, transport
+from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
+from teleloader.fetch import fetcher
+from teleloader.transport import http
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
 RIGHT = [[k, k, k] for k in range(8)]
@@ -52,7 +54,7 @@ def test_a_hedge_that_breaks_is_asked_again() -> None:
 
 def test_index_lists_are_sent_whenever_a_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it has come from elsewhere meanwhile: a server that is given none would be blamed for it."""
-    monkeypatch.setattr(transport, "SILENT_TIMEOUTS", 1)
+    monkeypatch.setattr(http, "SILENT_TIMEOUTS", 1)
     lists, going_on = [[k] for k in range(100)], threading.Event()
     bodies: list[Any] = []
 
@@ -170,7 +172,7 @@ def test_shards_stay_where_they_are_after_a_damaged_answer() -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_loop_that_thinks_is_heard_of(servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each server where it has a session."""
-    monkeypatch.setattr(source, "TOUCH_EVERY", 0.05)
+    monkeypatch.setattr(fetcher, "TOUCH_EVERY", 0.05)
     heard = [threading.Event() for _ in range(servers)]
 
     def hear(event: threading.Event) -> Callable[[], int]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from teleloader import state
-from teleloader.control import MAX_JSON_BYTES, Server, error_of
+from teleloader.api.control import MAX_JSON_BYTES, Server, error_of
 from teleloader_shared.errors import Forbidden, ProtocolError, ServerUnavailable, StateMismatch, Unauthorized
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO
@@ -134,7 +134,7 @@ def test_an_answer_has_a_limit() -> None:
     """A server that sends for ever is not read for ever."""
     with (
         answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,
-        pytest.raises(ProtocolError, match="more than 16,777,216"),
+        pytest.raises(ProtocolError, match="more than 4,194,304"),
     ):
         server.datasets()
 

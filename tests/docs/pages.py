@@ -33,7 +33,7 @@ import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
-from teleloader_server.access import parse_tokens
+from teleloader_server.auth.tokens import parse_tokens
 from teleloader_server.config import read_toml
 from tests.conftest import ROOT, ServerProcess
 

@@ -20,7 +20,8 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from teleloader import DataLoader, RemoteDataset, control
+from teleloader import DataLoader, RemoteDataset
+from teleloader.api import control
 from teleloader.tensors import devices, pinned
 from teleloader_server import serve
 from teleloader_server.config import ClientLimits

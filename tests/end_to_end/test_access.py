@@ -16,9 +16,10 @@ import httpx
 import pytest
 from click.core import ParameterSource
 
-from teleloader import DataLoader, RemoteDataset, credentials
+from teleloader import DataLoader, RemoteDataset
+from teleloader.api import credentials
 from teleloader_server import serve
-from teleloader_server.commands import server as server_command
+from teleloader_server.cli.commands import server as server_command
 from teleloader_server.config import ConfigError
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized, UnknownDataset
 from teleloader_shared.spec import LoaderSpec

@@ -13,7 +13,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import default_collate, serve
-from teleloader_shared.plan import audit
+from teleloader_shared.orders.plan import audit
 from tests.conftest import ROOT, StartServer, need
 from tests.end_to_end import hosted
 from tests.end_to_end.compare import assert_same, reference

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport import BatchConnection
+from teleloader.transport.http import BatchConnection
 from teleloader_server import serve
 from tests.end_to_end.contract import (
     Dataset,

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server import serve, worker
+from teleloader_server import serve
+from teleloader_server.workers import worker
 from tests.end_to_end.contract import (
     IterableDataset,
     Made,

@@ -57,7 +57,7 @@ import sys
 sys.modules["torch"] = None
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from teleloader_server.worker_info import get_worker_info
+from teleloader_server.loading.worker_info import get_worker_info
 
 class Told:
     def __len__(self): return 4

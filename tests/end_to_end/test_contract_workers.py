@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport import BatchConnection
+from teleloader.transport.http import BatchConnection
 from teleloader_server import serve
 from tests.conftest import ROOT, StartServer
 from tests.end_to_end.contract import (

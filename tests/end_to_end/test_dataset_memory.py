@@ -14,10 +14,10 @@ from fastapi import APIRouter
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from teleloader_server.api_access import make_access_router
-from teleloader_server.api_http import make_router
-from teleloader_server.api_status import make_status_router
-from teleloader_server.api_websocket import make_stream_router
+from teleloader_server.web.batches import make_router
+from teleloader_server.web.sign_in import make_access_router
+from teleloader_server.web.status import make_status_router
+from teleloader_server.web.stream import make_stream_router
 
 LOADERS = 20
 DATASET_BYTES = 50 * 2**20

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from teleloader import DataLoader, RemoteDataset, ServerUnavailable, TeleloaderError, source, transport
-from teleloader.control import Server
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable, TeleloaderError
+from teleloader.api.control import Server
+from teleloader.fetch import fetcher
+from teleloader.transport import http
 from teleloader_server import serve
 from tests.conftest import StartServer
 from tests.end_to_end import hosted
@@ -64,7 +66,7 @@ def test_a_batch_may_take_as_long_as_it_takes(
     gate = tmp_path_factory.mktemp("gate") / "gate"
     monkeypatch.setenv("GATE", str(gate))
     made: list[object] = []
-    monkeypatch.setattr(transport, "_open", _Watched(made, lambda: gate.touch() if len(made) > 2 else None))
+    monkeypatch.setattr(http, "_open", _Watched(made, lambda: gate.touch() if len(made) > 2 else None))
     server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
     dataset = RemoteDataset(server.url, "slow", reconnect_timeout=0, stall_timeout=0.3)
     batches = DataLoader(dataset, 4, output="numpy")
@@ -97,7 +99,7 @@ def test_a_loop_that_thinks_for_long_keeps_its_workers(
         touch(server, key)
         touched.release()
 
-    monkeypatch.setattr(source, "TOUCH_EVERY", 0.05)
+    monkeypatch.setattr(fetcher, "TOUCH_EVERY", 0.05)
     monkeypatch.setattr(Server, "touch", counted)
     server = start_server(f"{TARGET}stream", "--num-workers", "1")
     loader = DataLoader(
@@ -125,7 +127,7 @@ def test_an_idle_connection_that_the_server_closed_is_made_anew(
     dataset = RemoteDataset(server.url, "many", reconnect_timeout=0)
     batches = iter(DataLoader(dataset, 10, prefetch_factor=1, num_workers=1, output="numpy"))
     seen = next(batches).tolist()
-    for connection in list(transport._open):
+    for connection in list(http._open):
         connection.shut_down()  # as it looks when the other side has closed it
     seen += [i for _ in range(50) for i in next(batches).tolist()]
     assert seen == list(range(510))
@@ -178,7 +180,7 @@ def test_a_forked_process_keeps_no_connection_open(start_server: StartServer) ->
     loader = DataLoader(RemoteDataset(server.url, "many"), 1, output="numpy")
     batches = iter(loader)
     next(batches)
-    files = {os.readlink(f"/proc/self/fd/{connection._socket.fileno()}") for connection in transport._open}
+    files = {os.readlink(f"/proc/self/fd/{connection._socket.fileno()}") for connection in http._open}
     assert files
 
     def has_none() -> bool:

@@ -21,7 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable, backoff, source
+from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
+from teleloader.api import backoff
+from teleloader.fetch import fetcher
 from teleloader_shared import codec
 from tests.conftest import ServerProcess, StartServer
 from tests.faults import hosted
@@ -95,7 +97,7 @@ class Checked:
 def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged answers are asked for again at once, however many come in a row: for tests that break hundreds."""
     monkeypatch.setattr(backoff, "FIRST_DELAY", 0.001)
-    monkeypatch.setattr(source, "MAX_DAMAGED", 1000)
+    monkeypatch.setattr(fetcher, "MAX_DAMAGED", 1000)
 
 
 # -- connections that break
@@ -218,7 +220,7 @@ def test_one_damaged_bit_leads_to_the_right_batch(start_server: StartServer, par
         return content
 
     # a head that does not end is refused soon
-    server = serve(start_server, "--limit", "head_seconds=0.5")
+    server = serve(start_server, "--limit", "header_timeout=0.5")
     with FaultProxy(server.url, seed=4) as proxy:
         dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
         loader = DataLoader(dataset, 4, sampler=range(4), output="numpy")
@@ -248,7 +250,7 @@ def test_one_damaged_bit_leads_to_the_right_sample(start_server: StartServer, pa
         sizes.append(len(content))
         return content
 
-    with FaultProxy(serve(start_server, "--limit", "head_seconds=0.5").url, seed=4) as proxy:
+    with FaultProxy(serve(start_server, "--limit", "header_timeout=0.5").url, seed=4) as proxy:
         dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
         proxy.arm(Rewrite(measure), part=part)
         assert np.array_equal(dataset[17], hosted.small.table[17])

@@ -95,7 +95,7 @@ def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None
     lines: list[dict[str, Any]] = [json.loads(line) for line in server.log]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     died = next(line for line in lines if "replacing it" in line["message"])
-    assert (died["level"], died["logger"]) == ("warning", "teleloader_server.pool_processes")
+    assert (died["level"], died["logger"]) == ("warning", "teleloader_server.workers.processes")
     assert lines[-1]["message"] == "stopped"
 
 

@@ -24,8 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from prometheus_client.samples import Sample
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server import metrics, serve
-from teleloader_server.api_status import MAX_WATCHERS
+from teleloader_server import serve
+from teleloader_server.dispatch import counters
+from teleloader_server.web.status import MAX_WATCHERS
 from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
 from tests.conftest import ROOT, StartServer
@@ -142,17 +143,17 @@ def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Pa
 
     def doing() -> Any:
         (worker,) = server.stats()["workers"]
-        return worker if worker["doing"] and worker["busy_share"] > 0.5 else None
+        return worker if worker["current_task"] and worker["busy_fraction"] > 0.5 else None
 
     worker = eventually(doing)
-    assert worker["doing"] == "batch 0 of epoch 0 of slow"
+    assert worker["current_task"] == "batch 0 of epoch 0 of slow"
     assert worker["state"] == "busy"
-    assert worker["doing_for"] > 0
+    assert worker["current_task_seconds"] > 0
     assert worker["batches"] == 0
     gate.touch()
     assert len(list(iterator)) == 4
     (worker,) = server.stats()["workers"]
-    assert (worker["doing"], worker["doing_for"]) == (None, None)
+    assert (worker["current_task"], worker["current_task_seconds"]) == (None, None)
 
 
 def test_a_killed_worker_is_told(start_server: StartServer) -> None:
@@ -167,7 +168,7 @@ def test_a_killed_worker_is_told(start_server: StartServer) -> None:
 
 def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is refused for it, a right one is shown, and one that comes after a later one is not."""
-    monkeypatch.setattr(metrics, "OVERTAKEN", 60.0)
+    monkeypatch.setattr(counters, "OVERTAKEN", 60.0)
     key = registered(url)
     path = f"{url}{batches_path(key, 0)}/0"
 
@@ -178,11 +179,11 @@ def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPa
 
     for wrong in ("", "nonsense", "x" * 10_000, "elapsed=nan"):
         assert ask(wrong)["reconnects"] is None
-    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["loop_waiting_share"] is None
+    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["data_wait_fraction"] is None
     told = ask("elapsed=3.000,waited=1.500,taken=3,reconnects=6,hedges=7")
-    assert (told["loop_waiting_share"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
+    assert (told["data_wait_fraction"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
     overtaken = ask("elapsed=2.900,waited=0.000,taken=2,reconnects=5,hedges=6")
-    assert (overtaken["loop_waiting_share"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
+    assert (overtaken["data_wait_fraction"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
 
 
 # -- many consumers
@@ -422,7 +423,7 @@ def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
 
 def test_the_number_of_series_is_bounded(url: str) -> None:
     """By datasets, shared workers, stages and buckets, and kinds of errors; no other label is there."""
-    allowed = {"dataset", "worker", "stage", "le", "type", "bound", "state", "version"}
+    allowed = {"dataset", "worker", "stage", "le", "type", "bottleneck", "state", "version"}
     for family in families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
             assert set(sample.labels) <= allowed, sample
@@ -454,17 +455,17 @@ def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> 
 
 def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes its time to say it, so it is asked again only when that has taken 1 % of the time at most."""
-    from teleloader_server import processes
+    from teleloader_server.workers import procfs
 
     measured = []
-    real: Callable[..., Any] = processes.memory
+    real: Callable[..., Any] = procfs.memory
 
     def slow(pids: Any) -> Any:
         measured.append(pids)
         time.sleep(0.2)
         return real(pids)
 
-    monkeypatch.setattr(processes, "memory", slow)
+    monkeypatch.setattr(procfs, "memory", slow)
     key = registered(url, batch_size=5)
     httpx.get(f"{url}{batches_path(key, 0)}/0").raise_for_status()
     eventually(lambda: stats_of(url) and measured)

@@ -23,7 +23,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.credentials import Credentials
+from teleloader.api.credentials import Credentials
 from teleloader_shared.errors import ServerUnavailable, TlsError
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end.certificates import Files

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server import token_commands
+from teleloader_server.cli import token_commands
 from teleloader_shared.errors import Unauthorized
 from tests.conftest import StartServer
 from tests.end_to_end.terminal import SERVER, Done, piped

@@ -25,7 +25,8 @@ import psutil
 import pytest
 
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset, RemoteError, WorkerDied
-from teleloader_server import pool_processes, serve
+from teleloader_server import serve
+from teleloader_server.workers import processes
 from tests.conftest import ROOT, StartServer, need
 from tests.end_to_end.hosted import Samples, Stream
 
@@ -87,7 +88,7 @@ def count(counter: Any) -> int:
         return int(counter.value)
 
 
-class Gate:
+class Authenticator:
     """What workers wait at until the test opens it."""
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None]
 
 def test_a_hang_costs_other_consumers_nothing() -> None:
     """While a worker hangs the others serve the rest of the clients, also with what waited behind the hang."""
-    gate = Gate()
+    gate = Authenticator()
     made = shared_counter()
 
     def sample(index: int) -> int:
@@ -198,8 +199,8 @@ def test_a_worker_that_takes_its_time_is_left_alone() -> None:
 
 def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """``batch_timeout=0``: as long as the worker lives it is waited for."""
-    monkeypatch.setattr(pool_processes, "CHECK_EVERY", 0.02)
-    gate = Gate()
+    monkeypatch.setattr(processes, "CHECK_EVERY", 0.02)
+    gate = Authenticator()
 
     def sample(index: int) -> int:
         gate.wait()
@@ -255,8 +256,8 @@ def test_a_stream_that_is_gone_through_again_gets_on() -> None:
 @pytest.fixture
 def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is stopped is noticed soon."""
-    monkeypatch.setattr(pool_processes, "CHECK_EVERY", 0.05)
-    monkeypatch.setattr(pool_processes, "STOPPED_LIMIT", 0.2)
+    monkeypatch.setattr(processes, "CHECK_EVERY", 0.05)
+    monkeypatch.setattr(processes, "STOPPED_LIMIT", 0.2)
 
 
 @pytest.mark.usefixtures("short_stops")

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset, WorkerDied
-from teleloader_server import get_worker_info, pool_processes, serve, worker
-from teleloader_server.arena import Mapping
-from teleloader_server.dispatcher import MAX_ATTEMPTS
+from teleloader_server import get_worker_info, serve
+from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
+from teleloader_server.workers import processes, worker
+from teleloader_server.workers.arena import Mapping
 from tests.conftest import StartServer
 from tests.end_to_end.hosted import Samples
 from tests.end_to_end.test_worker_faults import arrived, count, eventually, loader_of, shared_counter, stats_of
@@ -158,13 +159,13 @@ def large(index: int) -> Any:
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why workers were lost, as the pool says it."""
     found: list[str] = []
-    lose = pool_processes.ProcessPool._lose
+    lose = processes.ProcessPool._lose
 
     def noted(self: Any, process: Any, loss: Any) -> None:
         found.append(loss.reason)
         lose(self, process, loss)
 
-    monkeypatch.setattr(pool_processes.ProcessPool, "_lose", noted)
+    monkeypatch.setattr(processes.ProcessPool, "_lose", noted)
     return found
 
 
@@ -217,7 +218,7 @@ def test_a_lack_of_descriptors_is_never_the_fault_of_a_batch(monkeypatch: pytest
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return Mapping(fd, size)
 
-    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    monkeypatch.setattr(processes, "SlotMapping", mapped)
     with serve(Samples(large, 3), num_workers=1) as url:
         batches = list(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
     assert [int(batch[0]) for batch in batches] == [0, 1, 2]
@@ -234,7 +235,7 @@ def test_a_batch_that_lacks_descriptors_for_too_long_is_an_error(
         os.close(fd)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(pool_processes, "SlotMapping", mapped)
+    monkeypatch.setattr(processes, "SlotMapping", mapped)
     with serve(Samples(large, 1), num_workers=1, batch_timeout=0.5) as url:
         (error,) = arrived(loader_of(url, None, seed=None if session else 1, num_workers=int(session)))
     assert isinstance(error, WorkerDied)

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from teleloader.failures import exception_of
+from teleloader.errors import exception_of
 from teleloader.tensors.memory import ordinary_memory
 from teleloader.tensors.output import Output, choose_output
 from teleloader_shared import codec, dtypes

@@ -14,7 +14,7 @@ from random import Random
 import atheris
 
 with atheris.instrument_imports(include=["teleloader_shared", "teleloader"]):
-    from teleloader.failures import exception_of  # noqa: F401 - for its instrumentation
+    from teleloader.errors import exception_of  # noqa: F401 - for its instrumentation
     from teleloader_shared import codec  # noqa: F401
 
 from tests.fuzz import frames

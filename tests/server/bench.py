@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.datasets import host
-from teleloader_server.loading import Began, Loading, Report, Task
+from teleloader_server.loading.datasets import host
+from teleloader_server.loading.pipeline import Began, Loading, Report, Task
 from teleloader_shared import codec
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame, to_bytes
 from teleloader_shared.spec import LoaderSpec

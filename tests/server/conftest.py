@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server import dispatcher, store
+from teleloader_server.dispatch import dispatcher, store
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sized
 
 import pytest
 
-from teleloader_server import store
-from teleloader_server.accounts import Account, Memory
-from teleloader_server.demand import Ask, Consumer, Run
-from teleloader_server.dispatcher import FORGET_AFTER, Dispatcher
-from teleloader_server.pool import Blame
-from teleloader_server.store import Evict
+from teleloader_server.dispatch import store
+from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
+from teleloader_server.dispatch.quotas import Account, Memory
+from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.store import Evict
+from teleloader_server.workers.pool import Blame
 from teleloader_shared.codec import Address
 
 TRAIN: Run = ("train", 0)

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from teleloader_server.arena import Arena, Mapping, Slot
-from teleloader_server.channel import Channel
+from teleloader_server.workers.arena import Arena, Mapping, Slot
+from teleloader_server.workers.channel import Channel
 
 PAGE = 4096
 
@@ -315,7 +315,7 @@ def test_a_lease_that_lives_to_the_end_is_not_released_by_the_end() -> None:
     """When the process ends, nobody is told: the loop that would carry the message is gone."""
     program = """
 import os
-from teleloader_server.arena import Arena, Mapping
+from teleloader_server.workers.arena import Arena, Mapping
 mappings = []
 arena = Arena(0, lambda number, fd, size: mappings.append(Mapping(os.dup(fd), size)), print)
 arena.take(1)
@@ -329,8 +329,8 @@ lease = mappings[0].lease(1, lambda: print("released"))
 
 WORKER = """
 import socket, sys
-from teleloader_server.arena import Arena
-from teleloader_server.channel import Channel
+from teleloader_server.workers.arena import Arena
+from teleloader_server.workers.channel import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 arena = Arena(2**20, lambda number, fd, size: channel.send(["slot", number, size], [fd]), print)
 for value in range(3):

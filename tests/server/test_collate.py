@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from teleloader_server.collate import (
+from teleloader_server.loading.collate import (
     Stack,
     TensorStack,
     default_collate,
@@ -693,7 +693,7 @@ def test_collating_neither_needs_nor_loads_torch() -> None:
     program = """
 import sys
 import numpy as np
-from teleloader_server.collate import default_collate, default_convert, lazy_collate
+from teleloader_server.loading.collate import default_collate, default_convert, lazy_collate
 samples = [{"a": np.ones(2, np.float32), "b": (i, 2.5, True, "s"), "c": np.int8(i)} for i in range(3)]
 for collate in (default_collate, lazy_collate):
     batch = collate(samples)

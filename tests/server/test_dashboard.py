@@ -15,8 +15,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from teleloader_server.dashboard import STATIC, add_dashboard
-from teleloader_server.problems import handle_problems
+from teleloader_server.web.dashboard import STATIC, add_dashboard
+from teleloader_server.web.problem_responses import handle_problems
 from tests.shared.vectors.generate import HERE as VECTORS
 
 NAMES = sorted(path.stem for path in VECTORS.glob("*.tlf") if path.stem != "zstd")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.collate import Stack
 from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
-from teleloader_server.datasets import HostedDataset, host, is_factory, open_dataset, open_datasets, resolve
+from teleloader_server.loading.collate import Stack
+from teleloader_server.loading.datasets import HostedDataset, host, is_factory, open_dataset, open_datasets, resolve
 from tests.conftest import label, need
 
 Module = Callable[[str, str], None]

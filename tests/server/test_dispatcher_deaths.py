@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server import dispatcher
-from teleloader_server.dispatcher import MAX_ATTEMPTS
+from teleloader_server.dispatch import dispatcher
+from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     OTHER,

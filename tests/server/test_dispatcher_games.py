@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from teleloader_server import dispatcher, store
-from teleloader_server.demand import Ask, Run
-from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
+from teleloader_server.dispatch import dispatcher, store
+from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
+from teleloader_server.dispatch.records import Ask, Run
 from teleloader_shared.codec import Address
 from tests.server.dispatching import Service, containers, let_go_of_all
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server import dispatcher, store
-from teleloader_server.dispatcher import FORGET_AFTER
+from teleloader_server.dispatch import dispatcher, store
+from teleloader_server.dispatch.dispatcher import FORGET_AFTER
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     BATCHES,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from teleloader_server import dispatcher
-from teleloader_server.demand import Run
-from teleloader_server.dispatcher import MAX_ASKED
+from teleloader_server.dispatch import dispatcher
+from teleloader_server.dispatch.dispatcher import MAX_ASKED
+from teleloader_server.dispatch.records import Run
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     BATCHES,

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from teleloader_server.demand import Ask, Run
-from teleloader_server.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
+from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
+from teleloader_server.dispatch.records import Ask, Run
 from teleloader_shared.codec import Address
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teleloader_server.dispatcher import MAX_ATTEMPTS
+from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_shared.codec import Address
 from tests.server.dispatching import OTHER, QUICK, TRAIN, Service, numbers, run_through
 

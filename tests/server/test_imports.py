@@ -23,8 +23,8 @@ def loaded(program: str) -> set[str]:
     ("program", "unwanted"),
     [
         ("import teleloader_server", WEB + TORCH),
-        ("import teleloader_server.worker", WEB + TORCH),
-        ("import teleloader_server.template", WEB + TORCH),
+        ("import teleloader_server.workers.worker", WEB + TORCH),
+        ("import teleloader_server.workers.forkserver", WEB + TORCH),
         ("import teleloader", WEB + TORCH + SERVER),
         ("import teleloader_shared", WEB + TORCH + SERVER),
         ("import teleloader_server.cli", TORCH),

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server import index_lists
-from teleloader_server.index_lists import Rules
+from teleloader_server.loading import index_lists
+from teleloader_server.loading.index_lists import Rules
+from teleloader_server.web import index_bodies
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import InvalidSpec
@@ -39,7 +40,7 @@ async def split(body: bytes, rules: Rules = INTEGERS, size: int = 1 << 16) -> tu
         for start in range(0, len(body), size):
             yield body[start : start + size]
 
-    return await index_lists.split(pieces(), rules)
+    return await index_bodies.split(pieces(), rules)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1 << 16])
@@ -119,7 +120,7 @@ async def test_one_integer_is_all_that_a_single_sample_takes(indices: Any) -> No
         (listed(np.zeros(2**22, np.int64).view(Tensor)), "exceeds the limit of 16,777,216 bytes"),
         (listed([b"x" * 2**19]), "header of 524,"),
         (listed(packed(1)) * 2, "in the place of batch 1"),
-        (b"".join(listed(packed(1), k) for k in range(9)), r"1 to 8 batches \(max_window\)"),
+        (b"".join(listed(packed(1), k) for k in range(9)), r"more than 8 batches \(max_batches_per_request\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teleloader_server.loading import describe
+from teleloader_server.loading.pipeline import describe
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT
-from teleloader_shared.plan import Plan
+from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need
 from tests.server.bench import Bench, Bulk, Made, raising

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.loading import MAX_PASSES
+from teleloader_server.loading.pipeline import MAX_PASSES
 from tests.server.bench import Bench, Made
 
 STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}

@@ -21,7 +21,7 @@ def line_of(record: logging.LogRecord) -> dict[str, Any]:
 
 def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:
     """As a logger makes it."""
-    made = logging.LogRecord("teleloader_server.pool", logging.WARNING, __file__, 1, message, arguments, None)
+    made = logging.LogRecord("teleloader_server.workers.pool", logging.WARNING, __file__, 1, message, arguments, None)
     made.__dict__.update(fields)
     made.created = 1_700_000_000.25
     return made
@@ -30,7 +30,7 @@ def record(message: str, *arguments: object, **fields: object) -> logging.LogRec
 def test_a_line_says_when_how_bad_who_and_what() -> None:
     """And nothing else, where nothing else is known."""
     assert line_of(record("worker %d\nis gone", 3)) == {
-        "time": "2023-11-14T22:13:20.250+00:00", "level": "warning", "logger": "teleloader_server.pool",
+        "time": "2023-11-14T22:13:20.250+00:00", "level": "warning", "logger": "teleloader_server.workers.pool",
         "message": "worker 3\nis gone",
     }  # fmt: skip
 

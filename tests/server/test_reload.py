@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from teleloader_server.cli.reload import folders_of
 from teleloader_server.config import DatasetConfig
-from teleloader_server.reload import folders_of
 
 
 @pytest.fixture

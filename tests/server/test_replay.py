@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.loading import Began
-from teleloader_server.replay import Reached
+from teleloader_server.loading.pipeline import Began
+from teleloader_server.loading.replay import Reached
 from teleloader_shared.codec import End, Failure
 from tests.server.bench import Bench
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.shards import RandomNumbers, Shard
+from teleloader_server.loading.shards import RandomNumbers, Shard
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.spec import MAX_STATES
 from tests.conftest import need

@@ -13,11 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from teleloader_server import serve
-from teleloader_server.app import Server
 from teleloader_server.config import ConfigError
-from teleloader_server.connections import Connection
-from teleloader_server.uvicorn_members import MEMBERS, TESTED, members_of
-from teleloader_server.websocket import WebSocketConnection
+from teleloader_server.web.app import Server
+from teleloader_server.web.guard import Connection
+from teleloader_server.web.uvicorn_members import MEMBERS, TESTED, members_of
+from teleloader_server.web.websocket import WebSocketConnection
 from tests.conftest import ROOT
 
 
@@ -46,7 +46,7 @@ def test_a_missing_member_is_named_when_the_server_starts(
 ) -> None:
     """The error has the class, the member and the version to install."""
     monkeypatch.delattr(owner, name)
-    monkeypatch.setattr("teleloader_server.uvicorn_members.MEMBERS", {owner: (name,)})
+    monkeypatch.setattr("teleloader_server.web.uvicorn_members.MEMBERS", {owner: (name,)})
     sentence = rf"uvicorn has no {owner.__name__}\.{name}: .* pip install uvicorn=={re.escape(TESTED['uvicorn'])}$"
     with pytest.raises(ConfigError, match=sentence), serve([1], num_workers=0):
         pass

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from teleloader_server.channel import Channel
-from teleloader_server.loading import Task
-from teleloader_server.worker import BEGUN, REVOKED, Worker
-from teleloader_server.worker_process import WorkerProcess, _without_our_callers
+from teleloader_server.loading.pipeline import Task
+from teleloader_server.workers.channel import Channel
+from teleloader_server.workers.handle import WorkerProcess, _without_our_callers
+from teleloader_server.workers.worker import BEGUN, REVOKED, Worker
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
 

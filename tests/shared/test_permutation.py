@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from teleloader_shared import permutation
-from teleloader_shared.permutation import KEY_BITS, MAX_LENGTH, ROUNDS, SORTED_UP_TO, Permutation
+from teleloader_shared.orders import permutation
+from teleloader_shared.orders.permutation import KEY_BITS, MAX_LENGTH, ROUNDS, SORTED_UP_TO, Permutation
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from teleloader_shared.errors import BatchOutOfRange, InvalidSpec
-from teleloader_shared.permutation import Permutation
-from teleloader_shared.plan import Plan, audit
-from teleloader_shared.seeding import derive
+from teleloader_shared.orders.permutation import Permutation
+from teleloader_shared.orders.plan import Plan, audit
+from teleloader_shared.orders.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec, Tail
 from tests.conftest import need
 

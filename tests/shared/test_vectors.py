@@ -24,8 +24,8 @@ import zstandard
 
 from teleloader_shared.codec import End, Failure, read
 from teleloader_shared.messages import DatasetInfo, Registration
-from teleloader_shared.permutation import Permutation
-from teleloader_shared.plan import Plan
+from teleloader_shared.orders.permutation import Permutation
+from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 from tests.shared.trees import KeptMemory, assert_same
 from tests.shared.vectors.generate import HERE, tagged, vectors, write

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.text import Text
 
 from teleloader.cli.showing import print_json, progress_bar, to_people
-from teleloader_shared import plan
-from teleloader_shared.plan import Coverage, Plan
+from teleloader_shared.orders import plan
+from teleloader_shared.orders.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import harmless
 from teleloader_shared.units import counted

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, get_args
 
 import click
 
-from teleloader.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from teleloader.api.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from teleloader_shared.spec import Tail
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

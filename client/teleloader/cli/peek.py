@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from teleloader.cli.showing import Column, print_json, table, to_people
-from teleloader.failures import exception_of
-from teleloader.remote import RemoteDataset
+from teleloader.dataset import RemoteDataset
+from teleloader.errors import exception_of
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.outline import outline
 from teleloader_shared.text import harmless

@@ -1,0 +1,477 @@
+"""One pass through an epoch, as the training loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sized
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from teleloader.dataset import RemoteDataset, consumers_prefix
+from teleloader.errors import exception_of
+from teleloader.fetch.length_check import Lengths
+from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.reorder import Arrived, Inbox, timed_out
+from teleloader.fetch.scheduler import Session
+from teleloader.fetch.stager import Stager
+from teleloader.sampling import IndexLists, SamplerStates, index_frame
+from teleloader.state import Position
+from teleloader.stats import Measures
+from teleloader.tensors.devices import is_out_of_memory
+from teleloader_shared.codec import Address, End, Failure, Frame
+from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.forks import after_fork_in_child
+from teleloader_shared.spec import LoaderSpec
+
+
+class Delivery(NamedTuple):
+    """The outcome of next() for a batch, kept from when it is known until next() has returned or raised it."""
+
+    frame: Frame
+    batch: Any = None
+    error: BaseException | None = None
+    """Raised in place of the batch."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The position of an iterator; outlives it, so that an epoch that was left can be resumed.
+
+    Signal handlers may raise in next() at any bytecode. So the position and the delivery that leads to it are replaced
+    in one store: before it, the next call delivers the same batch; after it, next() only returns.
+    """
+
+    state: tuple[Position, Delivery | None]
+    """The next batch, and its delivery if that has begun."""
+    longest: int | None = None
+    """Batches of the rank that has the most, where that is known."""
+    sampler_states: SamplerStates | None = None
+    """For a client-side sampler."""
+    keeps_base_seed: bool = False
+    """Whether the next epoch has the same base seed, as torch's persistent workers have."""
+    keeps_dataset: bool = False
+    """Whether the next epoch iterates the same replicas of the dataset."""
+    finished: bool = False
+    """Whether the loop was told that there are no more."""
+    is_unused: bool = True
+    """Whether the loop has asked for nothing yet."""
+
+    @property
+    def next(self) -> Position:
+        """The next batch."""
+        return self.state[0]
+
+    @property
+    def batch(self) -> int:
+        """Number of the next batch."""
+        return self.state[0].batch
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """The delivery of the next batch, if an earlier call of next() began it."""
+        return self.state[1]
+
+    def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
+        """Return the state after a frame, for `state`."""
+        position = self.state[0]
+        states = position.shard_states
+        if frame.shard_state is not None:
+            place = frame.address.batch % shards
+            states = states or (None,) * shards
+            states = (*states[:place], frame.shard_state, *states[place + 1 :])
+        return position._replace(batch=position.batch + 1, shard_states=states), None
+
+    @property
+    def position(self) -> Position:
+        """What comes next; after the last batch, the beginning of the next epoch."""
+        position = self.next
+        if self.finished or (self.longest is not None and position.batch >= self.longest):
+            return self.following
+        if position.random is not None and not self.is_unused:
+            position = position._replace(random={**position.random, "drawn": True})
+        if self.sampler_states is not None:
+            position = position._replace(sampler=self.sampler_states.before(position.batch))
+        return position
+
+    @property
+    def following(self) -> Position:
+        """The beginning of the next epoch, if this one is left where it stands."""
+        position = self.next
+        return Position(
+            position.epoch + 1,
+            base_seed=position.base_seed if self.keeps_base_seed else None,
+            shard_states=position.shard_states if self.keeps_dataset and self.finished else None,
+            sampler=None if self.sampler_states is None else self.sampler_states.end(),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """All that a pass through an epoch is made of."""
+
+    dataset: RemoteDataset
+    """Kept: the server of an object of this process goes with it."""
+    spec: LoaderSpec
+    key: str
+    """The spec's."""
+    progress: Progress
+    batches: Sized | None
+    """Its length is that of the epoch, in batches; None for an iterable-style dataset."""
+    session: Session
+    receiver: Receiver
+    lists: IndexLists | None
+    """For an order of the client's own."""
+    timeout: float
+    stays: bool
+    """Whether the loader's own workers are kept when the epoch is over."""
+    lengths: Lengths | None
+    """For an iterable-style dataset."""
+    stager: Stager | None
+    """Copies batches to a device."""
+    transform: Callable[[Any], Any] | None
+    """Applied to each batch in the training loop's thread."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where its batches arrive."""
+        return self.receiver.inbox
+
+    @property
+    def measures(self) -> Measures:
+        """What is measured of it."""
+        return self.receiver.inbox.measures
+
+    def feed(self, *, taking: bool = False) -> None:
+        """Draw further index lists: not for each batch that the loop takes, but for some of them at once.
+
+        Args:
+            taking: Whether the loop is about to take a batch: what is drawn after it is drawn before, because drawing
+                is user code, which may be interrupted, and the batch would be lost.
+        """
+        lists = self.lists
+        if lists is None:
+            return
+        if lists.frames:
+            self._send_lists(lists)  # that an interrupted call had drawn
+        window = self.session.window
+        # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
+        # as torch does; ours is drawn from for some batches at once
+        step = max(1, window // 4) if self.session.adaptive else 1
+        goal = self.progress.batch + taking + window
+        if goal - lists.drawn < step:
+            return
+        key, epoch = self.key, self.progress.next.epoch
+        try:
+            lists.draw(goal, lambda k, indices: index_frame(Address(key, epoch, k), indices))
+        finally:
+            self._send_lists(lists)
+
+    def _send_lists(self, lists: IndexLists) -> None:
+        self.inbox.feed(lists.frames)
+        lists.frames = {}
+        lists.states.release(self.progress.batch)
+        if lists.exhausted:
+            self.progress.longest = lists.drawn if lists.error is None else None
+            self.inbox.complete()
+
+    def over(self) -> bool:
+        """Whether the epoch's last batch was taken."""
+        drawn_all = self.lists is None or self.lists.exhausted
+        return drawn_all and self.progress.batch >= self.session.stop
+
+    def close(self) -> None:
+        """Nobody will take any more of its batches."""
+        self.measures.end()
+        try:
+            self.receiver.close()
+        finally:
+            if self.stager is not None:
+                self.stager.close()
+
+
+class LoaderIterator:
+    """Iterates over the batches of a pass; ends what belongs to it when it ends, or is not referred to any more."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.base_seed: int | None = None
+        """With persistent workers: drawn once, as by torch."""
+        self.spec: LoaderSpec | None = None
+        """With persistent workers: what they were started for."""
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        """Of next(), for training loops of several threads."""
+        self._is_awaited = False
+        self._pass: Pass | None = None
+        self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
+
+    @classmethod
+    def consumer_name(cls, rank: int, loader: int) -> str:
+        """What the server calls a new pass: those of one loader differ in what follows the ``#`` only."""
+        return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
+
+    def begin(self, pass_: Pass) -> None:
+        """Go through another epoch; what is left of the one before is given up."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._pass is not None:
+            self._pass.close()
+            _passes.discard(self._pass)
+        self._pass = pass_
+        self._finalizer = weakref.finalize(self, _end, pass_)
+        self._finalizer.atexit = False  # see `_leave`
+        _passes.add(pass_)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a forked process's copy, whose threads and connections are the parent's."""
+        return os.getpid() != self._pid
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        """Return the number of batches of the whole epoch, as torch's iterators do.
+
+        Raises:
+            TypeError: If the dataset is iterable-style, or the sampler has no length.
+        """
+        if self._pass is None or self._pass.batches is None:
+            raise TypeError("an iterator of an iterable-style dataset has no len(): use len(loader)")
+        return len(self._pass.batches)
+
+    def __next__(self) -> Any:
+        current = self._current
+        if current is None:
+            raise StopIteration
+        progress = current.progress
+        before, after = progress.state, None
+        try:
+            with self._lock:
+                delivery = self._delivery(current)
+                before, after = progress.state, progress.after(delivery.frame, current.spec.shards)
+                self._settle(current, delivery)
+                batch, error = delivery.batch, delivery.error
+                progress.state = after
+        except BaseException:
+            # releasing the lock is a call, after which a signal may have been handled
+            if after is not None and progress.state is after:
+                progress.state = before
+            raise
+        # no call from here on: what is committed is delivered
+        if error is not None:
+            raise error
+        return batch
+
+    def _settle(self, current: Pass, delivery: Delivery) -> None:
+        """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
+        number = delivery.frame.address.batch
+        current.inbox.take(number)
+        if current.stager is not None:
+            current.stager.discard(delivery.frame)
+        current.measures.step(number)
+        if current.lengths is not None and delivery.error is None:
+            current.lengths.yielded(number, delivery.batch)
+
+    def _delivery(self, current: Pass) -> Delivery:
+        """Return what the next batch is: what an interrupted call had found out, or what has arrived.
+
+        Raises:
+            StopIteration: At the end of the epoch.
+        """
+        progress = current.progress
+        if progress.finished:
+            raise StopIteration
+        if progress.delivery is not None:
+            return progress.delivery
+        progress.is_unused = False
+        if not self._is_there(current):
+            self._wait(current)
+        if current.over():
+            self._finish(current)
+        if not current.session.on_demand:
+            current.feed(taking=True)
+        arrived = current.inbox.peek()
+        if arrived is None:  # the batch waits for its copy to a device once more
+            self._wait(current)
+            arrived = current.inbox.peek()
+        assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
+        if current.stager is not None:
+            current.stager.warn()
+        delivery = self._made(current, arrived)
+        progress.state = (progress.next, delivery)
+        return delivery
+
+    def _made(self, current: Pass, arrived: Arrived) -> Delivery:
+        """Return the batch as the user is to have it, or the error in its place.
+
+        Raises:
+            BaseException: What interrupts it. The batch is not lost: the next call begins with it anew.
+        """
+        frame = arrived.frame
+        if isinstance(frame.content, Failure):
+            return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
+        try:
+            batch = frame.content if current.stager is None else current.stager.use(frame)
+            return Delivery(frame, batch if current.transform is None else current.transform(batch))
+        except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
+            stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
+            stopped.__cause__ = error
+            return Delivery(frame, error=stopped)
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_out_of_memory(error):
+                return Delivery(frame, error=error)
+            if current.stager is not None:
+                current.stager.discard(frame)  # the transform may have changed it
+            raise
+
+    async def __anext__(self) -> Any:
+        if self._is_awaited:
+            raise RuntimeError("anext(): asynchronous iterator is already running")
+        self._is_awaited = True
+        try:
+            return await self._next()
+        finally:
+            self._is_awaited = False
+
+    async def _next(self) -> Any:
+        current = self._current
+        if current is not None and not current.progress.finished:
+            current.progress.is_unused = False
+            try:
+                if not self._is_there(current):
+                    with current.measures.waiting():
+                        async with asyncio.timeout(current.timeout or None):
+                            while not self._is_there(current):
+                                await _arrival(current.inbox)
+            except TimeoutError:
+                raise timed_out(current.timeout) from None
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    @property
+    def _current(self) -> Pass | None:
+        if self.is_copy:
+            raise TeleloaderError(
+                f"this iterator belongs to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
+                "iter(loader) makes another one here"
+            )
+        return self._pass
+
+    def _wait(self, current: Pass) -> None:
+        with current.measures.waiting():
+            while True:
+                current.inbox.wait(current.timeout)
+                if self._is_there(current):
+                    return
+
+    def _is_there(self, current: Pass) -> bool:
+        """Whether the next batch, an error in its place, or the epoch's end has come."""
+        if current.lists is not None and current.lists.drawn <= current.progress.batch:
+            current.feed()
+        progress, inbox = current.progress, current.inbox
+        while (arrived := inbox.peek()) is not None:
+            frame = arrived.frame
+            if frame.address.batch >= progress.batch:
+                if not isinstance(frame.content, End):
+                    return True
+                if current.lengths is not None:
+                    current.lengths.ended(frame.address.batch, frame.content)
+                progress.state = progress.after(frame, current.spec.shards)
+            inbox.take(frame.address.batch)
+        return current.over()
+
+    def _finish(self, current: Pass) -> NoReturn:
+        if current.lists is not None and current.lists.error is not None:
+            raise current.lists.error  # again and again: StopIteration would look like the end of the epoch
+        current.progress.finished = True
+        current.measures.end()
+        if not current.stays and self._finalizer is not None:
+            self._finalizer()
+        if current.lengths is not None:
+            current.lengths.finished()
+        raise StopIteration
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+
+
+class AsyncLoaderIterator:
+    """The same for asyncio; even the beginning, where the server is asked, does not hold up the event loop."""
+
+    def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
+        self._begin = begin
+        self._iterator: LoaderIterator | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = await asyncio.to_thread(self._begin)
+        return await self._iterator.__anext__()
+
+
+async def _arrival(inbox: Inbox) -> None:
+    """Wait without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(arrived.set)
+
+    inbox.call_when_arrived(tell)
+    try:
+        await arrived.wait()
+    finally:
+        inbox.call_when_arrived(None)
+    inbox.wait(0)  # raises what has come in place of a batch
+
+
+_passes: set[Pass] = set()
+"""Those of this process that have not ended."""
+
+
+def _end(pass_: Pass) -> None:
+    """Nobody will go on with a pass, nor begin another one on its session."""
+    if pass_ not in _passes:
+        return  # a forked copy: it is the parent's
+    _passes.discard(pass_)
+    try:
+        pass_.close()
+    finally:
+        if pass_.spec.session is not None:
+            pass_.receiver.end_session()
+
+
+def _leave() -> None:
+    """The interpreter ends: so do threads that still iterate, without a word."""
+    for pass_ in _passes.copy():
+        with suppress(Exception):  # the others end all the same
+            pass_.receiver.close(SystemExit())
+            _end(pass_)
+
+
+_of_parent: list[Pass] = []
+"""In a forked process: kept for ever, because to free device memory there would call a driver that does not work."""
+
+
+def _leave_to_parent() -> None:
+    _of_parent.extend(_passes)
+    _passes.clear()
+
+
+# what is registered last is called first: before the servers of objects of this process end, which are finalizers too
+weakref.finalize(Pass, lambda: None)
+atexit.register(_leave)
+after_fork_in_child(_leave_to_parent)

@@ -1,0 +1,74 @@
+"""The background threads that receive a pass through an epoch: one for each server."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from teleloader.dataset import RemoteDataset
+from teleloader.fetch.fetcher import Source, Wanted
+from teleloader.fetch.reorder import Inbox
+from teleloader.fetch.scheduler import Session
+from teleloader.stats import Measures
+from teleloader_shared import local
+
+CLOSE_TIMEOUT: Final = 5.0
+"""Seconds to wait for the threads to end; it takes long only while they connect to a machine that is silent."""
+
+HELD_FACTOR: Final = 4
+"""How many times the largest batch all that has arrived, and was not taken, may take before no more is asked for."""
+
+
+class Receiver:
+    """Receives the batches of one epoch.
+
+    Args:
+        dataset: Where they come from.
+        registered_at: Number of the server that knows the loader.
+        wanted: What to receive.
+        session: What to ask for.
+        measures: Where to count what arrives.
+        stays: Whether the workers of a loader's own are to be kept until `close`, though all has arrived.
+    """
+
+    def __init__(
+        self,
+        dataset: RemoteDataset,
+        registered_at: int,
+        wanted: Wanted,
+        session: Session,
+        measures: Measures,
+        *,
+        stays: bool,
+    ) -> None:
+        servers = [*dataset.servers[registered_at:], *dataset.servers[:registered_at]]
+        self.inbox = Inbox(
+            session,
+            [server.url for server in servers],
+            measures,
+            HELD_FACTOR * wanted.max_batch_bytes,
+            complete=wanted.spec.order != "client",
+            stays=stays,
+        )
+        groups = [[server] for server in servers] if session.shared else [servers]
+        self._key = wanted.key
+        self._sources = [
+            Source(number, group, wanted, self.inbox, is_registered=number == 0) for number, group in enumerate(groups)
+        ]
+
+    def close(self, why: BaseException | None = None) -> None:
+        """End the threads and their connections; `why` is raised where somebody waits for a batch."""
+        self.inbox.close(why)
+        for source in self._sources:
+            if threading.current_thread() is not source.thread and not local.is_server_thread():
+                # a daemon thread that is in torch's code when the interpreter ends would abort the process
+                source.join(CLOSE_TIMEOUT)
+
+    def end_session(self) -> None:
+        """Tell the servers that the loader's own workers are not needed any more."""
+        for source in self._sources:
+            for server in source.registered_at.copy():
+                if local.is_server_thread():  # it must not wait for its own answer
+                    threading.Thread(target=server.end_session, args=(self._key,), daemon=True).start()
+                else:
+                    server.end_session(self._key)

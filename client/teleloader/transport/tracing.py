@@ -1,0 +1,77 @@
+"""A batch's life as the client sees it: a span for each request, with what came back and how long decoding took.
+
+The span's context goes with the request, so the server's spans are parts of it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from teleloader.transport.base import Range
+from teleloader_shared import tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+
+class PassTrace:
+    """Makes the spans of one pass through an epoch, as parts of the span that was current at its ``iter()``.
+
+    Args:
+        key: The loader's.
+        epoch: Which epoch.
+    """
+
+    def __init__(self, key: str, epoch: int) -> None:
+        from opentelemetry import context
+
+        self._within: Context = context.get_current()
+        self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
+
+    def ask(self, wanted: Range) -> AskTrace:
+        """Begin the span of a request."""
+        from opentelemetry.trace import SpanKind
+
+        attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
+        return AskTrace(
+            tracing.tracer().start_span("teleloader ask", self._within, SpanKind.CLIENT, attributes=attributes)
+        )
+
+
+class AskTrace:
+    """The span of one request."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What tells the server of it."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(self._span))
+        return headers
+
+    def arrived(self, first_byte: int, last_byte: int, frames: int, nbytes: int) -> None:
+        """The answer has arrived, at these times (``time.time_ns()``), and was decoded just now."""
+        from opentelemetry import trace
+
+        within = trace.set_span_in_context(self._span)
+        self._span.set_attributes({"teleloader.batches": frames, "teleloader.bytes": nbytes})
+        make = tracing.tracer().start_span
+        make("teleloader receive", within, start_time=first_byte).end(last_byte)
+        make("teleloader decode", within, start_time=last_byte).end()
+        self._span.end()
+
+    def broke(self, error: Exception) -> None:
+        """No answer came; nothing happens when it did."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if self._span.is_recording():
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+            self._span.end(time.time_ns())

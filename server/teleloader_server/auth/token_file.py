@@ -1,0 +1,125 @@
+"""Token files of a server: read when it starts, and again when they change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from teleloader_server.auth.file_watch import FileWatch
+from teleloader_server.auth.tokens import Tokens, parse_tokens, single_token
+from teleloader_server.config import ConfigError
+from teleloader_shared.secret import Secret
+from teleloader_shared.units import counted
+
+TOKENS_VARIABLE: Final = "TELELOADER_SERVER_TOKENS"
+"""The server's only environment variable for tokens: the path of its table."""
+MAX_TOKENS_BYTES: Final = 2**20
+
+logger = logging.getLogger(__name__)
+
+
+class TokenFile:
+    """The tokens in a file, which may change.
+
+    Args:
+        path: The file.
+        parse: Parses the file's content; the second argument is the file's name, for error messages.
+
+    Raises:
+        ConfigError: If the file is missing, unreadable or invalid, or lists no tokens.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[str, str], Tokens]) -> None:
+        self._path = path
+        self._parse = parse
+        self._watch = FileWatch(path)
+        self.tokens = self._load()
+        if not self.tokens.entries:
+            raise ConfigError(
+                f"no token in {path}: the file is missing or empty, so no client could authenticate. Write a token to "
+                f"it; for --tokens, run: teleloader-server token add NAME --file {path}"
+            )
+
+    @classmethod
+    def table(cls, path: Path) -> TokenFile:
+        """Return a file with a TOML table per token (``--tokens``)."""
+        return cls(path, parse_tokens)
+
+    @classmethod
+    def single(cls, path: Path) -> TokenFile:
+        """Return a file that holds one token and nothing else (``--token-file``)."""
+        return cls(path, _parse_single)
+
+    def look(self) -> bool:
+        """Replace the tokens if the file changed and is complete; return True if they were replaced.
+
+        An empty or missing file has no tokens: with the last one revoked, no client can authenticate. A file that is
+        invalid or unreadable changes nothing, so that a typing error does not stop training.
+        """
+        if not self._watch.look():
+            return False
+        try:
+            tokens = self._load()
+        except ConfigError as error:
+            logger.error("the tokens stay as they were: %s", error)
+            return False
+        if self._watch.has_changed():
+            return False
+        self.tokens = tokens
+        if tokens.entries:
+            logger.info("%s was read again: %s", self._path, said_tokens(tokens))
+        else:
+            logger.warning("%s is empty or missing: no client can authenticate with it any more", self._path)
+        return True
+
+    def _load(self) -> Tokens:
+        found = read_text(self._path)
+        tokens = self._parse(found.text, str(self._path))
+        if found.is_public and tokens.holds_secrets:
+            logger.warning("every user of this machine can read the tokens in %s: run chmod 600 on it", self._path)
+        return tokens
+
+
+class TokenText(NamedTuple):
+    """The content of a token file."""
+
+    text: Secret
+    is_public: bool
+    """True if every user of the machine can read it."""
+
+
+def read_text(path: Path) -> TokenText:
+    """Read a token file; a missing one is empty.
+
+    Raises:
+        ConfigError: If the file is unreadable, is not UTF-8 text, or exceeds `MAX_TOKENS_BYTES`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = Secret(file.read(MAX_TOKENS_BYTES + 1).decode())
+            is_public = bool(stat.S_IMODE(os.fstat(file.fileno()).st_mode) & stat.S_IROTH)
+    except (FileNotFoundError, NotADirectoryError):
+        return TokenText(Secret(), is_public=False)
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"invalid token file {path}: not UTF-8 text") from None
+    if len(content) > MAX_TOKENS_BYTES:
+        raise ConfigError(f"invalid token file {path}: larger than {MAX_TOKENS_BYTES:,} bytes")
+    return TokenText(content, is_public)
+
+
+def said_tokens(tokens: Tokens) -> str:
+    """Return the number of tokens and the names of the first five, for the log."""
+    names = [entry.principal.name for entry in tokens.entries]
+    more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
+    return f"{counted(len(names), 'token')} ({', '.join(names[:5])}{more})"
+
+
+def _parse_single(text: str, where: str) -> Tokens:
+    token = Secret(text.strip())
+    return single_token(token, where) if token else Tokens(())

@@ -1,0 +1,187 @@
+"""Tables of tokens: parsed and checked, without files or clocks."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple
+
+from teleloader_server.config import ConfigError
+from teleloader_server.permissions import ANYONE, READ, STATS, Principal
+
+DEFAULT_SCOPES: Final = (READ, STATS)
+"""Scopes of a server's only token, and of tokens that ``teleloader-server token add`` generates."""
+
+
+TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+"""What a token may look like: what RFC 6750 lets stand in a header, and no shorter than can be guessed."""
+
+
+TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+TOKEN_NAME_RULE: Final = "1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit"  # noqa: S105
+
+
+SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+SCOPE_RULE: Final = "read, read:DATASET, stats or admin"
+
+
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+_ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
+
+
+class Token(NamedTuple):
+    """An entry of the table of tokens; the token itself is not kept."""
+
+    principal: Principal
+    digest: bytes
+    """SHA-256 of the token."""
+    expires: float
+    """When it ends to be one, in seconds since 1970; infinity is never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A table of tokens; immutable, so that a server replaces it in one step."""
+
+    entries: tuple[Token, ...]
+    holds_secrets: bool = False
+    """Whether the tokens themselves stood where this was read."""
+
+    def find(self, token: bytes) -> Token | None:
+        """The entry of a token. It takes as long for each, whichever it is like and whether it is one."""
+        digest = hashlib.sha256(token).digest()
+        found = None
+        for entry in self.entries:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry
+        return found
+
+    def has(self, digest: bytes) -> Token | None:
+        """The entry with that digest, if it is still there."""
+        return next((entry for entry in self.entries if entry.digest == digest), None)
+
+
+def parse_tokens(text: str, where: str) -> Tokens:
+    """Parse a TOML file with one table per token.
+
+    Args:
+        text: The file's content; an empty file lists no tokens.
+        where: The file's name, for error messages.
+
+    Raises:
+        ConfigError: If the file is invalid. The message names entries, never tokens.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # tomllib reports nesting and long numbers by errors of its parts
+        if TOKEN.fullmatch(text.strip()):
+            raise ConfigError(
+                f"invalid token table {where}: expected one TOML table per token, got a bare token. Pass the file as "
+                "--token-file"
+            ) from None
+        raise ConfigError(f"invalid token table {where}: not valid TOML: {error}") from None
+    entries = tuple(_entry(name, table, where) for name, table in tables.items())
+    names: dict[bytes, str] = {}
+    for entry in entries:
+        other = names.setdefault(entry.digest, entry.principal.name)
+        if other != entry.principal.name:
+            raise ConfigError(
+                f"duplicate token in {where}: [{other}] and [{entry.principal.name}] have the same token. Remove one "
+                "of the two"
+            )
+    return Tokens(entries, any("token" in table for table in tables.values()))
+
+
+def single_token(token: str, where: str) -> Tokens:
+    """Return the table of a server with one token, which has the scopes of `DEFAULT_SCOPES`.
+
+    Args:
+        token: The token.
+        where: Where the token was given, for error messages.
+
+    Raises:
+        ConfigError: If the token has a wrong length or characters.
+    """
+    principal = Principal("token", frozenset(DEFAULT_SCOPES), 1.0)
+    return Tokens((Token(principal, _digest(token, f"invalid token in {where}"), math.inf),), True)
+
+
+def _entry(name: str, table: object, where: str) -> Token:
+    at = f"invalid entry [{name}] in {where}"
+    if not TOKEN_NAME.fullmatch(name):
+        raise ConfigError(f"invalid token name {name!r} in {where}: expected {TOKEN_NAME_RULE}")
+    if name == ANYONE.name:
+        raise ConfigError(
+            f"invalid token name {name!r} in {where}: limits count clients without a token under this name. Choose "
+            "another name"
+        )
+    if not isinstance(table, dict):
+        raise ConfigError(f'{at}: expected a table: [{name}], followed by sha256 = "..." and scopes = ["..."]')
+    for field in table:
+        if field not in _ENTRIES:
+            raise ConfigError(f"{at}: unknown field {field!r}; expected {', '.join(_ENTRIES)}")
+    if ("token" in table) == ("sha256" in table):
+        raise ConfigError(f'{at}: expected either token = "..." or sha256 = "..."')
+    digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
+    principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at))
+    return Token(principal, digest, _expiry(table.get("expires"), at))
+
+
+def _digest(token: object, at: str) -> bytes:
+    if not isinstance(token, str) or not TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{at}: expected a token of 16 to 512 letters, digits and -._~+/=. Generate one with: "
+            "teleloader-server token add NAME --file tokens.toml"
+        )
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _stated_digest(stated: object, at: str) -> bytes:
+    if not isinstance(stated, str) or not _SHA256.fullmatch(stated.lower()):
+        raise ConfigError(f"{at}: sha256 must be the 64 hexadecimal digits of a token's SHA-256")
+    return bytes.fromhex(stated)
+
+
+def _scopes(stated: object, at: str) -> frozenset[str]:
+    # No default: an entry that a truncated or mistyped file leaves without scopes must not gain access by it.
+    if not isinstance(stated, list) or not stated:
+        got = "none" if stated is None else _shown(stated)
+        raise ConfigError(f'{at}: expected a list of scopes, got {got}. Add scopes = ["read", "stats"], for example')
+    for scope in stated:
+        if not isinstance(scope, str) or not SCOPE.fullmatch(scope):
+            raise ConfigError(f"{at}: invalid scope {_shown(scope)}: expected {SCOPE_RULE}")
+    return frozenset(stated)
+
+
+def _share(stated: object, at: str) -> float:
+    if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 < stated <= 1:
+        raise ConfigError(f"{at}: memory_share must be a number in (0, 1], got {_shown(stated)}")
+    return float(stated)
+
+
+def _expiry(stated: object, at: str) -> float:
+    if stated is None:
+        return math.inf
+    if not isinstance(stated, datetime) or stated.tzinfo is None:
+        raise ConfigError(
+            f"{at}: expires must be a time with its zone, such as 2027-01-01T00:00:00Z, got {_shown(stated)}"
+        )
+    return stated.timestamp()
+
+
+def _shown(stated: object) -> str:
+    try:
+        return f"{stated!r:.80}"
+    except ValueError:
+        return "a number of very many digits"

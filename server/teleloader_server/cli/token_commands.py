@@ -1,0 +1,292 @@
+"""``teleloader-server token``: generate, list, revoke and rotate the tokens of a server."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import tomlkit
+
+from teleloader_server.auth.token_file import TOKENS_VARIABLE, read_text
+from teleloader_server.auth.tokens import (
+    DEFAULT_SCOPES,
+    SCOPE,
+    SCOPE_RULE,
+    TOKEN_NAME,
+    TOKEN_NAME_RULE,
+    Token,
+    Tokens,
+    parse_tokens,
+)
+from teleloader_server.config import ConfigError
+from teleloader_server.permissions import said_scopes
+from teleloader_shared.secret import Secret
+
+MAX_DAYS: Final = 36_500
+
+_PATH: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4
+    """Text of a given form.
+
+    Args:
+        name: The parameter's kind, for usage messages.
+        pattern: The form.
+        rule: The form in words, for error messages.
+    """
+
+    def __init__(self, name: str, pattern: re.Pattern[str], rule: str) -> None:
+        self.name = name
+        self._pattern = pattern
+        self._rule = rule
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text.
+
+        Raises:
+            click.BadParameter: If it has another form.
+        """
+        if not self._pattern.fullmatch(str(value)):
+            self.fail(f"{value!r}: expected {self._rule}", param, ctx)
+        return str(value)
+
+
+_name = click.argument("name", type=Matching("name", TOKEN_NAME, TOKEN_NAME_RULE))
+_file = click.option(
+    "--file", "path", type=_PATH, required=True, envvar=TOKENS_VARIABLE, show_envvar=True,
+    help="The server's token file (--tokens).",
+)  # fmt: skip
+_days = click.option(
+    "--days", type=click.FloatRange(0, MAX_DAYS, min_open=True), metavar="N", help="Let the token expire after N days."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def token() -> None:
+    """Manage the tokens with which clients authenticate.
+
+    \b
+      teleloader-server token add trainer --file tokens.toml
+      teleloader-server my_package.data:train --host 10.0.0.5 --tokens tokens.toml
+
+    A client has its token in TELELOADER_TOKEN, or in a file that TELELOADER_TOKEN_FILE names. The token file has the
+    SHA-256 of each token, so that nobody can authenticate by reading it. Running servers apply changes within two
+    seconds.
+
+    Commands that change the file replace it in one step, readable by its owner only (mode 0600). They keep comments
+    and other entries.
+    """  # noqa: D301 - the escapes are click's
+
+
+@token.command()
+@_name
+@_file
+@click.option(
+    "--scope", "scopes", multiple=True, default=DEFAULT_SCOPES, show_default=True,
+    type=Matching("scope", SCOPE, SCOPE_RULE),
+    help="Permission: read (all datasets), read:DATASET, stats or admin. Can be given several times.",
+)  # fmt: skip
+@_days
+@click.option("--out", type=_PATH, help="Write the token to this new file (mode 0600) instead of stdout.")
+def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
+    """Generate a token and add it to the file.
+
+    A missing file is created. The token is written to stdout, this once; all other text goes to stderr.
+    """
+    if out is not None and out.exists():
+        raise click.UsageError(f"cannot write the token to {out}: the file exists. Choose another file")
+    made = _generated()
+    with _editing(path, made, out) as (document, tokens):
+        if name in document:
+            raise click.UsageError(
+                f"cannot add token {name!r}: {path} already has an entry of that name. Choose another name, or replace "
+                f"the token with: teleloader-server token rotate {name} --file {path}"
+            )
+        entry = tomlkit.table()
+        entry["sha256"] = _digest_of(made)
+        if days is not None:
+            entry["expires"] = _expiry(days)
+        entry["scopes"] = list(scopes)  # last: an entry that is cut off anywhere lacks its scopes, which are required
+        if tokens.entries:
+            document.add(tomlkit.nl())
+        document[name] = entry
+    _report(f"token {name!r} added to {path}", made, out)
+
+
+@token.command("list")
+@_file
+def list_(path: Path) -> None:
+    """List names, scopes and expiry of the tokens."""
+    if not path.exists():
+        raise click.UsageError(f"cannot read token file {path}: no such file")
+    try:
+        entries = parse_tokens(read_text(path).text, str(path)).entries
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    rows = [("NAME", "SCOPES", "EXPIRES"), *map(_row, entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, scopes, expires in rows:
+        click.echo(f"{name:{widths[0]}}  {scopes:{widths[1]}}  {expires}")
+
+
+@token.command()
+@_name
+@_file
+def revoke(name: str, path: Path) -> None:
+    """Remove a token from the file. Servers then refuse it; with the last one, they refuse all clients."""
+    with _editing(path) as (document, tokens):
+        _entry(tokens, name, path)
+        _remove(document, name)
+    click.echo(f"token {name!r} removed from {path}", err=True)
+
+
+@token.command()
+@_name
+@_file
+@_days
+@click.option("--out", type=_PATH, help="Write the new token to this file (mode 0600), which is replaced if it exists.")
+def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
+    """Replace a token by a new one with the same name and scopes.
+
+    Servers refuse the old token at once, and clients that use it fail. To replace a token without an interruption, add
+    one under another name, give it to the clients, then revoke the old one.
+    """
+    made = _generated()
+    with _editing(path, made, out) as (document, tokens):
+        if _entry(tokens, name, path).expires <= time.time() and days is None:
+            raise click.UsageError(f"cannot rotate token {name!r}: it has expired. Give a new expiry with --days")
+        entry = document[name]
+        entry.pop("token", None)
+        entry["sha256"] = _digest_of(made)
+        if days is not None:
+            entry["expires"] = _expiry(days)
+    _report(f"token {name!r} replaced in {path}", made, out)
+
+
+def _generated() -> Secret:
+    return Secret(f"tl_{secrets.token_urlsafe(32)}")
+
+
+def _digest_of(made: Secret) -> str:
+    return hashlib.sha256(made.encode()).hexdigest()
+
+
+def _expiry(days: float) -> datetime:
+    return datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+
+
+def _entry(tokens: Tokens, name: str, path: Path) -> Token:
+    found = {entry.principal.name: entry for entry in tokens.entries}
+    if name not in found:
+        raise click.UsageError(f"no token {name!r} in {path}: it has {', '.join(found) or 'no entries'}")
+    return found[name]
+
+
+def _remove(document: tomlkit.TOMLDocument, name: str) -> None:
+    place = next(i for i, (key, _) in enumerate(document.body) if key is not None and key.key == name)
+    # tomlkit counts the comments above the next entry as this one's
+    lines = document.body[place][1].as_string().splitlines(keepends=True)
+    kept = list(takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), reversed(lines)))
+    del document[name]
+    document.body[place] = (None, tomlkit.ws("".join(reversed(kept))))
+
+
+def _row(entry: Token) -> tuple[str, str, str]:
+    expires = "never"
+    if entry.expires < float("inf"):
+        ended = " (expired)" if entry.expires <= time.time() else ""
+        expires = f"{datetime.fromtimestamp(entry.expires, UTC):%Y-%m-%dT%H:%M:%SZ}{ended}"
+    return entry.principal.name, said_scopes(entry.principal.scopes), expires
+
+
+def _report(done: str, made: Secret, out: Path | None) -> None:
+    if out is None:
+        click.echo(f"{done}; it is shown this once:", err=True)
+        click.echo(made)
+    else:
+        click.echo(f"{done}; the token is in {out}", err=True)
+
+
+@contextmanager
+def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tuple[tomlkit.TOMLDocument, Tokens]]:
+    """Yield the content of a token file, and write it back with the changes of the body: all of them or none.
+
+    Other commands that edit files of the same folder wait meanwhile; they would lose each other's changes.
+
+    Args:
+        path: The token file.
+        made: A new token.
+        out: File to write it to.
+
+    Raises:
+        click.UsageError: If the file is invalid, or a file cannot be read or written.
+    """
+    path = path.resolve()
+    if out is not None and out.resolve() == path:
+        raise click.UsageError(f"cannot write the token to {out}: that is the token file. Choose another file")
+    try:
+        with _locked(path.parent) as folder:
+            text = read_text(path).text
+            tokens = parse_tokens(text, str(path))
+            document = tomlkit.parse(text if text.endswith("\n") or not text else f"{text}\n")
+            yield document, tokens
+            edited = tomlkit.dumps(document)
+            parse_tokens(edited, str(path))
+            # both are written before the first is put in place: a full disk changes neither
+            with ExitStack() as written:
+                written.enter_context(_replacing(path, edited))
+                if out is not None:
+                    written.enter_context(_replacing(out.resolve(), f"{made}\n"))
+            os.fsync(folder)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
+        raise click.UsageError(f"cannot write {error.filename or path}: {error.strerror}") from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    # not the token file itself: an edit replaces it, and the next command would lock the new one
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _replacing(path: Path, text: str) -> Iterator[None]:
+    """Write a file with mode 0600 beside `path`, and put it in its place when the body ends without an error."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            if path.exists():
+                _keep_owner(path, file.fileno())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _keep_owner(path: Path, descriptor: int) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid():  # root edits the file of a server that runs as another user
+        os.fchown(descriptor, found.st_uid, found.st_gid)

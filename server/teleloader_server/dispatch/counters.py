@@ -1,0 +1,485 @@
+"""What is counted: a few additions for each batch. What is recent, and what it means, is found out when asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
+
+from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
+from teleloader_server.dispatch.records import Consumer, Run
+from teleloader_server.loading.pipeline import Report, Task, indices_of
+from teleloader_server.workers.pool import Lease
+from teleloader_shared import codec
+from teleloader_shared.codec import Failure
+from teleloader_shared.histogram import Histogram
+from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.stats import WINDOW, ErrorCount, SlowBatch
+
+logger = logging.getLogger(__name__)
+
+SLOWEST: Final = 5
+MAX_ERROR_TYPES: Final = 20
+OTHER_ERRORS: Final = "other"
+"""What counts errors of further types: a dataset can make types as it goes."""
+MAX_TYPE: Final = 200
+MAX_MESSAGE: Final = 500
+MAX_TRACEBACK: Final = 4000
+MAX_SHOWN_INDICES: Final = 20
+MAX_KEPT_LIST: Final = 64 * 1024
+"""Bytes of a client's index list that are kept with a slow batch."""
+MAX_KEPT_LOOPS: Final = 4096
+OVERTAKEN: Final = 2.0
+"""Seconds by which a client's report may be late: asks are on several connections, and one may overtake another."""
+KEEP_LOOPS: Final = 60.0
+"""Seconds after its last ask for which a training loop is remembered between two passes."""
+STAGES: Final = ("fetch", "collate", "encode")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource:
+    """Where the workers of an engine come from."""
+
+    session: str | None
+    """Key of the loader that the workers belong to; None if all loaders share them."""
+    setting: str
+    """The setting of their number, for advice: ``{}`` stands for the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTotals:
+    """Facts of the whole server that no engine has."""
+
+    datasets: Mapping[str, DatasetInfo]
+    memory_sending: int
+    """Bytes of frames that are being sent."""
+    connections: int
+    """Open connections."""
+    draining: bool
+
+
+@dataclass(slots=True)
+class _Error:
+    count: int = 0
+    failure: Failure | None = None
+    when: float = 0.0
+
+
+class _Slow(NamedTuple):
+    seconds: float
+    task: Task
+
+    def record(self) -> SlowBatch:
+        """The batch as it is shown."""
+        address = self.task.address
+        return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
+
+
+class DatasetCounters:
+    """What was done for all loaders of one dataset."""
+
+    def __init__(self, now: float) -> None:
+        self.computed = 0
+        self.sent = 0
+        self.nbytes = 0
+        self.failed = 0
+        self.retried = 0
+        self.samples = 0
+        self.waiting = 0.0
+        """Seconds for which consumers, together, have waited for batches that were not ready."""
+        self.made = RateWindow(now, 0)
+        """Of samples."""
+        self.left = RateWindow(now, 0, 0)
+        """Of batches and bytes that were sent."""
+        self.slow_from = 0.0
+        """What a batch must have taken to be among the slowest."""
+        self._slowest: list[_Slow] = []
+        self._errors: dict[str, _Error] = {}
+        self.stages = {stage: Histogram() for stage in STAGES}
+        """How long batches took, by stage."""
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+        self.made.mark(now, self.samples)
+        self.left.mark(now, self.sent, self.nbytes)
+
+    def slow(self, seconds: float, task: Task) -> None:
+        """A batch took longer to be fetched than the slowest ones, or than some of them."""
+        if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
+            task = task._replace(indices=None)
+        self._slowest.append(_Slow(seconds, task))
+        self._slowest.sort(key=lambda slow: slow.seconds, reverse=True)
+        del self._slowest[SLOWEST:]
+        if len(self._slowest) == SLOWEST:
+            self.slow_from = self._slowest[-1].seconds
+
+    def slowest(self) -> list[SlowBatch]:
+        """The batches that took longest to be fetched, the slowest first."""
+        return [slow.record() for slow in self._slowest]
+
+    def fail(self, failure: Failure) -> bool:
+        """An exception was put in a batch's place; whether it is the first of its type."""
+        self.failed += 1
+        known = self._errors
+        name = failure.type[:MAX_TYPE]
+        if name not in known and len(known) >= MAX_ERROR_TYPES - 1:
+            name = OTHER_ERRORS
+        is_first = name not in known
+        error = known.setdefault(name, _Error())
+        error.count += 1
+        error.failure = failure
+        error.when = time.monotonic()
+        return is_first
+
+    def errors(self, now: float) -> list[ErrorCount]:
+        """The failures by type, the latest first."""
+        latest = sorted(self._errors.items(), key=lambda item: item[1].when, reverse=True)
+        return [
+            ErrorCount(
+                type=name,
+                count=error.count,
+                last=error.failure.message[:MAX_MESSAGE],
+                traceback=error.failure.traceback[-MAX_TRACEBACK:],
+                indices=error.failure.indices[:MAX_SHOWN_INDICES],
+                age=max(0.0, now - error.when),
+            )
+            for name, error in latest
+            if error.failure is not None
+        ]
+
+
+class LoaderTally:
+    """What was done for one loader."""
+
+    __slots__ = ("batches", "dataset", "seconds", "window")
+
+    def __init__(self, dataset: DatasetCounters, now: float) -> None:
+        self.dataset = dataset
+        self.batches = 0
+        self.seconds = [0.0] * len(STAGES)
+        self.window = RateWindow(now, 0, *self.seconds)
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+        self.window.mark(now, self.batches, *self.seconds)
+
+    def batch_seconds(self, now: float) -> dict[str, float]:
+        """What a batch took in each stage, on average: lately, or when there was one last."""
+        made, *seconds = self.window.rates(now, self.batches, *self.seconds)
+        if not made:
+            made, seconds = self.batches, self.seconds
+        return {stage: spent / made if made else 0.0 for stage, spent in zip(STAGES, seconds, strict=True)}
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What one place of a pool did."""
+
+    window: RateWindow
+    """Of the time at work."""
+    batches: int = 0
+    busy: float = 0.0
+
+
+class Recent(NamedTuple):
+    """How a training loop fares, over the same time all of it."""
+
+    span: float
+    """That time, in seconds."""
+    batches: float
+    """That it is sent a second."""
+    nbytes: float
+    """A second."""
+    waiting: float
+    """Share of the time for which what it had asked for was not ready."""
+    sending: float
+    """Share of the time for which an answer was being sent."""
+    loop_waiting: float | None
+    """Share of the time for which it waited, if its client says so."""
+
+
+class LoopCounters:
+    """What one training loop was given, in all its passes: an epoch may be over before anything can be said of it.
+
+    Where its client says how it fares, what is recent is taken over the time that the client says, so that the shares
+    of both sides are of the same time, and what lies between two passes (a validation, say) is not counted.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.asked = now
+        """When it asked last."""
+        self.batches = 0
+        self.nbytes = 0
+        self.waiting = Stopwatch()
+        """What it had asked for was not ready."""
+        self.sending = Stopwatch()
+        """An answer to it was being sent."""
+        self._since = now
+        self._window = RateWindow(now, *self._totals(now))
+        self._said: RateWindow | None = None
+        """By the client's clock: how long the loop waited, and what the server had counted then."""
+        self._said_last: tuple[float, ...] = ()
+        self._said_at: float | None = None
+
+    def reported(self, report: ConsumerReport, now: float) -> bool:
+        """Its client says how it fares, as it does with each ask.
+
+        Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
+
+        Returns:
+            Whether that is news.
+        """
+        if self._said is not None and report.elapsed < self._said_last[0]:
+            if self._said_at is not None and now - self._said_at < OVERTAKEN:
+                return False
+            self._said = None  # a process of the same name counts anew
+        self._said_at = now
+        if not report.taken:
+            return True
+        last = (report.elapsed, report.waited, *self._totals(now))
+        if self._said is None:
+            self._said = RateWindow(*last)
+        self._said_last = last
+        return True
+
+    def _totals(self, now: float) -> tuple[float, ...]:
+        return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+        self._window.mark(now, *self._totals(now))
+        if self._said is not None:
+            self._said.mark(*self._said_last)
+
+    def recent(self, now: float) -> Recent:
+        """How it fares.
+
+        Args:
+            now: When it asked for something last, or now while it does.
+        """
+        if self._said_at is not None and now - self._said_at <= WINDOW:
+            return self._recent_as_said()
+        batches, nbytes, waiting, sending = self._window.rates(now, *self._totals(now))
+        span = max(0.0, now - self._since)
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), None)
+
+    def _recent_as_said(self) -> Recent:
+        if self._said is None:
+            return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None)
+        elapsed, *last = self._said_last
+        span = self._said.span(elapsed)
+        waited, batches, nbytes, waiting, sending = self._said.rates(elapsed, *last)
+        told = as_share(waited) if span > 0 else None
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), told)
+
+
+class ConsumerCounters:
+    """What one consumer was given: a training loop in one pass through an epoch."""
+
+    __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
+
+    def __init__(self, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
+        self.dataset = dataset
+        self.loop = loop
+        self.batches = 0
+        self.nbytes = 0
+        self.waiting = Stopwatch()
+        """What it had asked for was not ready."""
+        self.window = RateWindow(now, 0, 0)
+        self.report: ConsumerReport | None = None
+        """What its client said last."""
+
+    def sent(self, nbytes: int) -> None:
+        """A frame was handed to its connection."""
+        self.batches += 1
+        self.nbytes += nbytes
+        loop, dataset = self.loop, self.dataset
+        loop.batches += 1
+        loop.nbytes += nbytes
+        dataset.sent += 1
+        dataset.nbytes += nbytes
+
+    def waits(self) -> None:
+        """It waits for a batch that is not ready."""
+        now = time.monotonic()
+        self.waiting.begin(now)
+        self.loop.waiting.begin(now)
+
+    def has_waited(self) -> None:
+        """It waits no more."""
+        now = time.monotonic()
+        self.loop.waiting.end(now)
+        self.dataset.waiting += self.waiting.end(now)
+
+    def asks(self, now: float, report: ConsumerReport | None) -> None:
+        """It asks for batches, and its client may say how it fares."""
+        self.loop.asked = now
+        if report is not None and self.loop.reported(report, now):
+            self.report = report
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+        self.window.mark(now, self.batches, self.nbytes)
+
+
+_Who = tuple[str, str, Run]
+
+
+class PoolCounters:
+    """What the workers of one pool did, and for whom."""
+
+    def __init__(self, metrics: Counters) -> None:
+        self._metrics = metrics
+        self.workers: defaultdict[int, WorkerCounters] = defaultdict(
+            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0))
+        )
+        self.loaders: dict[str, LoaderTally] = {}
+        self._consumers: dict[_Who, ConsumerCounters] = {}
+
+    # -- what happened
+
+    def consumer(self, consumer: Consumer, dataset: str) -> ConsumerCounters:
+        """The counts of a consumer, which may be new."""
+        who = _who(consumer)
+        known = self._consumers.get(who)
+        if known is None:
+            self._loader(consumer.run[0], dataset)
+            loop = self._metrics.loop(consumer, dataset)
+            known = self._consumers[who] = ConsumerCounters(self._metrics.dataset(dataset), loop, time.monotonic())
+        return known
+
+    def _loader(self, key: str, dataset: str) -> LoaderTally:
+        if key not in self.loaders:
+            self.loaders[key] = LoaderTally(self._metrics.dataset(dataset), time.monotonic())
+        return self.loaders[key]
+
+    def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
+        """A worker finished a batch."""
+        _, _, fetch, collate, encode = report
+        place = self.workers[worker]
+        place.batches += 1
+        place.busy += fetch + collate + encode
+        loader = self.loaders.get(task.address.loader) or self._loader(task.address.loader, task.spec.dataset)
+        loader.batches += 1
+        seconds = loader.seconds
+        seconds[0] += fetch
+        seconds[1] += collate
+        seconds[2] += encode
+        dataset = loader.dataset
+        dataset.computed += 1
+        dataset.samples += report.samples
+        stages = dataset.stages
+        stages["fetch"].note(fetch)
+        stages["collate"].note(collate)
+        stages["encode"].note(encode)
+        if fetch > dataset.slow_from:
+            dataset.slow(fetch, task)
+        if report.failed:
+            content = codec.read(codec.Bits(lease)).content
+            if isinstance(content, Failure) and dataset.fail(content):
+                _log(task, content)
+
+    def retried(self, dataset: str) -> None:
+        """A batch is begun again because its worker died."""
+        self._metrics.dataset(dataset).retried += 1
+
+    def given_up(self, dataset: str, failure: Failure) -> None:
+        """An error was put in the place of a batch that killed its workers, or hung, as the log says already."""
+        self._metrics.dataset(dataset).fail(failure)
+
+    def worker_lost(self) -> None:
+        """A worker died."""
+        self._metrics.worker_restarts += 1
+
+    def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
+        """Forget all consumers and loaders but these."""
+        known = set(map(_who, consumers))
+        self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
+        self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
+
+    # -- what is recent
+
+    def of(self, consumer: Consumer) -> ConsumerCounters:
+        """The counts of a consumer that is known."""
+        return self._consumers[_who(consumer)]
+
+    def mark(self, now: float) -> None:
+        """Note all totals but those of loops and workers."""
+        for consumer in self._consumers.values():
+            consumer.mark(now)
+        for loader in self.loaders.values():
+            loader.mark(now)
+
+
+class Counters:
+    """All that is counted."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[str, DatasetCounters] = {}
+        self.worker_restarts = 0
+        """Workers that died."""
+        self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
+        """By principal, what their passes' names begin with, and dataset. Passes that are known keep theirs."""
+        self._kept: list[LoopCounters] = []
+        """Those that asked lately: a session's workers, and what is known of its pass, go with its epoch."""
+
+    def dataset(self, name: str) -> DatasetCounters:
+        """The counts of a dataset, which may be new."""
+        known = self.datasets.get(name)
+        if known is None:
+            known = self.datasets[name] = DatasetCounters(time.monotonic())
+        return known
+
+    def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
+        """The counts of the training loop that a consumer is a pass of, which may be new.
+
+        Clients number their passes: what stands before the last ``#`` of their names is the loop's.
+        """
+        key = consumer.holder.account.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
+        known = self._loops.get(key)
+        if known is None:
+            known = self._loops[key] = LoopCounters(time.monotonic())
+            self._kept.append(known)
+        return known
+
+    def mark(self, now: float) -> None:
+        """Note the totals of datasets and loops; forget loops whose passes are not known any more, after a while."""
+        for dataset in self.datasets.values():
+            dataset.mark(now)
+        known = list(self._loops.values())
+        for loop in known:
+            loop.mark(now)
+        recent = sorted((loop for loop in known if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked)
+        self._kept = recent[-MAX_KEPT_LOOPS:]
+
+    def pool(self) -> PoolCounters:
+        """Counts for the workers of a new pool."""
+        return PoolCounters(self)
+
+
+def _who(consumer: Consumer) -> _Who:
+    """Names are what clients say, so they count within a principal."""
+    return consumer.holder.account.name, consumer.name, consumer.run
+
+
+def _log(task: Task, failure: Failure) -> None:
+    loader, epoch, batch = task.address
+    what = f"{failure.type[:MAX_TYPE]}: {failure.message[:MAX_MESSAGE]}"
+    # repr: it may hold line breaks, and pass for lines of the log
+    logger.warning(
+        "batch %d of epoch %d of dataset %s failed: %r (/stats has the traceback, and counts those that follow)",
+        batch, epoch, task.spec.dataset, what,
+        extra={
+            "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": failure.worker,
+        },
+    )  # fmt: skip
+
+
+def _shown_indices(task: Task) -> list[int]:
+    if task.spec.order == "client" and task.indices is None:
+        return []  # its list was too long to be kept
+    return indices_of(task, MAX_SHOWN_INDICES)

@@ -1,0 +1,457 @@
+"""An engine carries out what its dispatcher decides for a pool of workers; requests wait here for their frames."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import Context
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from teleloader_server import request_ids
+from teleloader_server.config import IndexKind
+from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
+from teleloader_server.dispatch.dispatcher import Dispatcher
+from teleloader_server.dispatch.quotas import Account, Memory
+from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.store import Evict
+from teleloader_server.dispatch.tracing import AnswerTrace, Made
+from teleloader_server.loading.pipeline import Report, Task, indices_of
+from teleloader_server.workers.pool import Lease, Loss, Pool, WorkerState
+from teleloader_shared import tracing
+from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
+from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.spec import LoaderSpec
+
+FORGOTTEN_TOGETHER: Final = 256
+"""Idle loaders that are forgotten in one turn of the event loop: each takes a message to every worker."""
+LONG_SECONDS: Final = 5.0
+"""A batch that is worked on for longer may have to make room for those of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader that is known, with the engine that makes its batches."""
+
+    key: str
+    """The spec's, which takes 75 us to be computed."""
+    spec: LoaderSpec
+    length: int
+    """Samples in the dataset, 0 when it has no length."""
+    batches: int
+    """Batches in an epoch, or what none can have when only its end tells."""
+    engine: Engine
+    indices: IndexKind = "any"
+    """What an order of the client's own may hold, see `DatasetConfig.indices`."""
+
+
+class ReadyFrame(NamedTuple):
+    """A frame that can be sent."""
+
+    raw: Lease
+    failed: bool
+    """Whether it holds an exception in place of the batch: that may go better when it is asked for later."""
+    made: Made | None = None
+    """How it came to be, where somebody traces."""
+
+
+class Said(NamedTuple):
+    """What a client says besides what it asks for."""
+
+    report: ConsumerReport | None = None
+    """How it fares."""
+    trace: AnswerTrace | None = None
+    """What its request is traced with."""
+
+
+NOTHING_SAID: Final = Said()
+
+
+@dataclass(slots=True)
+class BatchStream:
+    """The answer to one request: the batches [start, stop), in order, each when it is ready."""
+
+    _engine: Engine
+    _ask: Ask
+    tally: ConsumerCounters
+    """Of who asks."""
+    trace: AnswerTrace | None
+    """Of the request."""
+    authorize: Callable[[], object]
+    """Raises an error if the request's caller may not have the batches any more."""
+    _arrived: asyncio.Future[None] | None = None
+    """What it waits for."""
+
+    def end(self, error: TeleloaderError) -> None:
+        """Raise an error in the place of the batch that is waited for, if one is."""
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_exception(error)
+
+    @property
+    def consumer(self) -> Consumer:
+        """Who asks."""
+        return self._ask.consumer
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all batches of the request were taken."""
+        return self._ask.next >= self._ask.stop
+
+    async def take(self) -> ReadyFrame:
+        """The next batch's frame, waiting for it."""
+        k = self._ask.next
+        frame = await self._engine._take(self, self._ask)
+        if self.trace is not None:
+            self.trace.made(k, frame.made)
+        return frame
+
+    def take_ready(self) -> ReadyFrame | None:
+        """The next batch's frame if it is there."""
+        k = self._ask.next
+        if k >= self._ask.stop:
+            return None
+        frame = self._engine._take_ready(self._ask, self.tally)
+        if self.trace is not None and frame is not None:
+            self.trace.made(k, frame.made)
+        return frame
+
+    async def linger(self, seconds: float) -> None:
+        """Wait until the last batch of the request is there, or so long."""
+        last = Address(*self._ask.consumer.run, self._ask.stop - 1)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._engine._arrival(last, self), seconds)
+
+
+class Engine:
+    """See the module. Lives in one event loop.
+
+    Args:
+        pool: Where batches are made.
+        memory: What frames may take, together with those of other engines.
+        metrics: Where to count.
+        in_turn: How many workers make the batches in turn; 0 when any of them may make any batch.
+    """
+
+    def __init__(self, pool: Pool, memory: Memory, metrics: Counters, in_turn: int = 0) -> None:
+        self._last_used = time.monotonic()
+        self._end: TeleloaderError | None = None
+        """Why no batch comes any more."""
+        self._pool = pool
+        self.tally: Final[PoolCounters] = metrics.pool()
+        """What was counted."""
+        self._dispatcher = Dispatcher(memory, in_turn)
+        self._loaders: dict[str, Loader] = {}
+        self._lists: dict[Run, dict[Ask, Mapping[int, bytes]]] = {}
+        """What clients with an order of their own say that batches hold, by open request: none other is made."""
+        self._frames: dict[Address, ReadyFrame] = {}
+        self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
+        self._decision_due = False
+        self._context = Context()
+        """For what is decided: that is done for all requests, and none of them is named where it is logged."""
+        self._traces = tracing.is_on()
+        self._requests: dict[Ask, str | None] = {}
+        """The ids of the requests that are being answered."""
+
+    # -- life
+
+    async def start(self) -> list[DatasetInfo]:
+        """Build the datasets and start the workers.
+
+        Raises:
+            ConfigError: When a dataset cannot be built.
+        """
+        return await self._pool.start(self)
+
+    def give_up(self, error: TeleloaderError) -> None:
+        """Tell those who wait for a batch that it will not come."""
+        for waiting in self._waiting.values():
+            for arrived in waiting:
+                if not arrived.done():
+                    arrived.set_exception(error)
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """End the workers."""
+        self._end = UnknownLoader("the session was ended")
+        self.give_up(self._end)
+        await self._pool.close()
+        # a lease that is kept keeps the pool, whose memory it is
+        self._frames.clear()
+        self._dispatcher.release()
+
+    # -- what clients ask
+
+    @asynccontextmanager
+    async def batches(
+        self, loader: Loader, account: Account, consumer: str, epoch: int, start: int, stop: int, ahead: int,
+        indices: Mapping[int, bytes], authorize: Callable[[], object], said: Said = NOTHING_SAID,
+    ) -> AsyncIterator[BatchStream]:  # fmt: skip
+        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+
+        Args:
+            loader: One of this engine's.
+            account: Of whoever asks.
+            consumer: What that one is called.
+            epoch: Which epoch.
+            start: The first batch.
+            stop: The batch after the last.
+            ahead: How many more will be wanted.
+            indices: For an order of the client's own, the frames that list what each batch holds.
+            authorize: Raises an error if the request's caller may not have the batches any more.
+            said: What the client says besides.
+
+        Raises:
+            ServerUnavailable: When the principal has too many consumers.
+        """
+        key = loader.key
+        now = time.monotonic()
+        ask = self._dispatcher.ask(account, consumer, (key, epoch), loader.batches, start, stop, ahead, now)
+        self._loaders[key] = loader
+        if indices:
+            self._lists.setdefault(ask.consumer.run, {})[ask] = indices
+        self._requests[ask] = request_ids.current()
+        self._decide_soon()
+        tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
+        tally.asks(now, said.report)
+        try:
+            yield BatchStream(self, ask, tally, said.trace, authorize)
+        finally:
+            if said.trace is not None:
+                said.trace.end()
+            self._last_used = time.monotonic()
+            self._dispatcher.close(ask)
+            del self._requests[ask]
+            if indices:
+                self._forget_lists(ask)
+
+    def _forget_lists(self, ask: Ask) -> None:
+        of_run = self._lists[ask.consumer.run]
+        del of_run[ask]
+        if not of_run:
+            del self._lists[ask.consumer.run]
+
+    def _list_of(self, address: Address) -> bytes | None:
+        """What a batch holds as an open request says; None under the plan."""
+        of_run = self._lists.get((address.loader, address.epoch), {})
+        return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
+
+    async def _take(self, stream: BatchStream, ask: Ask) -> ReadyFrame:
+        tally = stream.tally
+        frame = self._take_ready(ask, tally)
+        if frame is not None:
+            return frame
+        address = Address(*ask.consumer.run, ask.next)
+        tally.waits()
+        try:
+            while frame is None:
+                await self._arrival(address, stream)
+                frame = self._take_ready(ask, tally)
+        finally:
+            tally.has_waited()
+        return frame
+
+    async def _arrival(self, address: Address, stream: BatchStream) -> None:
+        if address not in self._frames:
+            if self._end is not None:
+                raise self._end
+            stream._arrived = arrived = asyncio.get_running_loop().create_future()
+            waiting = self._waiting.setdefault(address, [])
+            waiting.append(arrived)
+            try:
+                await arrived
+            except BaseException:  # also when this request alone was cancelled or ended
+                waiting.remove(arrived)
+                if not waiting and self._waiting.get(address) is waiting:
+                    del self._waiting[address]
+                raise
+
+    def _take_ready(self, ask: Ask, tally: ConsumerCounters) -> ReadyFrame | None:
+        frame = self._frames.get(Address(*ask.consumer.run, ask.next))
+        if frame is None:
+            return None
+        tally.sent(len(frame.raw))
+        self._dispatcher.sent(ask, time.monotonic())
+        self._decide_soon()
+        return frame
+
+    # -- what the pool says
+
+    def worker_ready(self, worker: int) -> None:
+        """The worker can take batches."""
+        self._dispatcher.worker_ready(worker)
+        self._decide_soon()
+
+    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
+        """A batch is a frame now."""
+        if report.failed:
+            with request_ids.on_behalf_of(self._request_for(task.address)):
+                self.tally.computed(worker, task, lease, report)
+        else:
+            self.tally.computed(worker, task, lease, report)
+        self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
+        made = Made(time.time_ns(), worker, report) if self._traces else None
+        self._arrived(task.address, ReadyFrame(lease, report.failed, made))
+
+    def _request_for(self, address: Address) -> str | None:
+        """A request that wants the batch, the first of several; None when it is made ahead of them."""
+        loader, epoch, k = address
+        wanting = (
+            request
+            for ask, request in self._requests.items()
+            if ask.consumer.run == (loader, epoch) and ask.next <= k < ask.stop
+        )
+        return next(wanting, None)
+
+    def worker_worn(self, worker: int) -> None:
+        """The worker is given nothing more."""
+        self._dispatcher.worker_worn(worker)
+
+    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+        """What waits behind a batch that takes long is done by others."""
+        self._decide_soon()
+        return self._dispatcher.worker_held_up(worker, [task.address for task in tasks])
+
+    def worker_goes_on(self, worker: int) -> None:
+        """It can be given work again."""
+        self._dispatcher.worker_goes_on(worker)
+        self._decide_soon()
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
+        """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
+        self.tally.worker_lost()
+        given_up = self._dispatcher.worker_lost(worker, loss.blame, loss.overdue)
+        for task in tasks:
+            if task.address not in given_up:
+                self.tally.retried(task.spec.dataset)
+                continue
+            indices = indices_of(task)
+            kind, message = _told_of(loss)
+            failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
+            self.tally.given_up(task.spec.dataset, failure)
+            frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
+            self._dispatcher.finished(None, task.address, len(frame), failed=True)
+            self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
+        self._decide_soon()
+
+    def no_worker_starts(self, reason: str) -> None:
+        """Workers die again and again before they can take anything: whoever waits must know."""
+        self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
+
+    # -- carrying out
+
+    def _arrived(self, address: Address, frame: ReadyFrame) -> None:
+        self._frames[address] = frame
+        for arrived in self._waiting.pop(address, ()):
+            if not arrived.done():
+                arrived.set_result(None)
+        self._decide_soon()
+
+    def _decide_soon(self) -> None:
+        """Let the dispatcher decide once after the events at hand, not once for each."""
+        if not self._decision_due:
+            self._decision_due = True
+            asyncio.get_running_loop().call_soon(self._decide, context=self._context)
+
+    def _decide(self) -> None:
+        self._decision_due = False
+        if self._end is not None:
+            return
+        for action in self._dispatcher.decide():
+            if isinstance(action, Evict):
+                del self._frames[action.address]
+                continue
+            address = action.address
+            loader = self._loaders[address.loader]
+            task = Task(loader.spec, loader.length, address, self._list_of(address))
+            self._pool.submit(action.worker, task)
+
+    def forget_idle(self) -> None:
+        """Forget the consumers that have probably gone, and some loaders that no consumer uses."""
+        self._dispatcher.forget_idle(time.monotonic())
+        in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
+        for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
+            del self._loaders[key]
+            self._dispatcher.forget_loader(key)
+            self._pool.forget(key)
+        self.tally.keep(self._dispatcher.consumers(), self._loaders)
+        self._decide_soon()
+
+    def forget_loader(self, key: str) -> None:
+        """Have the workers forget a loader that is not registered any more."""
+        self._pool.forget(key)
+
+    def wake(self) -> None:
+        """What kept a batch from being begun may have gone."""
+        self._decide_soon()
+
+    def relieve(self) -> None:
+        """Take a worker from whoever has several at work on batches that take long, while somebody else has none."""
+        working = {
+            state.worker: (state.task.address, state.working_for)
+            for state in self._pool.workers()
+            if state.ready and state.task is not None and state.working_for >= LONG_SECONDS
+        }
+        taken = self._dispatcher.relieve(working)
+        if taken is not None:
+            self._pool.take(taken, "what it made took long, while another client had no worker")
+
+    def touch(self) -> None:
+        """Its client is there, though it asks for nothing."""
+        self._last_used = time.monotonic()
+
+    # -- what can be seen
+
+    def consumers(self) -> list[tuple[Consumer, Loader]]:
+        """Those that are known now, with their loaders."""
+        return [(consumer, self._loaders[consumer.run[0]]) for consumer in self._dispatcher.consumers()]
+
+    def workers(self) -> list[tuple[WorkerState, bool]]:
+        """The places of the pool, and whether they have something to do."""
+        return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
+
+    def mark(self, now: float) -> None:
+        """Note what was counted by now, for what is recent; about once a second."""
+        self.tally.mark(now)
+        for state in self._pool.workers():
+            place = self.tally.workers[state.worker]
+            place.window.mark(now, place.busy + state.working_for)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the pool."""
+        return self._pool.num_workers
+
+    def pids(self) -> list[int]:
+        """All processes of the pool."""
+        return self._pool.pids()
+
+    @property
+    def idle(self) -> float:
+        """Seconds for which nobody has waited for a batch or said that it will."""
+        waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
+        return 0.0 if waited_for else time.monotonic() - self._last_used
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        return self._dispatcher.store.used
+
+    @property
+    def memory_mapped(self) -> int:
+        """Shared memory that is mapped for frames, used or free."""
+        return self._pool.mapped_bytes()
+
+
+def _told_of(loss: Loss) -> tuple[type[TeleloaderError], str]:
+    """The error that stands in the place of a batch that is given up."""
+    if isinstance(loss.blame, Address):
+        return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
+    if loss.blame == "machine":
+        return WorkerDied, f"DataLoader {loss.reason}. The batch was computed again until its time was over"
+    return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"

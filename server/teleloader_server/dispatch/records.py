@@ -1,0 +1,140 @@
+"""Who wants which batches: the plain records over which `Dispatcher` and `Store` decide.
+
+Nothing is decided here. A consumer says of a batch whether it wants it, and how soon.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Account
+from teleloader_shared.codec import Address
+
+Run = tuple[str, int]
+"""One epoch of one loader: (key, epoch)."""
+
+
+class Urgency(enum.Enum):
+    """How urgently a consumer wants a batch."""
+
+    WAITING = enum.auto()
+    """Its client waits for it."""
+    ASKED = enum.auto()
+    """It is asked for besides."""
+    AHEAD = enum.auto()
+    """It will be asked for later."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch that exists or is being made."""
+
+    address: Address
+    nbytes: int
+    """Size of the frame; an estimate until it is ready."""
+    consumer: Consumer
+    """For whom it was begun."""
+    charged: float
+    """Seconds that were charged for it."""
+    ready: bool = False
+    failed: bool = False
+    """It is an exception, which is told once and not kept: another try may go better."""
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request for the batches [start, stop) that is being answered."""
+
+    consumer: Consumer
+    next: int
+    """The batch that the client waits for."""
+    stop: int
+    cursor: int
+    """All batches of the request before this one exist or are being made."""
+
+    def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
+        """The first batch of the request before `stop` that is not among `batches`, those of its run."""
+        cursor = self.cursor
+        while cursor < stop and cursor in batches:
+            cursor += 1
+        self.cursor = cursor
+        return cursor if cursor < stop else None
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A principal, as far as this dispatcher goes."""
+
+    account: Account
+    served: float
+    """Seconds of worker time spent for it."""
+    level: float = 0.0
+    """What the one of its consumers for which a batch was begun last had been served: who comes anew starts there."""
+    consumers: int = 0
+    scans_to_skip: int = 0
+    was_begun: bool = False
+    """Whether the batch that it wished for last was."""
+    hogs: bool = False
+    """Whether a worker had to be taken from it: it leaves one to the others."""
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """One client's passage through one run."""
+
+    holder: Holder
+    name: str
+    run: Run
+    state: RunState = field(repr=False)
+    """What there is of that run."""
+    position: int
+    """It was sent all batches before this one, or does not want them."""
+    served: float
+    """Seconds of worker time spent for it."""
+    last_seen: float
+    sent_beyond: set[int] = field(default_factory=set)
+    """What it was sent out of order, on another connection."""
+    asks: list[Ask] = field(default_factory=list)
+    sending: int = 0
+    """Bytes of the answers that it is being sent."""
+    hogs: bool = False
+    """As of the principal."""
+    ahead_cursor: int = 0
+    ahead_stop: int = 0
+    """Work ahead is wanted in [ahead_cursor, ahead_stop)."""
+
+    @property
+    def reads_too_little(self) -> bool:
+        """Whether nothing is made for it until answers are taken: its own, or in the end all of its principal's."""
+        account = self.holder.account
+        return account.unread > 1 and (self.sending > 0 or account.unread > UNREAD_FACTOR)
+
+    def distance(self, k: int) -> int | None:
+        """How many batches from now it wants batch k; None when it does not want it."""
+        # an ask may stand before the position: another connection of the consumer asked for the same
+        found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
+        if found is None and k >= self.position and k not in self.sent_beyond:
+            found = k - self.position
+        return found
+
+    def wants(self, k: int) -> bool:
+        """Whether it wants batch k."""
+        ahead = k >= self.position and k not in self.sent_beyond
+        return ahead or any(ask.next <= k < ask.stop for ask in self.asks)
+
+
+@dataclass(slots=True)
+class RunState:
+    """What there is of a run, and who goes through it."""
+
+    batches: dict[int, Batch] = field(default_factory=dict)
+    consumers: list[Consumer] = field(default_factory=list)
+
+    def distance(self, k: int) -> int | None:
+        """How many batches from now the first consumer wants batch k; None when nobody does."""
+        return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
+
+    def wants(self, k: int) -> bool:
+        """Whether anybody wants batch k."""
+        return any(consumer.wants(k) for consumer in self.consumers)

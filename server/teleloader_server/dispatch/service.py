@@ -1,0 +1,641 @@
+"""The loader service: which datasets, loaders and engines there are, and what clients may ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextvars import Context
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
+from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
+from teleloader_server.dispatch.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
+from teleloader_server.dispatch.quotas import Account, Accounts, Holdings, Memory, too_many
+from teleloader_server.loading.index_lists import Rules
+from teleloader_server.permissions import ADMIN, READ, Caller, allows
+from teleloader_server.workers.factory import Host
+from teleloader_shared.errors import (
+    AccessDenied,
+    BatchOutOfRange,
+    DatasetChanged,
+    InvalidSpec,
+    ServerUnavailable,
+    TeleloaderError,
+    UnknownDataset,
+    UnknownLoader,
+)
+from teleloader_shared.messages import DatasetInfo, Registration
+from teleloader_shared.orders.plan import Plan
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.units import counted
+
+SESSION_IDLE: Final = 60.0
+"""Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
+HOUSEKEEPING_INTERVAL: Final = 5.0
+GRANTS_TOGETHER: Final = 256
+"""Open requests that are checked in one turn of the event loop after tokens have changed."""
+
+
+class _Known(NamedTuple):
+    """A loader that is known."""
+
+    loader: Loader
+    length: int | None
+    """What its dataset says of its length."""
+    account: Account
+    """Of who registered it."""
+    memory: int
+    """Bytes that its spec counts for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grant:
+    """What a caller was allowed and goes on."""
+
+    caller: Caller
+    need: str
+    dataset: str | None
+    end: Callable[[AccessDenied], object]
+
+    def check(self) -> None:
+        """End it unless it is still allowed."""
+        try:
+            self.caller.authorize(self.need, self.dataset)
+        except AccessDenied as error:
+            self.end(error)
+
+
+class _Session(NamedTuple):
+    """An engine of one loader's own."""
+
+    starting: asyncio.Task[Engine]
+    """It is started, or about to be."""
+    account: Account
+    num_workers: int
+
+
+class LoaderService:
+    """Everything that the endpoints offer, without HTTP. Lives in one event loop.
+
+    Args:
+        host: Where datasets and workers come from.
+        limits: What workers may take.
+        client_limits: What clients may take.
+    """
+
+    def __init__(self, host: Host, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+        self.client_limits = client_limits
+        self.accounts = Accounts(client_limits, limits.memory_budget)
+        """What each principal has taken."""
+        self._memory = Memory(limits.memory_budget)
+        self._draining = asyncio.Event()
+        self._host = host
+        self.counters = Counters()
+        """Counted by all engines; see `stats`."""
+        self.connections: Callable[[], int] = lambda: 0
+        """Says how many are open, where somebody counts them."""
+        self._infos: dict[str, DatasetInfo] = {}
+        """The datasets as the shared engine has them, once it is started."""
+        self._shared: asyncio.Task[Engine] | None = None
+        self.is_shared: Callable[[], bool] = lambda: False
+        """Says whether there are several principals, where somebody knows."""
+        self._loaders: OrderedDict[str, _Known] = OrderedDict()
+        self._specs = Holdings(
+            client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
+        )
+        self._sessions: dict[str, _Session] = {}
+        """By loader."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._grants: set[_Grant] = set()
+        self._tokens_changed = asyncio.Event()
+        self._sending = 0
+        self._plan = lru_cache(maxsize=256)(Plan)
+
+    # -- life
+
+    async def start(self) -> None:
+        """Make the datasets available.
+
+        Raises:
+            ConfigError: When a dataset cannot be built.
+        """
+        if self._host.infos() is None:
+            await self._shared_engine()
+        always = self._keep_house(), self._end_revoked()
+        self._always = [asyncio.create_task(each) for each in always]
+
+    def give_up(self, error: TeleloaderError) -> None:
+        """Tell those who wait for a batch that it will not come."""
+        for engine in self._engines():
+            engine.give_up(error)
+
+    async def close(self) -> None:
+        """End the workers."""
+        for task in self._always:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        ending = [self.end_session(key) for key in list(self._sessions)]
+        if self._shared is not None:
+            ending.append(_close(self._shared))
+        await asyncio.gather(*ending, *self._ending)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is stopping."""
+        return self._draining.is_set()
+
+    async def drained(self) -> None:
+        """Wait until the server is told to stop."""
+        await self._draining.wait()
+
+    @property
+    def ready(self) -> bool:
+        """Whether batches can be had now."""
+        if self.draining:
+            return False
+        # objects of this process are always there: workers are forked when somebody comes
+        return self._shared is None or any(state.ready for engine in self._engines() for state, _ in engine.workers())
+
+    @property
+    def datasets(self) -> dict[str, DatasetInfo]:
+        """What is hosted now, by name."""
+        infos = self._host.infos()
+        return self._infos if infos is None else {info.name: info for info in infos}
+
+    # -- what clients ask
+
+    async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
+        """Make a loader known, however often; a session's workers are started with its first registration.
+
+        Args:
+            spec: The loader.
+            caller: The client.
+
+        Raises:
+            AccessDenied: When the caller may not use the dataset, or may not load in the server's own process.
+            UnknownDataset: When the spec names none that is hosted.
+            DatasetChanged: When it insists on another fingerprint than that of the hosted one.
+            InvalidSpec: When no such loader of the dataset can be.
+            ServerUnavailable: When there are too many sessions, or the server is stopping.
+        """
+        self.refuse_when_draining()
+        info = self.dataset(caller, spec.dataset)
+        if spec.in_process:  # it holds up everybody
+            caller.authorize(ADMIN)
+        if spec.session is None:
+            await self._shared_engine()
+            info = self._infos[info.name]
+        if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
+            raise DatasetChanged(
+                f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
+                f"{info.version!r}), and the loader was made for {spec.fingerprint}: the data, their version or how "
+                "they are collated changed. Start a new run, or host what the loader was made for"
+            )
+        spec = replace(spec, fingerprint=info.fingerprint)
+        key = spec.key
+        if key not in self._loaders:
+            await self._add_loader(key, spec, info, caller)
+        return self.registration(key, caller)
+
+    def registration(self, key: str, caller: Caller) -> Registration:
+        """What the registration of a loader was answered with; it keeps a session from counting as idle.
+
+        Args:
+            key: The loader's.
+            caller: The client.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
+            UnknownLoader: When no loader of that key is known.
+        """
+        loader, length, *_ = self._resolve(caller, key)
+        loader.engine.touch()
+        return Registration(
+            key=key,
+            batches=None if loader.batches == MAX_EPOCH else loader.batches,
+            length=length,
+            fingerprint=loader.spec.fingerprint or "",
+            num_workers=loader.engine.num_workers,
+            max_batch_bytes=self.limits.max_batch_bytes,
+        )
+
+    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
+        _check_kind(spec, info)
+        account = self.accounts.of(caller.authorize(READ, info.name))
+        batches = MAX_EPOCH
+        if info.kind == "map" and spec.order == "plan":
+            if info.length is None:
+                raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
+            batches = len(self._plan(spec, info.length, 0))
+        memory = spec.memory
+        self._reserve(account, memory)
+        try:
+            engine = await self._engine_of(key, spec, info, account)
+            if key not in self._loaders:  # nobody asked for the same meanwhile
+                length = 0 if info.kind == "iterable" else info.length or 0
+                loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
+                self._loaders[key] = _Known(loader, info.length, account, memory)
+                account.counts["loaders"] += 1
+                memory = 0
+        finally:
+            self._specs.give_back(account.name, memory)
+
+    def _reserve(self, account: Account, nbytes: int) -> None:
+        """Make room for one more loader of a principal, by forgetting loaders of its own.
+
+        Raises:
+            ServerUnavailable: When those that it uses leave no room for so many bytes.
+        """
+        most = self.client_limits.max_loaders
+        while account.counts["loaders"] >= most or not self._specs.has_room(account.name, nbytes):
+            if not self._forget_some_loaders(account):
+                break
+        self._specs.take(account.name, nbytes)
+
+    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> Engine:
+        own = self._host.own_pool(spec, info)
+        if own is None:
+            return await self._shared_engine()
+        if key not in self._sessions:
+            self._refuse_too_many(account, own.num_workers)
+            # a client that asks for workers has them used as torch uses them; user code may count on it
+            in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
+            if own.num_workers == 0:
+                in_turn = 0
+            engine = Engine(own, self._memory, self.counters, in_turn)
+            self._sessions[key] = _Session(_apart(_started(engine)), account, own.num_workers)
+            account.counts["sessions"] += 1
+            account.counts["session workers"] += own.num_workers
+        session = self._sessions[key]
+        try:
+            engine = await asyncio.shield(session.starting)
+        except (ConfigError, OSError) as error:
+            if self._sessions.get(key) is session:
+                self._drop_session(key)
+            raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+        if self._sessions.get(key) is not session:
+            raise ServerUnavailable("the session was ended while its workers were started: register it again")
+        return engine
+
+    def _refuse_too_many(self, account: Account, num_workers: int) -> None:
+        limits, counts = self.client_limits, account.counts
+        if not account.is_alone:
+            if counts["sessions"] >= (most := limits.max_sessions_per_principal):
+                raise too_many(account, most, "sessions", "max_sessions_per_principal")
+            if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
+                what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
+                raise too_many(account, most, what, "max_session_workers_per_principal")
+        if len(self._sessions) >= limits.max_sessions:
+            raise ServerUnavailable(
+                f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): ask later, or "
+                "another one"
+            )
+        running = sum(session.num_workers for session in self._sessions.values())
+        if running + num_workers > limits.max_session_workers:
+            raise ServerUnavailable(
+                f"the server's sessions have {counted(running, 'worker')}, and with {num_workers:,} more they would "
+                f"have more than {limits.max_session_workers:,}, its limit (max_session_workers): ask for fewer, or "
+                "later"
+            )
+
+    def _drop_session(self, key: str) -> _Session | None:
+        """Count it no more."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.account.counts["sessions"] -= 1
+            session.account.counts["session workers"] -= session.num_workers
+        return session
+
+    def _drop_loader(self, key: str) -> None:
+        known = self._loaders.pop(key)
+        known.account.counts["loaders"] -= 1
+        self._specs.give_back(known.account.name, known.memory)
+        known.loader.engine.forget_loader(key)
+
+    async def _shared_engine(self) -> Engine:
+        if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
+            self._shared = _apart(self._start_shared())
+        return await asyncio.shield(self._shared)
+
+    async def _start_shared(self) -> Engine:
+        engine = Engine(self._host.shared_pool(), self._memory, self.counters)
+        self._infos = {info.name: info for info in await engine.start()}
+        return engine
+
+    async def end_session_of(self, key: str, caller: Caller) -> None:
+        """End a session's workers, which its client needs no more. One that is not known has ended already.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
+            UnknownLoader: When it is the session of another principal.
+        """
+        if key in self._loaders:
+            self._resolve(caller, key)
+            await self.end_session(key)
+
+    async def end_session(self, key: str) -> None:
+        """End a session's workers, whoever's it is."""
+        known = self._loaders.get(key)
+        if known is not None and known.loader.spec.session is not None:
+            self._drop_loader(key)
+        session = self._drop_session(key)
+        if session is not None:
+            # a client that does not wait for the answer must not stop it half-way
+            ending = asyncio.create_task(_close(session.starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    def _forget_some_loaders(self, account: Account) -> int:
+        """Forget the loaders of a principal that were requested longest ago and are not in use, some at once.
+
+        Returns:
+            How many.
+        """
+        in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
+        idle = [
+            key
+            for key, known in self._loaders.items()
+            if known.account is account and key not in in_use and key not in self._sessions
+        ]
+        forgotten = idle[: max(1, self.client_limits.max_loaders // 16)]
+        for key in forgotten:
+            self._drop_loader(key)
+        return len(forgotten)
+
+    # -- what a caller may use: nothing is handed out but through these, and nothing is awaited between check and use
+
+    def datasets_for(self, caller: Caller) -> list[DatasetInfo]:
+        """The datasets that a caller may use.
+
+        Raises:
+            AccessDenied: When there can be none.
+        """
+        scopes = caller.authorize(READ).scopes
+        return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
+
+    def dataset(self, caller: Caller, name: str) -> DatasetInfo:
+        """What is known of a dataset.
+
+        Args:
+            caller: The client.
+            name: The dataset's.
+
+        Raises:
+            AccessDenied: When the caller may not use a dataset of that name.
+            UnknownDataset: When it is not hosted.
+        """
+        caller.authorize(READ, name)
+        datasets = self.datasets
+        if name not in datasets:
+            hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller))
+            raise UnknownDataset(f"no dataset {name[:200]!r} is hosted here; there is {hosted}")
+        return datasets[name]
+
+    def _resolve(self, caller: Caller, key: str) -> _Known:
+        known = self._loaders.get(key)
+        principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
+        if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
+            known = None  # a session is of whoever began it: another one that asks for batches would move it on
+        if known is not None and known.loader.spec.in_process:
+            caller.authorize(ADMIN)
+        if known is None:
+            raise UnknownLoader(
+                f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
+                "and go on"
+            )
+        self._loaders.move_to_end(key)
+        return known
+
+    def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
+        """A loader that is known, of whose epoch these are batches.
+
+        Args:
+            caller: The client.
+            key: The loader's.
+            epoch: Which epoch.
+            batches: Numbers of its batches.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset.
+            UnknownLoader: When no loader of that key is known.
+            BatchOutOfRange: When the epoch has no such batches.
+        """
+        loader = self._resolve(caller, key).loader
+        for k in batches:
+            if k < loader.batches:
+                continue
+            if loader.batches == MAX_EPOCH:
+                raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
+            self._plan(loader.spec, loader.length, epoch).check(k)
+        return loader
+
+    def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
+        """What the index lists for a loader may hold; arguments and errors are those of `loader`."""
+        loader = self.loader(caller, key, epoch, *batches)
+        return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_batches_per_request)
+
+    def refuse_when_draining(self) -> None:
+        """Take nothing new while the server is stopping.
+
+        Raises:
+            ServerUnavailable: When it is.
+        """
+        if self.draining:
+            raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
+
+    @asynccontextmanager
+    async def batches(
+        self, caller: Caller, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
+        indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
+    ) -> AsyncIterator[BatchStream]:  # fmt: skip
+        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+
+        Args:
+            caller: The client.
+            consumer: What it calls itself.
+            key: The loader's.
+            epoch: Which epoch.
+            start: The first batch.
+            stop: The batch after the last.
+            ahead: How many more will be wanted.
+            indices: For an order of the client's own, the frames that list what each batch holds.
+            said: What the client says besides.
+
+        Raises:
+            AccessDenied: When the caller may not use the loader's dataset; also later, in the place of a batch.
+            UnknownLoader: When no loader of that key is known.
+            BatchOutOfRange: When the epoch has no such batches.
+            InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
+            ServerUnavailable: When the server is stopping, or the principal has too many consumers.
+        """
+        self.refuse_when_draining()
+        most = self.client_limits.max_batches_per_request
+        if ahead > most:
+            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_batches_per_request), was {ahead:,}")
+        loader = self.loader(caller, key, epoch, start, stop - 1)
+        if (loader.spec.order == "client") != (indices is not None):
+            what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
+            raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
+        if loader.spec.order == "client":
+            ahead = 0
+        dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
+        account = self.accounts.of(caller.authorize(need, dataset))
+        asked = loader.engine.batches(
+            loader, account, consumer, epoch, start, stop, ahead, indices or {},
+            lambda: caller.authorize(need, dataset), said,
+        )  # fmt: skip
+        async with asked as stream:
+            with self.revocable(caller, need, dataset, stream.end):
+                yield stream
+
+    @contextmanager
+    def revocable(
+        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
+    ) -> Iterator[None]:
+        """End what is done meanwhile when its caller's token is revoked, expires, or loses its scope.
+
+        Args:
+            caller: The client.
+            need: The scope.
+            dataset: The dataset that is used; None where none is.
+            end: Called with the reason.
+        """
+        grant = _Grant(caller, need, dataset, end)
+        self._grants.add(grant)
+        try:
+            yield
+        finally:
+            self._grants.discard(grant)
+
+    def tokens_changed(self) -> None:
+        """Look soon whether all that goes on is still allowed."""
+        self._tokens_changed.set()
+
+    async def _end_revoked(self) -> None:
+        while True:
+            await self._tokens_changed.wait()
+            self._tokens_changed.clear()
+            for number, grant in enumerate(list(self._grants)):
+                grant.check()
+                if number % GRANTS_TOGETHER == 0:
+                    await asyncio.sleep(0)
+
+    @contextmanager
+    def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
+        """Count the frames of an answer while they are sent: the memory budget is for those that are not.
+
+        All frames pass here right before they are sent.
+
+        Raises:
+            AccessDenied: When the caller may not have them any more.
+        """
+        of.authorize()
+        consumer, account = of.consumer, of.consumer.holder.account
+        self._sending += nbytes
+        account.sending += nbytes
+        consumer.sending += nbytes
+        loop = of.tally.loop
+        loop.sending.begin(time.monotonic())
+        try:
+            with nullcontext() if of.trace is None else of.trace.sending(nbytes):
+                yield
+        finally:
+            loop.sending.end(time.monotonic())
+            self._sending -= nbytes
+            was_too_much = account.unread > 1
+            account.sending -= nbytes
+            consumer.sending -= nbytes
+            if was_too_much:
+                for engine in self._engines():
+                    engine.wake()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL)
+            for engine in self._engines():
+                engine.forget_idle()
+                engine.relieve()
+            self.accounts.forget_idle(time.monotonic())
+            for key, engine in self._session_engines().items():
+                if engine.idle > SESSION_IDLE:
+                    await self.end_session(key)
+
+    # -- what can be seen
+
+    def _engines(self) -> list[Engine]:
+        shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
+        return [*shared, *self._session_engines().values()]
+
+    def _session_engines(self) -> dict[str, Engine]:
+        return {
+            key: session.starting.result() for key, session in self._sessions.items() if _has_started(session.starting)
+        }
+
+    def engine_sources(self) -> dict[Engine, EngineSource]:
+        """Return all engines, and where their workers come from."""
+        shared = EngineSource(None, self._host.setting)
+        of_session = {engine: key for key, engine in self._session_engines().items()}
+        return {
+            engine: EngineSource(of_session[engine], "num_workers={} of the DataLoader")
+            if engine in of_session
+            else shared
+            for engine in self._engines()
+        }
+
+    def totals(self) -> ServerTotals:
+        """Return what is known of the whole server now."""
+        return ServerTotals(self.datasets, self._sending, self.connections(), self.draining)
+
+
+def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
+    """Refuse a spec that does not fit the style of its dataset.
+
+    Raises:
+        InvalidSpec: When it does not.
+    """
+    if info.kind == "map":
+        if spec.shard_states is not None:
+            raise InvalidSpec(
+                f"shard_states must be null for dataset {info.name!r}, which is map-style: only iterable-style "
+                "datasets have shards"
+            )
+        return
+    if spec.session is None:
+        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
+    if spec.order == "client" or spec.shuffle:
+        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
+
+
+def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
+    """Start an engine, whose workers will do and log things long after the request that they are started for."""
+    return asyncio.create_task(starting, context=Context())
+
+
+async def _started(engine: Engine) -> Engine:
+    await engine.start()
+    return engine
+
+
+async def _close(starting: asyncio.Task[Engine]) -> None:
+    """Close an engine, waiting until it has started."""
+    try:
+        engine = await starting
+    except (ConfigError, OSError):
+        return  # whoever asked for it was told
+    await engine.close()
+
+
+def _has_started(starting: asyncio.Task[Engine]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None

@@ -1,0 +1,296 @@
+"""The store knows which batches there are, and decides which of the finished ones are kept.
+
+When memory is full, or a principal's share of it, batches that nobody wants are let go first, the longest unused first
+of all; then those that are wanted later than the one to be begun. If that is not enough, the batch must wait - unless a
+client waits for it: then all goes that no client waits for, and it is begun in any case. Memory slows, it never
+blocks - but for those who do not take what they are sent.
+
+Plain synchronous functions over plain state, as in `dispatcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from teleloader_server.dispatch.quotas import Account, Memory
+from teleloader_server.dispatch.records import Batch, Consumer, Holder, Run, RunState
+from teleloader_shared.codec import Address
+
+CACHE_SHARE: Final = 1 / 8
+"""How much of the memory budget may be filled before batches that nobody wants now are let go.
+
+They are kept for consumers that come late. More would cost every other consumer: memory that is used again at once is
+warm, and a large batch is written to fresh memory four times as slowly.
+"""
+MAX_BATCHES: Final = 16384
+"""Batches that are kept at most, whatever their size: each is a memory mapping, and Linux allows 65,530 a process."""
+
+
+class Evict(NamedTuple):
+    """Let go of a finished batch."""
+
+    address: Address
+
+
+class Store:
+    """See the module.
+
+    Args:
+        memory: What frames may take together with those of other stores.
+        keeps_wanted: Whether what somebody wants is never let go, however full the memory is.
+    """
+
+    def __init__(self, memory: Memory, *, keeps_wanted: bool) -> None:
+        self._memory = memory
+        self._keeps_wanted = keeps_wanted
+        self._count = 0
+        self._unwanted: dict[Address, None] = {}
+        """Ready batches that nobody wants, the longest unused first."""
+        self._told: dict[Address, None] = {}
+        """Failures that were sent."""
+        self._runs: dict[Run, RunState] = {}
+        """Those of which there is a batch or a consumer."""
+        self.used = 0
+        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        self.active: dict[Consumer, None] = {}
+        """Those for whom there may be something to begin, or to make again; the many idle ones are not looked at."""
+        self.deaths: dict[Address, int] = {}
+        """Batches of these runs that a dead worker had: how often it was surely their fault."""
+
+    # -- batches
+
+    def batch(self, address: Address) -> Batch:
+        """The batch, which exists or is being made."""
+        return self._runs[address.loader, address.epoch].batches[address.batch]
+
+    def is_unfinished(self, address: Address) -> bool:
+        """Whether the batch is being made."""
+        state = self._runs.get((address.loader, address.epoch))
+        batch = None if state is None else state.batches.get(address.batch)
+        return batch is not None and not batch.ready
+
+    def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
+        """A batch is being made for a consumer, and will take about so many bytes."""
+        batch = Batch(address, 0, consumer, 0.0)
+        consumer.state.batches[address.batch] = batch
+        self._count += 1
+        self._resize(batch, estimate)
+        return batch
+
+    def finished(self, address: Address, nbytes: int, *, failed: bool) -> Batch:
+        """The batch is ready."""
+        state = self._runs[address.loader, address.epoch]
+        batch = state.batches[address.batch]
+        self._resize(batch, nbytes)
+        batch.ready = True
+        batch.failed = failed
+        self.let_go(state, (address.batch,))
+        return batch
+
+    def sent(self, consumer: Consumer, k: int) -> None:
+        """Batch k was sent to a consumer."""
+        state = consumer.state
+        self.let_go(state, (k,))
+        batch = state.batches.get(k)
+        if batch is not None and batch.failed:
+            self._told[batch.address] = None
+
+    def remove(self, address: Address) -> None:
+        """The batch does not exist any more: whoever wants it must come by it again."""
+        run = (address.loader, address.epoch)
+        state = self._runs[run]
+        batch = state.batches.pop(address.batch)
+        self._resize(batch, 0)
+        self._count -= 1
+        for consumer in state.consumers:
+            for ask in consumer.asks:
+                if ask.next <= address.batch < ask.cursor:
+                    ask.cursor = address.batch
+            furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
+            if furthest <= address.batch < consumer.ahead_cursor and consumer.distance(address.batch) is not None:
+                consumer.ahead_cursor = address.batch
+                self.active[consumer] = None
+        self._drop_empty(run)
+
+    def release(self) -> None:
+        """There will be no more batches: what they took is free for other stores."""
+        for state in self._runs.values():
+            for batch in state.batches.values():
+                self._resize(batch, 0)
+
+    def _resize(self, batch: Batch, nbytes: int) -> None:
+        """A batch takes so much now."""
+        more = nbytes - batch.nbytes
+        batch.nbytes = nbytes
+        self.used += more
+        self._memory.used += more
+        batch.consumer.holder.account.frames += more
+
+    def _drop_empty(self, run: Run) -> None:
+        state = self._runs[run]
+        if not state.batches and not state.consumers:
+            del self._runs[run]
+            for address in [a for a in self.deaths if (a.loader, a.epoch) == run]:
+                del self.deaths[address]
+
+    # -- who wants what
+
+    def join(self, holder: Holder, name: str, run: Run, position: int, now: float) -> Consumer:
+        """A principal has a new consumer, which goes through a run from there on."""
+        state = self._runs.setdefault(run, RunState())
+        consumer = Consumer(holder, name, run, state, position, holder.level, now)
+        state.consumers.append(consumer)
+        self.want_again(state, state.batches)
+        return consumer
+
+    def leave(self, gone: list[Consumer]) -> None:
+        """These consumers want nothing any more."""
+        for consumer in gone:
+            self.active.pop(consumer, None)
+            consumer.state.consumers.remove(consumer)
+        # once for all of them: hundreds may go at a time, and each look is at every batch
+        for run in {consumer.run for consumer in gone}:
+            state = self._runs[run]
+            self.let_go(state, state.batches)
+            self._drop_empty(run)
+
+    def move(self, consumer: Consumer, position: int) -> None:
+        """The consumer's next batch is `position` now."""
+        before, consumer.position = consumer.position, position
+        state = consumer.state
+        if position < before:
+            self.want_again(state, state.batches)
+        elif position - before <= len(state.batches):
+            self.let_go(state, range(before, position))
+        else:
+            self.let_go(state, state.batches)
+
+    def want_again(self, state: RunState, numbers: Iterable[int]) -> None:
+        """Keep those of these batches of a run that somebody wants by now."""
+        for k in numbers:
+            batch = state.batches.get(k)
+            if batch is not None and batch.address in self._unwanted and state.wants(k):
+                del self._unwanted[batch.address]
+
+    def let_go(self, state: RunState, numbers: Iterable[int]) -> None:
+        """Mark those of these batches of a run that nobody wants."""
+        for k in numbers:
+            batch = state.batches.get(k)
+            if batch is not None and batch.ready and not state.wants(k):
+                self._unwanted[batch.address] = None
+
+    # -- what is let go
+
+    def evict_told(self) -> list[Evict]:
+        """Let go of the failures that were sent."""
+        return [self._evict(address) for address in list(self._told)]
+
+    def evict_cached(self) -> list[Evict]:
+        """Let go of what nobody wants, beyond the share of memory that it may fill."""
+        evicted = []
+        most = self._memory.budget * CACHE_SHARE
+        while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
+            evicted.append(self._evict(next(iter(self._unwanted))))
+        return evicted
+
+    def is_full(self, holder: Holder, nbytes: int) -> bool:
+        """Whether there is no room for so many bytes more of a principal."""
+        return self._lacks(nbytes, None) or self._lacks(nbytes, holder.account)
+
+    def _lacks(self, nbytes: int, account: Account | None) -> bool:
+        """Whether there is no room for more in a principal's share of the memory; None stands for all of it."""
+        if account is not None:
+            return account.frames + nbytes > account.memory
+        return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
+
+    def make_room(self, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool) -> list[Evict]:
+        """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it.
+
+        Returns:
+            What was let go.
+        """
+        evicted: list[Evict] = []
+        for account in (holder.account, None):
+            if self._lacks(nbytes, account):
+                evicted += self._make_room_of(account, nbytes, distance, holder, at_any_price=at_any_price)
+                if not at_any_price and self._lacks(nbytes, account):
+                    break
+        return evicted
+
+    def _make_room_of(
+        self, account: Account | None, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool
+    ) -> list[Evict]:
+        """Make room in a principal's share by its own batches, or in all of the memory by anybody's."""
+        evicted: list[Evict] = []
+        if at_any_price or self._would_fit(account, nbytes, []):
+            evicted += self._evict_unwanted(account, nbytes)
+            if not self._lacks(nbytes, account):
+                return evicted
+        # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
+        if holder.scans_to_skip and not at_any_price:
+            holder.scans_to_skip -= 1
+            return evicted
+        candidates = self._may_go(account, distance, at_any_price=at_any_price)
+        later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
+        if not at_any_price and not self._would_fit(account, nbytes, later):
+            holder.scans_to_skip = self._count // 16
+            return evicted
+        evicted += self._evict_unwanted(account, nbytes)
+        used, budget = self._room(account)
+        enough = min(0.9 * budget, budget - nbytes)
+        for batch in later:
+            if used <= enough and (account is not None or self._count < 0.9 * MAX_BATCHES):
+                break
+            used -= batch.nbytes
+            evicted.append(self._evict(batch.address))
+        return evicted
+
+    def _room(self, account: Account | None) -> tuple[int, int]:
+        """Bytes that are used, and that may be."""
+        if account is not None:
+            return account.frames, account.memory
+        return self._memory.used, self._memory.budget
+
+    def _evict_unwanted(self, account: Account | None, nbytes: int) -> list[Evict]:
+        """Let go of what nobody wants, the longest unused first, until there is room."""
+        evicted = []
+        for address in list(self._unwanted):
+            if not self._lacks(nbytes, account):
+                break
+            if self._is_of(account, address):
+                evicted.append(self._evict(address))
+        return evicted
+
+    def _would_fit(self, account: Account | None, nbytes: int, later: list[Batch]) -> bool:
+        """Whether there is room when all that nobody wants, and `later`, is let go."""
+        unwanted = [self.batch(address) for address in self._unwanted if self._is_of(account, address)]
+        going = [*unwanted, *later]
+        used, budget = self._room(account)
+        fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
+        return fits and (account is not None or self._count - len(going) < MAX_BATCHES)
+
+    def _is_of(self, account: Account | None, address: Address) -> bool:
+        return account is None or self.batch(address).consumer.holder.account is account
+
+    def _may_go(self, account: Account | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
+        """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
+
+        Those are wanted by consumers that are not there at the moment, and may never be again.
+        """
+        if self._keeps_wanted:
+            return
+        for state in self._runs.values():
+            asks = [ask for consumer in state.consumers for ask in consumer.asks]
+            for k, batch in state.batches.items():
+                found = state.distance(k)
+                if not batch.ready or found is None or not self._is_of(account, batch.address):
+                    continue
+                if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
+                    yield found, batch
+
+    def _evict(self, address: Address) -> Evict:
+        self._unwanted.pop(address, None)
+        self._told.pop(address, None)
+        self.remove(address)
+        return Evict(address)

@@ -1,0 +1,241 @@
+"""From a dataset's name in the configuration to an object that samples can be taken from."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from teleloader_server.config import ConfigError, DatasetConfig, IndexKind, default_num_workers
+from teleloader_server.loading.collate import default_convert, lazy_collate, path_to_uncollatable
+from teleloader_shared.messages import DatasetInfo
+
+_MAX_TEXT: Final = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostedDataset:
+    """A dataset that is built, with all that a worker needs to make batches of it."""
+
+    info: DatasetInfo
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    """None is torch's rule: default_collate for batches, default_convert for single samples."""
+    worker_init: Callable[[int], None] | None
+    functions: Mapping[str, Callable[..., Any]]
+    """What a client may choose in place of `collate` and `worker_init`, by name."""
+    indices: IndexKind = "any"
+    """See `DatasetConfig.indices`."""
+
+    def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
+        """The batch of `samples`, by the usual collate function or the one of that name."""
+        collate = self.collate if name is None else self.functions[name]
+        if collate is not None:
+            return collate(samples)
+        try:
+            return lazy_collate(samples)
+        except TypeError as error:
+            # torch's text says what was found, and not where
+            place = path_to_uncollatable(samples[0])
+            if place is not None:
+                error.add_note(f"It is {place}.")
+            raise
+
+    def gives_batches(self, name: str | None = None) -> bool:
+        """Whether the dataset makes whole batches itself: nothing else may be asked for than it can do.
+
+        ``__getbatch__(indices)`` is ours: an int64 array of shape (batch size,) -> the batch, whose arrays have the
+        batch as their first dimension. Samples that are seeded one by one, or collated by a function, are fetched so.
+        """
+        collate = self.collate if name is None else self.functions[name]
+        if collate is not None or self.info.seeding != "batch" or self.info.kind != "map":
+            return False
+        return getattr(self.dataset, "__getbatch__", None) is not None
+
+    def convert_sample(self, sample: Any, name: str | None = None) -> Any:
+        """What ``batch_size=None`` makes of one sample."""
+        collate = self.collate if name is None else self.functions[name]
+        return default_convert(sample) if collate is None else collate(sample)
+
+    def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
+        """The usual worker-init function, or the one of that name."""
+        return self.worker_init if name is None else self.functions[name]
+
+
+def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
+    """Build all that `configs` name.
+
+    Raises:
+        ConfigError: When one of them cannot be built; for an error of the user's own code it has the traceback.
+    """
+    opened = {}
+    for config in configs:
+        try:
+            opened[config.name] = open_dataset(config)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever user code raises
+            text = f"{_shown(error)[-_MAX_TEXT:]}{_advice(error, config)}"
+            raise ConfigError(f"building dataset {config.name!r} failed:\n{text}") from None
+    return opened
+
+
+def _shown(error: Exception) -> str:
+    """An error of user code with its traceback, without the frames that led there, which say nothing to the user."""
+    shown = traceback.TracebackException.from_exception(error)
+    ours = (__file__, importlib.__file__)
+    frames = [one for one in shown.stack if one.filename not in ours and "<frozen importlib" not in one.filename]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format())
+
+
+def _advice(error: Exception, config: DatasetConfig) -> str:
+    """What to do about an error that most people who host their first dataset meet, "" for others."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"Datasets are built where the server runs: {error.filename} must be there, seen from {Path.cwd()}"
+    if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
+        return (
+            f"{config.factory} is called with no arguments, unless --config names a file that has them: "
+            f"[datasets.{config.name}], and below it factory = {json.dumps(config.factory)} and kwargs = {{ ... }}"
+        )
+    return ""
+
+
+def open_dataset(config: DatasetConfig) -> HostedDataset:
+    """Import and build what `config` names.
+
+    Raises:
+        ConfigError: When it cannot be imported, or is no dataset. Errors of the user's own code in the factory come
+            as they are.
+    """
+    found = resolve(config.factory, f"factory of dataset {config.name!r}")
+    if config.kwargs and not is_factory(found):
+        raise ConfigError(f"{config.factory} of dataset {config.name!r} is a dataset already, so it takes no kwargs")
+    dataset = found(**config.kwargs) if is_factory(found) else found
+    return host(
+        dataset,
+        name=config.name,
+        collate=None if config.collate is None else resolve(config.collate, f"collate of {config.name!r}"),
+        collate_name=config.collate or "default",
+        worker_init=(
+            None if config.worker_init is None else resolve(config.worker_init, f"worker_init of {config.name!r}")
+        ),
+        worker_init_name=config.worker_init,
+        functions={name: resolve(name, f"functions of {config.name!r}") for name in config.functions},
+        version=config.version,
+        seeding=config.seeding,
+        indices=config.indices,
+    )
+
+
+def host(
+    dataset: Any,
+    *,
+    name: str,
+    collate: Callable[[list[Any]], Any] | None = None,
+    collate_name: str = "default",
+    worker_init: Callable[[int], None] | None = None,
+    worker_init_name: str | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    version: str = "",
+    seeding: Literal["batch", "sample"] = "batch",
+    indices: IndexKind = "any",
+) -> HostedDataset:
+    """The record under which an object is hosted.
+
+    An object of one's own process is indexed with whatever its sampler gives, as with torch; a configuration says what
+    clients may send.
+
+    Raises:
+        ConfigError: When `dataset` is no dataset.
+    """
+    functions = functions or {}
+    for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{what} of {name!r} cannot be called: it is {function!r:.80}")
+    kind = _kind_of(dataset, name)
+    length = _length_of(dataset)
+    facts = [name, kind, length, version, collate_name, seeding]
+    info = DatasetInfo(
+        name=name,
+        kind=kind,
+        type=type(dataset).__name__,
+        length=length,
+        version=version,
+        fingerprint=hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest(),
+        collate=collate_name,
+        worker_init=worker_init_name,
+        functions=list(functions),
+        seeding=seeding,
+        cpus=default_num_workers(),
+    )
+    return HostedDataset(
+        info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions, indices=indices
+    )
+
+
+def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
+    # torch's has a __getitem__, which only raises; it is not there yet while another thread imports torch
+    torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+    if torchs is not None and isinstance(dataset, torchs):
+        return "iterable"
+    if hasattr(dataset, "__getitem__"):
+        return "map"
+    if hasattr(dataset, "__iter__"):
+        return "iterable"
+    raise ConfigError(
+        f"dataset {name!r} ({type(dataset).__qualname__}) is no dataset: it needs __getitem__ and __len__, or __iter__"
+    )
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own datasets without a length raise either
+        return None
+
+
+def is_factory(found: Any) -> bool:
+    """Whether `found` makes a dataset, rather than being one."""
+    return isinstance(found, type) or (
+        callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
+    )
+
+
+def resolve(target: str, what: str) -> Any:
+    """The object that ``module:name`` stands for.
+
+    Raises:
+        ConfigError: When there is no such module or no such name in it.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there, and misses something itself
+        if module_name.endswith(".py"):
+            module = module_name.removesuffix(".py").replace("/", ".")
+            raise ConfigError(f"{what}: name the module, not its file: {module}:{path}") from None
+        raise ConfigError(
+            f"{what}: there is no module {module_name!r}. It is looked for in the current folder, {Path.cwd()}, and "
+            f"among the packages that are installed in {sys.prefix}"
+        ) from None
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            near = difflib.get_close_matches(name, dir(found), 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{what}: module {module_name!r} has no {path!r}{meant}") from None
+    return found

@@ -1,0 +1,223 @@
+"""Index lists of batches whose order the client decides; docs/protocol.md describes them.
+
+`checked_address` runs in the event loop: it checks sizes and form, in time that does not grow with the number of
+indices, except for work that runs in C at more than 100 MB/s. `read` and `check_range` run in a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+
+from teleloader_server.config import IndexKind
+from teleloader_shared import codec, dtypes
+from teleloader_shared.codec import Address, Envelope
+from teleloader_shared.errors import InvalidSpec, ProtocolError
+from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
+
+MAX_HEADER_BYTES: Final = 512 * 2**10
+"""Bytes of a list that is not packed. They are skipped value by value, at more than 100 MB/s."""
+MAX_PLAIN_BYTES: Final = 16 * 2**10
+"""Bytes of a list of integers that is not packed: it is parsed in the event loop."""
+MAX_FIELD_BYTES: Final = 256
+"""Bytes of each other field of a list's header."""
+MAX_FIELDS: Final = 16
+OPT_IN: Final = (
+    'If the dataset is to be indexed with anything else, set indices = "any" for it in the server\'s configuration'
+)
+
+_INTEGERS: Final = frozenset(name for name, dtype in dtypes.NUMPY.items() if dtype.kind in "iu")
+
+
+class Rules(NamedTuple):
+    """What the index lists of a loader may hold."""
+
+    kind: IndexKind
+    """See `DatasetConfig.indices`."""
+    single: bool
+    """Whether a batch is one sample (``batch_size=None``): then the frame holds its index in place of a list."""
+    max_lists: int
+    """Lists in one request."""
+
+
+class _List(NamedTuple):
+    """One index list, whose form is not checked yet."""
+
+    address: Address
+    envelope: Envelope
+    tree: bytes
+    """The packed description of the indices."""
+
+
+def read(frame: bytes, *, single: bool) -> list[Any]:
+    """The indices of a batch, for a worker.
+
+    Args:
+        frame: One that `split` gave.
+        single: Whether it holds one index in place of a list.
+
+    Raises:
+        InvalidSpec: When it lists more than 2**20 indices.
+    """
+    content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
+    if single:
+        return [content]
+    if len(content) > MAX_BATCH_SIZE:  # a range has any length
+        raise _too_many(len(content))
+    return list(content)
+
+
+def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
+    """Check integers against the length of a dataset.
+
+    Args:
+        indices: The integers.
+        length: The dataset's; None when it has none, so that it may have any sample.
+        dataset: Its name, for the error.
+
+    Raises:
+        IndexError: When one is negative, or not below the length.
+    """
+    if not indices:
+        return
+    stop = 2**63 if length is None else length
+    wrong = next((index for index in (min(indices), max(indices)) if not 0 <= index < stop), None)
+    if wrong is not None:
+        of = "has no length" if length is None else f"has {length:,} samples"
+        raise IndexError(
+            f"index {wrong} is out of range for dataset {dataset!r}, which {of}: indices must be in [0, {stop}). "
+            f"{OPT_IN}"
+        )
+
+
+def first_integers(frame: bytes, count: int) -> list[int]:
+    """The first `count` indices of a list, for messages; [] where they are not integers."""
+    try:
+        listed = _parse(frame)
+        match _small(listed.tree, MAX_PLAIN_BYTES):
+            case {"array": [str(name), [int(length)], ("tensor" | "ndarray")]} if name in _INTEGERS and length >= 0:
+                dtype = dtypes.storage(name)
+                start = listed.envelope.packed_array_start(length * dtype.itemsize)
+                found: list[int] = np.frombuffer(frame, dtype, min(length, count), start).tolist()
+                return found
+            case list(items):
+                return [item for item in items[:count] if type(item) is int]
+            case int(index):
+                return [index]
+    except ProtocolError:
+        pass  # a list of anything, which the dataset may take
+    return []
+
+
+class IndexMemory(codec.Bits):
+    """Memory of an index list: a tensor of indices becomes a list of integers."""
+
+    __slots__ = ()
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return the list, or the array.
+
+        Raises:
+            InvalidSpec: If it has more than 2**20 elements.
+        """
+        bits = super().leaf(offset, dtype_name, shape, kind)
+        if kind != "tensor":
+            return bits
+        # an array with a 0 in its shape has no bytes, and as many empty lists as the other sizes say
+        if (count := prod(max(1, size) for size in shape)) > MAX_BATCH_SIZE:
+            raise _too_many(count)
+        return bits.tolist()
+
+
+def _too_many(count: int) -> InvalidSpec:
+    return InvalidSpec(f"a batch lists {count:,} indices, and at most {MAX_BATCH_SIZE:,} are allowed")
+
+
+# -- in the event loop
+
+
+def checked_address(frame: bytes, rules: Rules) -> Address:
+    """Return the address of the batch that a frame lists the indices of, if its form is valid.
+
+    Raises:
+        InvalidSpec: If it is not.
+    """
+    try:
+        listed = _parse(frame)
+        if rules.kind == "integers":
+            _check_integers(listed, single=rules.single)
+    except ProtocolError as error:
+        raise InvalidSpec(f"the body lists no indices: {error}") from None
+    return listed.address
+
+
+def _parse(frame: bytes) -> _List:
+    envelope = codec.open_frame(frame, 0, MAX_HEADER_BYTES)
+    fields = dict(_fields(envelope.header))
+    if "compression" in fields:
+        raise ProtocolError("an index list must not be compressed")
+    named = [_small(fields[name], MAX_FIELD_BYTES) for name in ("loader", "epoch", "batch") if name in fields]
+    match named:
+        case [str(loader), int(epoch), int(batch)] if 0 <= epoch < MAX_EPOCH and 0 <= batch < MAX_EPOCH:
+            address = Address(loader, epoch, batch)
+        case _:
+            raise ProtocolError("the header of an index list states no loader, epoch and batch")
+    if "tree" not in fields:
+        raise ProtocolError("the header of an index list has no tree")
+    return _List(address, envelope, fields["tree"])
+
+
+def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
+    """The entries of a packed map; their values are not parsed, because each nested list would become an object."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(header))
+    unpacker.feed(header)
+    try:
+        count = unpacker.read_map_header()
+        if count > MAX_FIELDS:
+            raise ProtocolError(f"the header of an index list has {count:,} fields, and the limit is {MAX_FIELDS}")
+        for _ in range(count):
+            name = _small(_skipped(unpacker, header), MAX_FIELD_BYTES)
+            if not isinstance(name, str):
+                raise ProtocolError("the header of an index list has a field whose name is no string")
+            yield name, _skipped(unpacker, header)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
+    if unpacker.tell() != len(header):
+        raise ProtocolError("the header of an index list goes on after its map")
+
+
+def _skipped(unpacker: msgpack.Unpacker, header: memoryview) -> bytes:
+    start = unpacker.tell()
+    unpacker.skip()
+    return bytes(header[start : unpacker.tell()])
+
+
+def _small(packed: bytes, limit: int) -> object:
+    """A msgpack value, if it has no more bytes than are parsed in the event loop."""
+    if len(packed) > limit:
+        raise ProtocolError(f"an index list has {len(packed):,} bytes where {limit:,} are allowed: pack its integers")
+    try:
+        found: object = msgpack.unpackb(packed)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
+    return found
+
+
+def _check_integers(listed: _List, *, single: bool) -> None:
+    tree = _small(listed.tree, MAX_PLAIN_BYTES)
+    match tree:
+        case {"array": [str(name), [int(length)], ("tensor" | "ndarray")], **rest} if not single and not rest:
+            if name in _INTEGERS and 0 <= length <= MAX_BATCH_SIZE:
+                listed.envelope.packed_array_start(length * dtypes.storage(name).itemsize)
+                return
+        case list(items) if not single:
+            if set(map(type, items)) <= {int}:
+                return
+        case int() if single and type(tree) is int:
+            return
+    what = "one integer of 64 bits" if single else f"up to {MAX_BATCH_SIZE:,} integers of 64 bits"
+    raise ProtocolError(f"each list must be {what}. {OPT_IN}")

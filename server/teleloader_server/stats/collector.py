@@ -1,0 +1,323 @@
+"""The records of ``/stats``, made of what was counted when somebody asks for them.
+
+Once a second the totals are noted, so that rates are recent ones; nothing else is done while nobody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from teleloader_server.config import default_num_workers
+from teleloader_server.dispatch.counters import (
+    ConsumerCounters,
+    DatasetCounters,
+    EngineSource,
+    LoopCounters,
+    ServerTotals,
+)
+from teleloader_server.dispatch.engine import Engine, Loader
+from teleloader_server.dispatch.rates import RateWindow, as_share
+from teleloader_server.dispatch.records import Consumer
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
+from teleloader_server.workers import procfs
+from teleloader_server.workers.pool import WorkerState
+from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
+from teleloader_shared.codec import Address
+from teleloader_shared.messages import PREVIEW, DatasetInfo
+from teleloader_shared.spec import MAX_EPOCH
+from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.version import VERSION
+
+DEFAULT_CONSUMERS: Final = 100
+"""Consumers that ``/stats`` lists by default."""
+MARK_EVERY: Final = 1.0
+"""Seconds between the moments whose totals are noted. How late that is shows how late the event loop is."""
+MARKS_PER_CPU: Final = 5
+"""The processes' times are looked at more seldom: each is a file to be read."""
+MEMORY_SHARE: Final = 0.01
+"""Share of one processor that may go into measuring memory, which takes the kernel long: a measurement is used again
+for as long as that needs."""
+
+
+class EngineSnapshot(NamedTuple):
+    """One engine at one moment."""
+
+    engine: Engine
+    source: EngineSource
+    workers: list[tuple[WorkerState, bool]]
+    busy_fractions: dict[int, float]
+    stages: dict[str, dict[str, float]]
+    """What a batch takes, by loader and stage."""
+
+
+class StatsCollector:
+    """Derives the records of ``/stats`` from what a service has counted. Lives in the service's event loop.
+
+    Args:
+        service: The service; its limits, engines and counters are read.
+    """
+
+    def __init__(self, service: LoaderService) -> None:
+        self._service = service
+        self._limits = service.limits
+        self._counters = service.counters
+        self._started = now = time.monotonic()
+        self._late = RateWindow(now, 0, 0.0)
+        self._looks = 0
+        self._lateness = 0.0
+        self._cpu = CpuUse()
+        self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
+        self._measured_for: set[int | None] = set()
+        self._measure_again = 0.0
+
+    # -- all the time
+
+    async def run(self) -> None:
+        """Note what is needed to say what is recent, until cancelled."""
+        for number in itertools.count():
+            due = time.monotonic() + MARK_EVERY
+            await asyncio.sleep(MARK_EVERY)
+            now = time.monotonic()
+            self._looks += 1
+            self._lateness += max(0.0, now - due)
+            self._mark(now)
+            if number % MARKS_PER_CPU == 0:
+                self._cpu.look(self._pids(self._service.engine_sources()))
+
+    @property
+    def datasets(self) -> Mapping[str, DatasetCounters]:
+        """Counters by dataset, of those of which something was counted."""
+        return self._counters.datasets
+
+    def _mark(self, now: float) -> None:
+        self._late.mark(now, self._looks, self._lateness)
+        self._counters.mark(now)
+        for engine in self._service.engine_sources():
+            engine.mark(now)
+
+    @staticmethod
+    def _pids(engines: Iterable[Engine]) -> set[int | None]:
+        """All processes; None is this one."""
+        return {None, *(pid for engine in engines for pid in engine.pids())}
+
+    async def _memory(self, pids: set[int | None]) -> dict[int | None, Memory]:
+        """What the processes use now. All who ask meanwhile, and soon after, get one answer."""
+        known = self._measuring
+        if known is None or (known.done() and (pids != self._measured_for or time.monotonic() > self._measure_again)):
+            known = self._measuring = asyncio.create_task(self._measure(pids))
+        return await asyncio.shield(known)
+
+    async def _measure(self, pids: set[int | None]) -> dict[int | None, Memory]:
+        began = time.monotonic()
+        found = await asyncio.to_thread(procfs.memory, pids)
+        ended = time.monotonic()
+        self._measured_for = pids
+        self._measure_again = ended + (ended - began) / MEMORY_SHARE
+        return found
+
+    # -- when somebody asks
+
+    async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
+        """The records, with `limit` of the consumers after the first `offset`."""
+        memory = await self._memory(self._pids(self._service.engine_sources()))
+        totals = self._service.totals()
+        now = time.monotonic()
+        looks = [self._look(engine, source, now) for engine, source in self._service.engine_sources().items()]
+        server = self._server(totals, looks, memory, now)
+        consumers = self._consumers(looks, server, now)
+        return Stats(
+            server,
+            datasets=[self._dataset(info, now) for info in totals.datasets.values()],
+            workers=[
+                self._worker(look, state, memory.get(state.pid, NO_MEMORY), busy=busy)
+                for look in looks
+                for state, busy in look.workers
+            ],
+            consumers=[_record(seen, by, now) for seen, by in consumers[offset : offset + limit]],
+            consumers_total=len(consumers),
+        )
+
+    @staticmethod
+    def _look(engine: Engine, source: EngineSource, now: float) -> EngineSnapshot:
+        workers = engine.workers()
+        shares = {}
+        for state, _ in workers:
+            tally = engine.tally.workers[state.worker]
+            shares[state.worker] = as_share(tally.window.rates(now, tally.busy + state.working_for)[0])
+        seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
+        return EngineSnapshot(engine, source, workers, shares, seconds)
+
+    def _server(
+        self, totals: ServerTotals, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float
+    ) -> ServerStats:
+        left = [tally.left.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
+        looked, late = self._late.rates(now, self._looks, self._lateness)
+        return ServerStats(
+            version=VERSION,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            uptime=now - self._started,
+            cpus=default_num_workers(),
+            cpu=self._cpu.rate(self._pids(look.engine for look in looks)),
+            num_workers=self._limits.num_workers,
+            memory_budget=self._limits.memory_budget,
+            memory_used=sum(look.engine.memory_used for look in looks),
+            memory_mapped=sum(look.engine.memory_mapped for look in looks),
+            memory_sending=totals.memory_sending,
+            pss=sum(found.pss for found in memory.values()),
+            event_loop_lag=late / looked if looked else 0.0,
+            connections=totals.connections,
+            worker_restarts=self._counters.worker_restarts,
+            batches_per_second=sum(batches for batches, _ in left),
+            bytes_per_second=sum(nbytes for _, nbytes in left),
+            draining=totals.draining,
+        )
+
+    @staticmethod
+    def _worker(look: EngineSnapshot, state: WorkerState, memory: Memory, *, busy: bool) -> WorkerStats:
+        tally = look.engine.tally.workers[state.worker]
+        task = state.task
+        return WorkerStats(
+            worker=state.worker,
+            pid=state.pid,
+            loader=look.source.session,
+            state="starting" if not state.ready else "busy" if busy else "idle",
+            current_task=None if task is None else _shown(task.address, task.spec.dataset),
+            current_task_seconds=None if task is None else state.working_for,
+            batches=tally.batches,
+            busy=tally.busy,
+            busy_fraction=look.busy_fractions[state.worker],
+            restarts=state.restarts,
+            recycled=state.recycled,
+            last_exit=state.last_exit,
+            last_restart=state.last_restart,
+            rss=memory.rss,
+            pss=memory.pss,
+        )
+
+    def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
+        tally = self._counters.dataset(info.name)
+        stages = {stage: histogram.latency() for stage, histogram in tally.stages.items()}
+        (samples,) = tally.made.rates(now, tally.samples)
+        return DatasetStats(
+            dataset=info.name,
+            kind=info.kind,
+            length=info.length,
+            batches_computed=tally.computed,
+            batches_sent=tally.sent,
+            batches_failed=tally.failed,
+            batches_retried=tally.retried,
+            samples_computed=tally.samples,
+            samples_per_second=samples,
+            **stages,
+            slowest=tally.slowest(),
+            errors=tally.errors(now),
+        )
+
+    @staticmethod
+    def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
+        """All that train, with who makes their batches; those who asked last come first.
+
+        Of a training loop there is the latest pass, and those before it only while they ask for something: with short
+        epochs a minute has hundreds.
+        """
+        known = [(look, *pair) for look in looks for pair in look.engine.consumers() if pair[0].name != PREVIEW]
+        known.sort(key=lambda found: found[1].last_seen, reverse=True)
+        latest: dict[LoopCounters, _Seen] = {}
+        found: list[tuple[Engine, _Seen]] = []
+        for look, consumer, loader in known:
+            tally = look.engine.tally.of(consumer)
+            later = latest.get(tally.loop)
+            if later is not None and not consumer.asks:
+                continue
+            recent = _rates(look, consumer, loader, tally.loop, now) if later is None else later.recent
+            seen = _Seen(consumer, loader, tally, recent)
+            latest.setdefault(tally.loop, seen)
+            found.append((look.engine, seen))
+        loops: dict[Engine, list[_Seen]] = {look.engine: [] for look in looks}
+        for engine, seen in found:
+            if latest[seen.tally.loop] is seen:
+                loops[engine].append(seen)
+        forces = {look.engine: _load(look, loops[look.engine], server) for look in looks}
+        return [(seen, forces[engine]) for engine, seen in found]
+
+
+class _Seen(NamedTuple):
+    """One consumer at one moment."""
+
+    consumer: Consumer
+    loader: Loader
+    tally: ConsumerCounters
+    recent: ConsumerRates
+    """Of its training loop, in this pass and those before."""
+
+
+def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCounters, now: float) -> ConsumerRates:
+    """What is seen of a training loop, of whose passes this is the latest."""
+    # of one that asks for nothing now, over the time before: it is not held back by anything since
+    recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
+    return ConsumerRates(
+        known_for=recent.span,
+        idle=0.0 if latest.asks else now - latest.last_seen,
+        pace=recent.batches,
+        nbytes=recent.nbytes,
+        waiting=recent.waiting,
+        sending=recent.sending,
+        loop_waiting=recent.loop_waiting,
+        stages=look.stages.get(loader.key, {}),
+    )
+
+
+def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
+    """The workers of an engine, and what those of its training loops that go on want of them."""
+    shares = look.busy_fractions.values()
+    asking = [seen for seen in loops if seen.recent.goes_on]
+    return PoolLoad(
+        workers=look.engine.num_workers,
+        busy=sum(shares) / len(shares) if shares else 0.0,
+        demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in asking),
+        consumers=len(asking),
+        setting=look.source.setting,
+        cpus=server.cpus,
+        cpu=server.cpu,
+        event_loop_lag=server.event_loop_lag,
+    )
+
+
+def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
+    consumer, loader, tally, recent = seen
+    batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
+    return ConsumerStats(
+        consumer=consumer.name,
+        token=consumer.holder.account.name,
+        dataset=loader.spec.dataset,
+        loader=loader.key,
+        rank=loader.spec.rank,
+        world_size=loader.spec.world_size,
+        epoch=consumer.run[1],
+        position=consumer.position,
+        batches=None if loader.batches == MAX_EPOCH else loader.batches,
+        batches_sent=tally.batches,
+        bytes_sent=tally.nbytes,
+        batches_per_second=batches,
+        bytes_per_second=nbytes,
+        waiting=tally.waiting.until(now),
+        starved_fraction=recent.waiting,
+        sending_fraction=recent.sending,
+        data_wait_fraction=recent.loop_waiting,
+        reconnects=None if tally.report is None else tally.report.reconnects,
+        hedges=None if tally.report is None else tally.report.hedges,
+        idle=max(0.0, now - consumer.last_seen),
+        diagnosis=diagnose(recent, by),
+    )
+
+
+def _shown(address: Address, dataset: str) -> str:
+    return f"batch {address.batch} of epoch {address.epoch} of {dataset}"

@@ -1,0 +1,160 @@
+"""Errors as HTTP responses: application/problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from teleloader_server import request_ids
+from teleloader_server.problems import HttpProblem, headers_for
+from teleloader_shared.errors import (
+    BatchOutOfRange,
+    DatasetChanged,
+    Forbidden,
+    InvalidSpec,
+    ServerUnavailable,
+    TeleloaderError,
+    Unauthorized,
+    UnknownDataset,
+    UnknownLoader,
+    VersionMismatch,
+    WorkerDied,
+)
+from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
+
+logger = logging.getLogger(__name__)
+
+
+STATUS: Final[dict[type[TeleloaderError], HTTPStatus]] = {
+    Unauthorized: HTTPStatus.UNAUTHORIZED,
+    Forbidden: HTTPStatus.FORBIDDEN,
+    InvalidSpec: HTTPStatus.UNPROCESSABLE_ENTITY,
+    UnknownDataset: HTTPStatus.NOT_FOUND,
+    UnknownLoader: HTTPStatus.NOT_FOUND,
+    BatchOutOfRange: HTTPStatus.NOT_FOUND,
+    DatasetChanged: HTTPStatus.CONFLICT,
+    VersionMismatch: HTTPStatus.UPGRADE_REQUIRED,
+    ServerUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    WorkerDied: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+_TEXT: Final = {"type": "string"}
+
+
+DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
+    "default": {
+        "description": "Why not: `code` for programs, `detail` for people",
+        "content": {
+            PROBLEM_MEDIA_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "required": ["type", "title", "status", "code", "detail", "request"],
+                    "properties": {
+                        "type": _TEXT,
+                        "title": _TEXT,
+                        "status": {"type": "integer", "minimum": 400, "maximum": 599},
+                        "code": _TEXT,
+                        "detail": _TEXT,
+                        "request": {**_TEXT, "description": "its id, as in X-Request-ID"},
+                    },
+                }
+            }
+        },
+    }
+}
+"""Every other answer than those that an endpoint names, for OpenAPI."""
+
+
+REFUSED: Final = "teleloader.refused"
+"""Key of an ASGI message from a WebSocket: the error to report to the client before the connection is closed."""
+
+
+MAX_DETAIL: Final = 2000
+"""Characters of a sentence, which may quote what a client sent."""
+
+
+class Problem(Response):
+    """A problem; ``code`` is the name that programs go by, ``detail`` the sentence for people."""
+
+    media_type = PROBLEM_MEDIA_TYPE
+
+    def __init__(self, status: HTTPStatus | int, code: str, detail: str, headers: dict[str, str] | None = None) -> None:
+        request = request_ids.current()
+        super().__init__(
+            encoded(status, code, detail, request), int(status), {**headers_for(status), **(headers or {})}
+        )
+
+
+def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:
+    """The body of a problem; `request` is the id of the request, by which the log can be searched."""
+    if len(detail) > MAX_DETAIL:
+        detail = detail[:MAX_DETAIL] + " ..."
+    content = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": int(status),
+        "code": code,
+        "detail": detail,
+        "request": request,
+    }
+    # in ASCII: what a client sent may hold half a surrogate pair, which UTF-8 has not
+    return json.dumps(content).encode()
+
+
+def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
+    """An error as an answer."""
+    if isinstance(error, HttpProblem):
+        return Problem(error.status, error.code, error.detail)
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
+    return Problem(status, type(error).__name__, str(error))
+
+
+def handle_problems(app: FastAPI) -> None:
+    """Make every error of `app` a problem."""
+
+    @app.exception_handler(TeleloaderError)
+    async def refused(request: Request, error: TeleloaderError) -> Problem:
+        return problem_of(error)
+
+    @app.exception_handler(HttpProblem)
+    async def not_done(request: Request, error: HttpProblem) -> Problem:
+        return problem_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Problem:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "InvalidRequest", f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Problem:
+        detail = error.detail
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            detail = f"nothing is at {request.url.path[:200]!r}; /openapi.json lists what there is"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            detail = f"{request.url.path[:200]!r} has no {request.method}; /openapi.json lists what it has"
+        headers = dict(error.headers) if error.headers else None
+        return Problem(error.status_code, HTTPStatus(error.status_code).name.title().replace("_", ""), detail, headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Problem:
+        # repr: a path may hold line breaks, and pass for lines of the log
+        logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
+        return Problem(
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            "InternalError",
+            f"the server failed to answer; its log has the details of request {request_ids.current()}",
+        )

@@ -1,0 +1,112 @@
+"""The endpoints with which a browser signs in, and those that describe all the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final, cast
+
+from fastapi import APIRouter, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import JSONResponse
+
+from teleloader_server.auth.authenticator import Authenticator
+from teleloader_server.permissions import ANY, OPEN, Principal, needs
+from teleloader_server.problems import HttpProblem
+from teleloader_server.web.authentication import GuardedRoute, caller_of
+from teleloader_shared.errors import Unauthorized
+
+SESSION_PATH: Final = "/session"
+MAX_SIGN_IN_BYTES: Final = 4096
+FAILED_SECONDS: Final = 0.5
+"""Time for which the answer to a wrong token is kept back. Who has the right one does not wait."""
+MAX_KEPT_BACK: Final = 64
+"""Answers that are kept back at a time; others are given at once."""
+
+
+def make_access_router() -> APIRouter:
+    """Return the endpoints for signing in and for the API's description.
+
+    They use the `authenticator` of the application's state, and its `delayed_sign_ins`: the number of responses to
+    wrong tokens that are delayed now.
+    """
+    router = APIRouter(route_class=GuardedRoute)
+    _add_sessions(router)
+    _add_descriptions(router)
+    return router
+
+
+def _authenticator_of(request: Request) -> Authenticator:
+    return cast("Authenticator", request.app.state.authenticator)
+
+
+def _add_sessions(router: APIRouter) -> None:
+    @router.get(SESSION_PATH, include_in_schema=False)
+    @needs(OPEN)
+    async def session(request: Request) -> dict[str, Any]:
+        authenticator = _authenticator_of(request)
+        if not authenticator.has_tokens:
+            return _said(None, required=False)
+        return _said(caller_of(request).principal, required=True)
+
+    @router.post(SESSION_PATH, include_in_schema=False)
+    @needs(OPEN)
+    async def sign_in(request: Request) -> Response:
+        state = request.app.state
+        token = await _token_in(request)
+        try:
+            principal, cookie = _authenticator_of(request).sign_in(token, request.scope)
+        except Unauthorized:
+            if state.delayed_sign_ins < MAX_KEPT_BACK:
+                state.delayed_sign_ins += 1
+                try:
+                    await asyncio.sleep(FAILED_SECONDS)
+                finally:
+                    state.delayed_sign_ins -= 1
+            raise
+        return JSONResponse(_said(principal, required=True), headers={"set-cookie": cookie})
+
+    @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
+    @needs(OPEN)
+    async def sign_out(request: Request) -> Response:
+        return Response(status_code=204, headers={"set-cookie": _authenticator_of(request).sign_out(request.scope)})
+
+
+def _add_descriptions(router: APIRouter) -> None:
+    @router.get("/openapi.json", include_in_schema=False)
+    @needs(ANY)
+    async def openapi(request: Request) -> dict[str, Any]:
+        described: dict[str, Any] = request.app.openapi()
+        return described
+
+    @router.get("/docs", include_in_schema=False)
+    @needs(ANY)
+    async def docs(request: Request) -> Response:
+        if _authenticator_of(request).has_tokens:
+            # whatever its scripts are one day, they would act as whoever is signed in
+            raise HttpProblem(404, "NotFound", "/docs loads scripts of other sites, so it is off on servers with "
+                          "tokens: use /openapi.json")  # fmt: skip
+        return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
+
+
+def _said(principal: Principal | None, *, required: bool) -> dict[str, Any]:
+    """What a page is told of who it is."""
+    scopes = [] if principal is None else sorted(principal.scopes)
+    return {"required": required, "name": None if principal is None else principal.name, "scopes": scopes}
+
+
+async def _token_in(request: Request) -> str:
+    """The token in the body of a request to sign in."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_SIGN_IN_BYTES:
+            raise HttpProblem(413, "BodyTooLarge", f"the body is larger than {MAX_SIGN_IN_BYTES:,} bytes")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        content = None
+    token = content.get("token") if isinstance(content, dict) else None
+    if not isinstance(token, str):
+        raise HttpProblem(422, "InvalidRequest", 'the body must be JSON: {"token": "..."}')
+    return token

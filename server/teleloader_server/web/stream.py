@@ -1,0 +1,247 @@
+"""Batches over a WebSocket: asks go up, frames come down; docs/protocol.md describes it.
+
+What a request costs besides its batches is paid once for the connection. An ask that is not answered yet is the credit:
+nothing is made that was not asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Final, NamedTuple
+
+import msgpack
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+
+from teleloader_server.config import ClientLimits
+from teleloader_server.dispatch.engine import BatchStream
+from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.loading.index_lists import Rules
+from teleloader_server.permissions import READ, needs
+from teleloader_server.problems import HttpProblem
+from teleloader_server.web.authentication import caller_of, enter
+from teleloader_server.web.batches import address_of, joined, ready_frames, service_of
+from teleloader_server.web.index_bodies import split
+from teleloader_server.web.problem_responses import REFUSED, problem_of
+from teleloader_shared.errors import AccessDenied, InvalidSpec, ServerUnavailable, TeleloaderError, UnknownLoader
+from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
+from teleloader_shared.spec import MAX_EPOCH
+
+POLICY_VIOLATION: Final = 1008
+"""How a connection is closed after an ask that cannot be answered."""
+MAX_RANGE_BYTES: Final = 64
+"""Bytes of an ask for a range, which are three ints."""
+SERVICE_RESTART: Final = 1012
+"""How it is closed by a server that is stopping, or that cannot make batches."""
+
+
+class Ask(NamedTuple):
+    """The batches [start, stop) of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+    indices: Mapping[int, bytes] | None = None
+    """For an order of the client's own, the frames that list what each batch holds."""
+
+
+def parse_range(message: bytes, limits: ClientLimits) -> Ask:
+    """Read an ask for batches of the plan.
+
+    Raises:
+        InvalidSpec: When it is none.
+    """
+    if len(message) > MAX_RANGE_BYTES:
+        raise InvalidSpec(f"an ask must be a msgpack array of three ints, and had {len(message):,} bytes")
+    try:
+        epoch, start, stop = numbers = msgpack.unpackb(message)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise InvalidSpec("an ask must be a msgpack array of three ints: epoch, start and stop") from None
+    if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
+        raise InvalidSpec(f"epoch, start and stop must be ints from 0 to 2**62 - 1, were {numbers!r:.200}")
+    most = limits.max_batches_per_request
+    if not start < stop <= start + most:
+        raise InvalidSpec(
+            f"an ask must be for 1 to {most:,} batches (max_batches_per_request), was for [{start}, {stop})"
+        )
+    return Ask(epoch, start, stop)
+
+
+async def parse_lists(message: bytes, loader: str, rules: Rules) -> Ask:
+    """Read an ask for batches whose indices it lists.
+
+    Raises:
+        InvalidSpec: When it is none.
+    """
+    first, indices = await split(_pieces(message), rules)
+    if first.loader != loader:
+        raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
+    return Ask(first.epoch, first.batch, first.batch + len(indices), indices)
+
+
+async def _pieces(message: bytes) -> AsyncIterator[bytes]:
+    yield message
+
+
+class Conversation:
+    """One connection: what is asked for is made at once, and sent in the order of the asks.
+
+    Args:
+        socket: The connection, accepted.
+        service: Who makes batches.
+        loader: Key of the loader that the connection is for.
+        holdings: What clients have sent and is kept; lists of indices count there until they are answered.
+    """
+
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, holdings: Holdings) -> None:
+        self._socket = socket
+        self._service = service
+        self._loader = loader
+        self._holdings = holdings
+        self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
+        self._caller = caller_of(socket)
+        self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises the reason when the caller may not go on."""
+        self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
+        """What is to be sent, with what ends it; None after the last one."""
+        self._outstanding = 0
+        """Batches that were asked for and not sent."""
+        self._kept = 0
+        """Bytes of the lists of indices that they came with."""
+        self._sent = asyncio.Event()
+
+    async def run(self) -> None:
+        """Answer until the client goes, asks for what cannot be, or the server is told to stop."""
+        try:
+            self._service.refuse_when_draining()
+            spec = self._service.loader(self._caller, self._loader, 0).spec
+            with self._service.revocable(self._caller, READ, spec.dataset, self._deny):
+                await self._converse(lists=spec.order == "client")
+        except WebSocketDisconnect:
+            pass
+        except (TeleloaderError, HttpProblem) as error:
+            await self._refuse(error)
+
+    def _deny(self, error: AccessDenied) -> None:
+        if not self._denied.done():
+            self._denied.set_exception(error)
+
+    async def _converse(self, *, lists: bool) -> None:
+        reading, sending = asyncio.create_task(self._read(lists=lists)), asyncio.create_task(self._send())
+        drained = asyncio.create_task(self._service.drained())
+        drained.add_done_callback(lambda _: reading.cancel())
+        ends: set[asyncio.Future[None]] = {self._denied, reading, sending}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if reading.cancelled():
+                self._asked.put_nowait(None)
+                await asyncio.wait({self._denied, sending}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                    await self._socket.close(SERVICE_RESTART)
+            for end in ends:
+                if end.done() and not end.cancelled():
+                    end.result()
+        finally:
+            for task in (reading, sending, drained):
+                task.cancel()
+            self._denied.cancel()
+            await asyncio.gather(reading, sending, drained, return_exceptions=True)
+            while not self._asked.empty():
+                if (unsent := self._asked.get_nowait()) is not None:
+                    await unsent[1].aclose()
+
+    async def _read(self, *, lists: bool) -> None:
+        limits = self._service.client_limits
+        while True:
+            message = await self._message()
+            await enter(self._socket, READ)
+            if lists:
+                ask = await parse_lists(message, self._loader, self._service.index_rules(self._caller, self._loader, 0))
+            else:
+                ask = parse_range(message, limits)
+            count = ask.stop - ask.start
+            kept = sum(map(len, ask.indices.values())) if ask.indices else 0
+            owner = self._caller.authorize(READ).name
+            while self._outstanding + count > limits.max_batches_per_request or (
+                self._kept and not self._holdings.has_room(owner, kept)
+            ):
+                self._sent.clear()
+                await self._sent.wait()
+            ending = AsyncExitStack()
+            self._keep(owner, kept, ending)
+            self._outstanding += count
+            asked = self._service.batches(
+                self._caller, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
+            )
+            try:
+                self._asked.put_nowait((await ending.enter_async_context(asked), ending))
+            except BaseException:
+                await ending.aclose()
+                raise
+
+    def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
+        """Count what lists of indices take, until the end of what they ask for."""
+
+        def give_back() -> None:
+            self._kept -= nbytes
+            self._holdings.give_back(name, nbytes)
+            self._sent.set()
+
+        self._holdings.take(name, nbytes)
+        self._kept += nbytes
+        ending.callback(give_back)
+
+    async def _message(self) -> bytes:
+        message = await self._socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect
+        if REFUSED in message:
+            raise message[REFUSED]
+        content: bytes | None = message.get("bytes")
+        if content is None:
+            raise InvalidSpec("an ask must be a binary message, was text")
+        return content
+
+    async def _send(self) -> None:
+        while (asked := await self._asked.get()) is not None:
+            stream, ending = asked
+            async with ending:
+                while not stream.exhausted:
+                    frames = await ready_frames(stream)
+                    with self._service.sending(sum(map(len, frames)), stream):
+                        for piece in joined(frames):
+                            await self._socket.send({"type": "websocket.send", "bytes": piece})
+                    self._outstanding -= len(frames)
+                    self._sent.set()
+
+    async def _refuse(self, error: TeleloaderError | HttpProblem) -> None:
+        """Say why there is nothing more."""
+        try:
+            await self._socket.send_text(bytes(problem_of(error).body).decode())
+            await self._socket.close(SERVICE_RESTART if isinstance(error, ServerUnavailable) else POLICY_VIOLATION)
+        except WebSocketDisconnect:
+            pass  # nobody wants to know
+
+
+def make_stream_router() -> APIRouter:
+    """Return the WebSocket endpoint; it uses the `service` and `holdings` of the application's state."""
+    router = APIRouter()
+
+    @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
+    @needs(READ)
+    async def stream(socket: WebSocket, key: str) -> None:
+        try:
+            # before it is accepted: a stranger gets a response, and the server reads no message of a stranger
+            await enter(socket, READ)
+            with suppress(UnknownLoader):  # a message says so, and the client registers it again
+                service_of(socket).loader(caller_of(socket), key, 0)
+        except (TeleloaderError, HttpProblem) as error:
+            await socket.send_denial_response(problem_of(error))
+            return
+        await socket.accept()  # later refusals are messages
+        await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
+
+    return router

@@ -1,0 +1,152 @@
+"""Where a server's datasets and workers come from: its configuration, or objects of the calling process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from teleloader_server.config import DatasetConfig, IndexKind, Limits
+from teleloader_server.loading.datasets import HostedDataset, open_datasets
+from teleloader_server.workers.forkserver import Template
+from teleloader_server.workers.inprocess import InProcessPool
+from teleloader_server.workers.pool import Pool
+from teleloader_server.workers.processes import ProcessPool
+from teleloader_shared import local
+from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import LoaderSpec
+
+
+class Host(Protocol):
+    """Makes pools."""
+
+    setting: str
+    """What sets the number of shared workers: ``{}`` stands for it."""
+
+    def infos(self) -> list[DatasetInfo] | None:
+        """The datasets as they are now; None when they are what a shared pool says at its start, and stay so."""
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """The indices that a client may send for a dataset."""
+
+    def shared_pool(self) -> Pool:
+        """The pool of all loaders that have none of their own."""
+
+    def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
+        """A pool for one session; None where the shared pool serves the loader.
+
+        Raises:
+            InvalidSpec: When the loader names a function that it may not choose.
+        """
+
+
+class ConfiguredHost:
+    """Datasets that a configuration names. They are built once; sessions get workers of their own where they must."""
+
+    setting = "--num-workers {}"
+
+    def __init__(self, configs: Sequence[DatasetConfig], limits: Limits) -> None:
+        self._configs = configs
+        self._limits = limits
+        self._processes: ProcessPool | None = None
+
+    def infos(self) -> None:
+        """What the shared pool says."""
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """As configured."""
+        return next(config.indices for config in self._configs if config.name == dataset)
+
+    def shared_pool(self) -> Pool:
+        """Workers forked from a clean process that has built the datasets."""
+        if self._limits.num_workers == 0:
+            return InProcessPool(lambda: open_datasets(self._configs), self._limits)
+        self._processes = ProcessPool(lambda: Template.spawn(self._configs), self._limits)
+        return self._processes
+
+    def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
+        """Iterable-style datasets need workers of their own, which stand at a place in them; others share."""
+        for name in (spec.collate, spec.worker_init):
+            if name is not None and name not in info.functions:
+                raise InvalidSpec(
+                    f"dataset {info.name!r} allows no function {name!r}: add it to its functions in the server's "
+                    f"configuration, which allows {', '.join(info.functions) or 'none'}"
+                )
+        mine = [config for config in self._configs if config.name == info.name]
+        if spec.in_process:
+            if not self._limits.debug:
+                raise InvalidSpec("this server makes no batches in its own process: start it with --debug to allow it")
+            return InProcessPool(lambda: open_datasets(mine), self._limits)
+        if info.kind == "map":
+            if spec.worker_init is not None:
+                raise InvalidSpec(
+                    f"the workers of dataset {info.name!r} are shared and run already, so a loader cannot choose "
+                    f"worker_init_fn {spec.worker_init!r}: name it as worker_init in the server's configuration"
+                )
+            return None
+        if self._processes is None and spec.num_workers == 0:
+            return InProcessPool(lambda: open_datasets(mine), self._limits)
+        # a fresh worker would have to go through its share of the stream from the beginning
+        limits = dataclasses.replace(
+            self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
+        )
+        if self._processes is None:
+            return ProcessPool(lambda: Template.spawn(mine), limits, spec)
+        return ProcessPool(self._processes.split_template, limits, spec)
+
+
+class ObjectHost:
+    """Objects of the calling process. A session's workers are forked from it, and see them as they are then.
+
+    Args:
+        datasets: Says what is hosted now: the objects' lengths may have changed.
+        limits: What pools may take.
+    """
+
+    setting = "num_workers={} of serve()"
+
+    def __init__(self, datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
+        self._datasets = datasets
+        self._limits = limits
+
+    def infos(self) -> list[DatasetInfo]:
+        """The objects as they are now."""
+        return [hosted.info for hosted in self._datasets().values()]
+
+    def index_kind(self, dataset: str) -> IndexKind:
+        """Any: an object of one's own process is indexed with what its sampler gives, as with torch."""
+        return "any"
+
+    def shared_pool(self) -> Pool:
+        """Workers that see the objects as they are when the first client without a session comes."""
+        return self._pool(self._datasets(), self._limits, None)
+
+    def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
+        """As many workers as the session asks for, else as many as the server was told."""
+        hosted = self._datasets()[spec.dataset]
+        functions = dict(hosted.functions)
+        for name in (spec.collate, spec.worker_init):
+            # shared workers may have been forked before the function was lent
+            function = None if name is None or spec.session is None else local.borrowed(name)
+            if name is not None and function is not None:
+                functions[name] = function
+            elif name is not None and name not in functions:
+                raise InvalidSpec(
+                    f"this server knows no function {name!r}: pass it to serve(), or from its own process"
+                )
+        if spec.session is None:
+            return None
+        count = spec.num_workers or (
+            self._limits.num_workers if info.kind == "map" else min(1, self._limits.num_workers)
+        )
+        if spec.in_process:
+            count = 0
+        mine = {spec.dataset: dataclasses.replace(hosted, functions=functions)}
+        return self._pool(mine, dataclasses.replace(self._limits, num_workers=count), spec)
+
+    def _pool(self, hosted: Mapping[str, HostedDataset], limits: Limits, session: LoaderSpec | None) -> Pool:
+        if limits.num_workers == 0:
+            as_caller = session is not None and not session.in_process
+            return InProcessPool(lambda: hosted, limits, as_caller=as_caller)
+        return ProcessPool(lambda: Template.fork(hosted), limits, session)

@@ -1,0 +1,279 @@
+"""The template process: has the datasets built, and forks workers that share them.
+
+It opens no network socket and runs no thread of ours, so that forking it is cheap and safe: N workers share one copy
+of the data, and a dead worker is replaced in milliseconds. It is born in one of two ways: as a clean interpreter that
+imports what the configuration names (`spawn`), or as a fork of the process whose object is hosted (`fork`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.loading.datasets import HostedDataset, open_datasets
+from teleloader_server.workers import worker
+from teleloader_server.workers.channel import Channel, close_inherited
+from teleloader_server.workers.procfs import shortage
+from teleloader_server.workers.worker import WorkerSettings
+
+_LAST_WORDS: Final = 2.0
+"""Seconds that workers have to end by themselves when the server stops."""
+_LONGEST_END: Final = 2 * _LAST_WORDS
+"""Seconds after which a template that was told to end is killed: it is stopped, or still builds its datasets."""
+
+
+class Template:
+    """The template process, as the server sees it: its channel and its end."""
+
+    def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], object] = lambda: None) -> None:
+        self.channel = channel
+        self.pid: int | None = None
+        """None until it is built, for one that was split off."""
+        self.end = -1
+        """A descriptor that is readable when it has ended: the channel may outlive it in what user code has forked."""
+        self._wait = wait
+        self._reaping = threading.Lock()
+        if pid is not None:
+            self.is_process(pid)
+
+    def is_process(self, pid: int) -> None:
+        """Say which process it is, while that lives."""
+        if self.end == -1:
+            self.pid, self.end = pid, os.pidfd_open(pid)
+
+    @classmethod
+    def spawn(cls, configs: Sequence[DatasetConfig]) -> Template:
+        """Start a clean interpreter that builds the datasets; it says ``built`` or ``failed`` when it has."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            program = "from teleloader_server.workers.forkserver import main; main()"
+            command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+        channel.send(["build", [dataclasses.asdict(config) for config in configs], sys.path])
+        return cls(channel, process.pid, process.wait)
+
+    @classmethod
+    def fork(cls, hosted: Mapping[str, HostedDataset]) -> Template:
+        """Fork this process; the datasets are what they are now."""
+        channel, theirs = Channel.pair()
+        pid = _fork(theirs)
+        if pid == 0:
+            _be_forked(theirs, hosted)
+        return cls(channel, pid, lambda: os.waitpid(pid, 0))
+
+    def split(self) -> Template:
+        """A fork of the template, with workers of its own, which see the datasets as they were built."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            self.channel.send(["split"], [theirs.fileno()])
+        return Template(channel)
+
+    def reap(self) -> None:
+        """Close the channel, which ends the process and its workers, and wait for it, but not for ever."""
+        with self._reaping:
+            self.channel.hang_up()
+            if self.end == -1:
+                return
+            if not _has_ended(self.end, _LONGEST_END):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.end, signal.SIGKILL)
+            if _has_ended(self.end, _LAST_WORDS):  # else the kernel cannot end it yet
+                with suppress(ChildProcessError):  # it was waited for already
+                    self._wait()
+            end, self.end = self.end, -1
+            os.close(end)
+
+
+def _has_ended(end: int, seconds: float) -> bool:
+    ended = select.poll()
+    ended.register(end, select.POLLIN)
+    return bool(ended.poll(1000 * seconds))
+
+
+def main() -> None:
+    """Be a template that was spawned; the command line holds the channel's descriptor and the server's pid."""
+    control = Channel(socket.socket(fileno=int(sys.argv[1])))
+    worker.end_with_parent()
+    if os.getppid() != int(sys.argv[2]):
+        return  # the server ended before it could be noticed
+    worker.leave_signals_to_the_server()
+    try:
+        messages: list[Any] = []
+        while not messages:  # a long one comes in pieces
+            messages = control.receive()
+    except EOFError:
+        return
+    (_, configs, path), *more = messages
+    sys.path[:] = path
+    try:
+        hosted = open_datasets(DatasetConfig(**config) for config in configs)
+    except ConfigError as error:
+        control.send(["failed", str(error), os.getpid()])
+        return
+    # objects that exist now are never looked at by the collector again, so it does not un-share their pages
+    gc.collect()
+    _serve(control, hosted, more)
+    # not by way of the interpreter's shutdown, which would wait for threads that user code has started
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> None:
+    """Never returns: whatever happens, the forked copy of the user's process must not go on."""
+    try:
+        control = Channel(theirs)
+        close_inherited(keep=control)
+        _become_child()
+        worker.leave_signals_to_the_server()
+        _serve(control, hosted)
+    except BaseException:  # noqa: BLE001 - as above
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Sequence[Any] = ()) -> None:
+    """Fork workers and further templates on request and report how they end, until the server closes the channel."""
+    gc.disable()
+    gc.freeze()
+    control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()], os.getpid()])
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    _carry_out(requests, control, selector, hosted)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(key.data, 0)
+                control.send(["exited", key.data, status])
+                continue
+            try:
+                messages = control.receive()
+            except EOFError:
+                _await_workers(selector, control)
+                return
+            _carry_out(messages, control, selector, hosted)
+
+
+def _carry_out(
+    requests: Sequence[Any], control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]
+) -> None:
+    for request in requests:
+        try:
+            if request == ["split"]:
+                _watch(_fork_template(control, selector, hosted), selector)
+            else:
+                settings = WorkerSettings(*request[1])
+                pid = _fork_worker(control, selector, hosted, settings)
+                _watch(pid, selector)
+                control.send(["forked", settings.number, pid])
+        except OSError as error:  # there is no process to be had, for now
+            reason = shortage(error)
+            print(f"cannot fork: {reason}", file=sys.stderr)
+            if request != ["split"]:
+                control.send(["not forked", settings.number, reason])
+
+
+def _watch(pid: int, selector: selectors.BaseSelector) -> None:
+    """Have the selector report the end of a child; one that cannot be watched is ended."""
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    selector.register(end, selectors.EVENT_READ, pid)
+
+
+def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
+    """The server closed the workers' channels too: let them end by themselves before the kernel ends them with us."""
+    selector.unregister(control)
+    deadline = time.monotonic() + _LAST_WORDS
+    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            selector.unregister(key.fd)
+            os.waitpid(key.data, 0)
+
+
+def _fork_template(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
+    end = socket.socket(fileno=control.take_fd())
+    pid = _fork(end)
+    if pid != 0:
+        return pid
+    try:
+        _close_watched(selector)
+        control.close()
+        _become_child()
+        _serve(Channel(end), hosted)
+    except BaseException:  # noqa: BLE001 - as in `_be_forked`
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _close_watched(selector: selectors.BaseSelector) -> None:
+    """Close what a forked process has inherited of the template's workers."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+    selector.close()
+
+
+def _fork(end: socket.socket) -> int:
+    """Fork; `end` is the child's."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # what is buffered must not be printed by the child as well
+            stream.flush()
+    with warnings.catch_warnings():
+        # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            pid = os.fork()
+        except OSError:
+            end.close()
+            raise
+    if pid != 0:
+        end.close()
+    return pid
+
+
+def _become_child() -> None:
+    """End with the parent process, and run the hooks that `multiprocessing` runs in its own forked processes."""
+    worker.end_with_parent()
+    # a Queue that the parent has used counts on a feeder thread that only the parent has, until its hook resets it
+    BaseProcess._after_fork()  # type: ignore[attr-defined]
+
+
+def _fork_worker(
+    control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
+) -> int:
+    end = socket.socket(fileno=control.take_fd())
+    pid = _fork(end)
+    if pid != 0:
+        return pid
+    code = 1
+    try:
+        _become_child()
+        _close_watched(selector)
+        control.close()
+        code = worker.main(Channel(end), hosted, settings)
+    finally:
+        os._exit(code)

@@ -1,0 +1,133 @@
+"""The pool of ``num_workers=0``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+
+from teleloader_server.config import Limits
+from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.pipeline import Loading, OwnRandomState, Task
+from teleloader_server.workers.aside import aside
+from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
+from teleloader_shared.messages import DatasetInfo
+
+LAST_WORDS: Final = 2.0
+"""Seconds that the batch at hand has to be finished when the server stops."""
+
+
+class InProcessPool:
+    """One place in the server's own process, for debugging: breakpoints and tracebacks are where the user is.
+
+    Args:
+        open_datasets: Called once, in the pool's own thread.
+        limits: What the pool may take.
+        as_caller: Whether the trainer is this process too, and waits while a batch is made: then random numbers are
+            drawn from its generators as they stand, as with torch's ``num_workers=0``.
+    """
+
+    def __init__(
+        self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits, *, as_caller: bool = False
+    ) -> None:
+        self._open_datasets = open_datasets
+        self._limits = limits
+        self._as_caller = as_caller
+        self._random_state: AbstractContextManager[None] = nullcontext() if as_caller else OwnRandomState()
+        self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
+        """Tasks, keys of loaders to forget, and None at the end."""
+        self._at_hand: tuple[Task | None, float] = None, 0.0
+        """What the thread makes, and since when."""
+        # a daemon, because user code that never returns must not keep the process from ending
+        self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
+
+    @property
+    def num_workers(self) -> int:
+        """None."""
+        return 0
+
+    async def start(self, listener: PoolListener) -> list[DatasetInfo]:
+        """Build the datasets."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
+        self._opened = opened
+        self._thread.start()
+        hosted = await opened
+        self._loop.call_soon(listener.worker_ready, 0)
+        return [dataset.info for dataset in hosted.values()]
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Have the thread do a task after those that it has."""
+        self._tasks.put(task)
+
+    def take(self, worker: int, reason: str) -> None:
+        """Nothing: a thread cannot be ended."""
+
+    def forget(self, loader: str) -> None:
+        """Have the thread release what it keeps of a loader, after the tasks that it has."""
+        self._tasks.put(loader)
+
+    def workers(self) -> list[WorkerState]:
+        """The one place."""
+        task, since = self._at_hand
+        return [
+            WorkerState(
+                0, os.getpid(), ready=True, restarts=0, recycled=0, last_exit=None, last_restart=None, task=task,
+                working_for=0.0 if task is None else time.monotonic() - since,
+            )
+        ]  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """No process but the server's own."""
+        return []
+
+    def mapped_bytes(self) -> int:
+        """No shared memory."""
+        return 0
+
+    async def close(self) -> None:
+        """Wait for the task at hand, but not for ever."""
+        self._tasks.put(None)
+        await aside(lambda: self._thread.join(LAST_WORDS))
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        open_datasets, opened = self._open_datasets, self._opened
+        # the pool is part of reference cycles: only this thread's stack refers to the datasets
+        del self._open_datasets, self._opened
+        with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+            try:
+                hosted = open_datasets()
+            except Exception as error:  # noqa: BLE001 - it is raised where the pool is started
+                self._loop.call_soon_threadsafe(opened.set_exception, error)
+                return
+            self._loop.call_soon_threadsafe(opened.set_result, hosted)
+            loading = Loading(hosted, -1, self._limits.max_batch_bytes, seeds=not self._as_caller)
+            while (task := self._tasks.get()) is not None:
+                if isinstance(task, str):
+                    loading.forget(task)
+                else:
+                    self._load(loading, task)
+            loading.close()
+
+    def _load(self, loading: Loading, task: Task) -> None:
+        buffers: list[Lease] = []
+
+        def place(nbytes: int) -> Lease:
+            buffers.append(np.empty(nbytes, np.uint8))
+            return buffers[-1]
+
+        self._at_hand = task, time.monotonic()
+        with self._random_state:
+            nbytes, report = loading.load(task, place)
+        self._at_hand = None, 0.0
+        self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, buffers[-1][:nbytes], report)

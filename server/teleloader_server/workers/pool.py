@@ -1,0 +1,130 @@
+"""The pool: places that turn tasks into frames.
+
+A pool decides nothing: it runs each task in the place that it is given, and says what happened. This is its interface;
+`inprocess` and `processes` are the implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.loading.pipeline import Report, Task
+from teleloader_shared.codec import Address
+from teleloader_shared.messages import DatasetInfo
+
+Lease = NDArray[np.uint8]
+"""A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
+
+
+Blame = Address | Literal["unknown", "nobody", "machine"]
+"""Cause of a worker's end. All ways in which a worker can be lost, each with its blame and the consequence:
+
+- Ended by a signal or an exit, out of memory, ended with its template, or stopped for 3 s (SIGSTOP, SIGTSTP, SIGTTIN,
+  SIGTTOU): ``unknown``. Perhaps one of its batches is the cause, so each is computed again by a worker that has no
+  other. The third loss of such a worker is `WorkerDied` in the place of the batch.
+- One batch took longer than `batch_timeout`: the batch's address. `LoaderTimeout` in its place, with no other attempt.
+- No descriptor, memory or process for the worker or for its batches: ``machine``. Retried with backoff; after
+  `batch_timeout`, `WorkerDied` that names the resource.
+- Preempted for another client, or not ready after `batch_timeout`: ``nobody``. Its batches are computed again.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How a worker was lost."""
+
+    reason: str
+    """A sentence without its end, which begins with the worker."""
+    blame: Blame = "unknown"
+    stack: str = ""
+    """Where it hung."""
+    overdue: frozenset[Address] = frozenset()
+    """Batches that were lost to ``machine`` for `batch_timeout` now: they are given up."""
+
+
+class PoolListener(Protocol):
+    """What a pool says; called in the event loop."""
+
+    def worker_ready(self, worker: int) -> None:
+        """The worker can take tasks."""
+
+    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
+        """A task that was submitted to the worker is a frame."""
+
+    def no_worker_starts(self, reason: str) -> None:
+        """Workers die again and again before they are ready; they are still tried."""
+
+    def worker_worn(self, worker: int) -> None:
+        """The worker must be given nothing more: when all that it has is done, a fresh one will be ready soon."""
+
+    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+        """These wait behind a batch that takes long; True when they are taken back, to be made elsewhere."""
+
+    def worker_goes_on(self, worker: int) -> None:
+        """One from which tasks were taken back can be given some again."""
+
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
+        """The worker's process ended with these tasks undone, the first of them begun; another will be ready soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What the pool knows of one place."""
+
+    worker: int
+    pid: int | None
+    ready: bool
+    restarts: int
+    recycled: int
+    last_exit: str | None
+    last_restart: float | None
+    task: Task | None
+    """What it makes."""
+    working_for: float
+    """Seconds for which it has been at that, as far as is known."""
+
+
+class Pool(Protocol):
+    """Places for tasks."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes; 0 for one place in the server's own process."""
+
+    async def start(self, listener: PoolListener) -> list[DatasetInfo]:
+        """Build the datasets, then start the workers in the background.
+
+        Raises:
+            ConfigError: When a dataset cannot be built; nothing is left running.
+        """
+
+    def submit(self, worker: int, task: Task) -> None:
+        """Have a ready worker do a task after those that it has."""
+
+    def take(self, worker: int, reason: str) -> None:
+        """End a worker's process, through no fault of its tasks; another will be ready soon, where that can be.
+
+        Args:
+            worker: Which.
+            reason: Why, as the end of a sentence that begins with the worker.
+        """
+
+    def workers(self) -> list[WorkerState]:
+        """The places and their state."""
+
+    def forget(self, loader: str) -> None:
+        """Release what workers keep of a loader; a task of it can still be submitted."""
+
+    def pids(self) -> list[int]:
+        """All processes of the pool."""
+
+    def mapped_bytes(self) -> int:
+        """Shared memory that is mapped for frames, used or free."""
+
+    async def close(self) -> None:
+        """End all processes and wait for them."""

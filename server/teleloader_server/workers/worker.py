@@ -1,0 +1,399 @@
+"""A worker process: takes tasks from its channel, writes frames to its arena, says so. No asyncio, no web server."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import mmap
+import multiprocessing.util
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all
+from teleloader_server.loading.replay import Reached
+from teleloader_server.loading.worker_info import set_worker_info
+from teleloader_server.workers.arena import Arena, Slot
+from teleloader_server.workers.channel import Channel
+from teleloader_shared.codec import Address, FrameWriter
+from teleloader_shared.orders.seeding import derive_seed
+from teleloader_shared.protocols import accepts
+from teleloader_shared.spec import LoaderSpec
+
+REPORT_EVERY: Final = 0.002
+"""Seconds in which finished small batches are gathered before the server is told of them in one message."""
+
+REPORT_LATEST: Final = 0.01
+"""Seconds after which the server is told of a finished batch though the next one is still being made."""
+
+INLINE_BYTES: Final = 32 * 1024
+"""Frames up to this size are sent to the server through the channel: a copy costs less than a mapping."""
+
+PROGRESS_EVERY: Final = 0.1
+"""Seconds between words to the server while a batch takes long because others are gone through on the way to it."""
+
+STACK_SIGNAL: Final = signal.SIGRTMIN + 13
+"""Upon it a worker writes the stacks of its threads behind its notes (`BEGUN`), whatever it is doing."""
+
+BEGUN: Final = struct.Struct("<q")
+"""What stands in the file of notes that a worker shares with the server: the task that it began last, -1 for none.
+
+Messages cannot say it: a worker that hangs sends none, reports of finished batches are late, and none comes at all
+while C code holds the interpreter's lock.
+"""
+REVOKED: Final = struct.Struct("<q")
+"""What stands behind it, written by the server: this task and those before it are to be left out if not begun.
+
+When both sides write at the same time, a batch may be made twice; then what the worker reports of it is not used.
+"""
+
+_PR_SET_PDEATHSIG: Final = 1
+_STDERR: Final = 2
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, whatever way it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave_signals_to_the_server() -> None:
+    """Let SIGINT and SIGTERM pass: Ctrl-C and service managers send them to every process, the server decides."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # a handler, not SIG_IGN, which programs that user code starts would inherit
+        signal.signal(number, lambda *_: None)
+    # one that ignores or collects ended children, as it may be inherited, would leave none to be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def look_after_children() -> None:
+    """What user code forks can be terminated, as it is used to, and ends with this process, whatever way that ends."""
+    worker = os.getpid()
+    by_main_thread = False
+
+    def before() -> None:
+        nonlocal by_main_thread
+        by_main_thread = threading.get_native_id() == worker
+
+    def in_child() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # the kernel means the thread that forked, and another one than the main thread may end before
+        if by_main_thread and os.getppid() == worker:
+            end_with_parent()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told at its birth."""
+
+    number: int
+    num_workers: int
+    max_batch_bytes: int
+    """The largest frame that may be."""
+    free_limit: int
+    """Bytes of shared memory that are kept for reuse."""
+    session: Mapping[str, Any] | None
+    """The spec, as JSON, of the loader whose own the worker is; None for one that all share."""
+    began: Sequence[Any] | None = None
+    """`Began` of the worker in whose place this one comes."""
+    reached: Sequence[Any] | None = None
+    """`Reached` of that worker."""
+
+
+class Worker:
+    """What runs in a worker process.
+
+    Args:
+        channel: Blocking end of the channel to the server.
+        hosted: The datasets by name.
+        settings: What else it is told.
+    """
+
+    def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> None:
+        self._channel = channel
+        self._hosted = {name: _replica(found) for name, found in hosted.items()}
+        self._number = settings.number
+        self._num_workers = settings.num_workers
+        self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
+        self._loading = Loading(
+            self._hosted,
+            settings.number,
+            settings.max_batch_bytes,
+            self._adopt_torch,
+            self._tell_progress,
+            lambda began: self._send(["began", began]),
+        )
+        self._loading.replace(
+            None if settings.began is None else Began(*settings.began),
+            None if settings.reached is None else Reached(*settings.reached),
+        )
+        self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
+        self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
+        self._tasks: deque[tuple[int, Task]] = deque()
+        self._finished: deque[list[Any]] = deque()
+        self._sending = threading.Lock()
+        self._unreported = threading.Event()
+        self._current: HostedDataset | None = None
+        self._init_failures: dict[str, BaseException] = {}
+        self._pid = os.getpid()
+        self._told = 0.0
+        self._reported = 0.0
+
+    def run(self) -> None:
+        """Work until the server closes the channel.
+
+        Raises:
+            EOFError: When it does.
+        """
+        self._share_notes()
+        self._initialise()
+        self._send(["ready"])
+        # a batch that is finished must not wait for the next one, which may take for ever
+        threading.Thread(target=self.report_late, daemon=True).start()
+        while True:
+            while not self._tasks:
+                self._report()
+                self._receive()
+            task_id, task = self._tasks.popleft()
+            if task_id <= REVOKED.unpack_from(self._notes, BEGUN.size)[0]:
+                self._send(["progress"])
+                continue
+            BEGUN.pack_into(self._notes, 0, task_id)
+            self._work(task_id, task)
+            if time.monotonic() - self._reported > REPORT_EVERY:
+                self._report()
+            else:
+                self._unreported.set()
+
+    def _share_notes(self) -> None:
+        """Let the server see at which batch this process hangs, and where: nothing of this needs a lock then."""
+        file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
+        os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
+        self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        self._send(["started", self._pid], [file])
+
+    def _initialise(self) -> None:
+        self._adopt_torch()
+        for name, hosted in self._hosted.items():
+            if self._session is not None and name != self._session.dataset:
+                continue
+            self._set_info(hosted)
+            self._seed_for_session()
+            worker_init = hosted.worker_init_of(None if self._session is None else self._session.worker_init)
+            if worker_init is not None:
+                self._call(worker_init, name)
+
+    def _call(self, worker_init: Callable[[int], None], dataset: str) -> None:
+        torch = sys.modules.get("torch")
+        seed = None if torch is None else torch.initial_seed()
+        try:
+            worker_init(self._id)
+        except Exception as error:  # noqa: BLE001 - it arrives at the clients with every batch
+            self._init_failures[dataset] = error
+            print(f"worker_init of dataset {dataset!r} failed in worker {self._number}:", file=sys.stderr)
+            traceback.print_exception(error)
+        self._loading.torch_is_seeded = torch is not None and torch.initial_seed() != seed
+
+    @property
+    def _id(self) -> int:
+        """What user code sees as the worker's number: the shards of an iterable-style dataset count over all ranks."""
+        return self._number + self._num_workers * (self._shards_of_ranks[0])
+
+    @property
+    def _shards_of_ranks(self) -> tuple[int, int]:
+        """(rank, world size) over which shards are counted."""
+        session = self._session
+        if session is None or self._hosted[session.dataset].info.kind == "map":
+            return 0, 1
+        return session.rank, session.world_size
+
+    @property
+    def _worker_seed(self) -> int:
+        if self._session is None:
+            return derive_seed("worker", self._number)
+        return (self._session.seed + self._id) % 2**63  # an int64, as torch's
+
+    def _seed_for_session(self) -> None:
+        """Seed as torch seeds its workers: base seed plus number, and for NumPy what torch derives from both."""
+        seed_all(self._worker_seed)
+        if self._session is not None and sys.modules.get("torch") is not None:
+            from torch.utils.data._utils.worker import _generate_state
+
+            np.random.seed(_generate_state(self._session.seed, self._id))
+
+    def _adopt_torch(self) -> None:
+        """Do to torch what torch's own workers do, when it is there."""
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)
+            if self._current is not None:
+                self._set_info(self._current)
+
+    def _set_info(self, hosted: HostedDataset) -> None:
+        self._current = hosted
+        if self._session is not None and self._session.num_workers == 0 and hosted.info.kind == "iterable":
+            return  # one pass through the whole dataset, as without workers
+        count = self._num_workers * self._shards_of_ranks[1]
+        set_worker_info(self._id, count, self._worker_seed, hosted.dataset)
+
+    def _receive(self) -> None:
+        for message in self._channel.receive():
+            match message:
+                case ["loader", str(key), dict(spec), int(length)]:
+                    self._loaders[key] = (LoaderSpec.from_json(spec), length)
+                case ["task", int(task_id), str(key), int(epoch), int(batch), bytes() | None as indices]:
+                    self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
+                case ["forget", str(key)]:
+                    del self._loaders[key]
+                    self._loading.forget(key)
+                case ["free", list(slots)]:
+                    for slot in slots:
+                        self._arena.give_back(slot)
+
+    def _work(self, task_id: int, task: Task) -> None:
+        hosted = self._hosted[task.spec.dataset]
+        if hosted is not self._current:
+            self._set_info(hosted)
+        placed: list[Slot | NDArray[np.uint8]] = []
+
+        def place(nbytes: int) -> NDArray[np.uint8]:
+            # a batch that fails while it is written is replaced by its failure
+            for before in placed:
+                if isinstance(before, Slot):
+                    self._arena.give_back(before.number)
+            place = np.empty(nbytes, np.uint8) if nbytes <= INLINE_BYTES else self._arena.take(nbytes)
+            placed[:] = [place]
+            return place.memory if isinstance(place, Slot) else place
+
+        failure = self._init_failures.get(task.spec.dataset)
+        if failure is None:
+            nbytes, report = self._loading.load(task, place)
+            self._end_if_forked()
+        else:
+            writer = FrameWriter(task.address, describe(failure, [], self._number))
+            writer.write(place(writer.nbytes))
+            nbytes, report = writer.nbytes, Report(0, failed=True, fetch=0.0, collate=0.0, encode=0.0)
+        frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
+        self._finished.append(
+            [
+                task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode,
+                self._loading.reached,
+            ]
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Release what user code holds, as at the end of one of torch's workers.
+
+        Generators run their ``finally`` blocks, and queues of `multiprocessing` send what was put to them last.
+        """
+        self._loading.close()
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+
+    def _end_if_forked(self) -> None:
+        """What user code forked and let come back must not be a second worker on the same channel."""
+        if os.getpid() != self._pid:
+            print("a process that the dataset forked came back from it: end it there, by os._exit()", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _tell_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._told > PROGRESS_EVERY:
+            self._told = now
+            self._send(["progress"])
+
+    def report_late(self) -> None:
+        """Be the thread that tells the server of finished batches while the next one takes long."""
+        while True:
+            self._unreported.wait()
+            self._unreported.clear()
+            time.sleep(REPORT_LATEST)
+            if time.monotonic() - self._reported > REPORT_EVERY:
+                self._report()
+
+    def _report(self) -> None:
+        with self._sending:
+            self._reported = time.monotonic()
+            finished = []
+            while self._finished:
+                finished.append(self._finished.popleft())
+            if finished:
+                self._channel.send(["done", finished])
+
+    def _announce(self, slot: int, fd: int, size: int) -> None:
+        self._send(["slot", slot, size], [fd])
+
+    def _send(self, message: list[Any], fds: Sequence[int] = ()) -> None:
+        with self._sending:
+            self._channel.send(message, fds)
+
+
+def _replica(hosted: HostedDataset) -> HostedDataset:
+    """A worker's own copy of a dataset, where the fork is none.
+
+    An iterable-style dataset may hold its epoch in memory that forks share, so that the persistent workers of one
+    loader see it (Hugging Face's does), and here workers of other loaders are in other epochs. A map-style dataset is
+    not copied: it may be the data themselves.
+    """
+    if hosted.info.kind == "map" or not accepts(hosted.dataset, "set_epoch", 0):
+        return hosted
+    try:
+        return replace(hosted, dataset=deepcopy(hosted.dataset))
+    except Exception:  # noqa: BLE001 - it holds a file, a lock, a generator: then the fork has to do
+        return hosted
+
+
+def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> int:
+    """Be a worker process until the server ends it.
+
+    Returns:
+        The process's exit code: 0 when the server closed the channel.
+    """
+    gc.enable()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_STDERR)  # a segmentation fault shows its stack in the server's log
+    look_after_children()
+    code = 1
+    try:
+        worker = Worker(channel, hosted, settings)
+        try:
+            worker.run()
+        finally:
+            worker.close()
+    except EOFError:
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:  # noqa: BLE001 - the process ends, and its log must say why
+        traceback.print_exc()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
+
+
+def exit_reason(status: int) -> str:
+    """What ``os.waitpid`` says of a process's end, in words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        known = number in set(signal.Signals)
+        return f"killed by signal {signal.Signals(number).name if known else number} ({signal.strsignal(number)})"
+    return f"exited with code {os.waitstatus_to_exitcode(status)}"

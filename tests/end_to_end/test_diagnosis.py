@@ -1,0 +1,163 @@
+"""What holds training back is told rightly where it is known, because it was made so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+from tests.conftest import StartServer
+from tests.faults.proxy import FaultProxy, Line
+
+
+class Rows:
+    """Rows of `width` bytes, each of which takes `seconds`."""
+
+    def __init__(self, seconds: float = 0.0, width: int = 8, length: int = 1_000_000) -> None:
+        self._seconds = seconds
+        self._width = width
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        time.sleep(self._seconds)
+        return np.full(self._width, index % 256, np.uint8)
+
+
+def endless(loader: DataLoader) -> Iterator[Any]:
+    """The batches of epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def diagnoses(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a diagnosis."""
+    with httpx.Client() as client:  # once: it takes as long as some steps to make one
+        for number, _ in enumerate(endless(loader)):
+            time.sleep(step)
+            if number % max(1, round(0.3 / step)) == 0:
+                stats = client.get(f"{url}/stats").json()
+                consumer = stats["consumers"][0]
+                if consumer["diagnosis"]["bottleneck"] != "unknown":
+                    yield consumer, stats
+
+
+def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The diagnosis that the server comes to, which it does not change without need."""
+    found = diagnoses(url, loader, step)
+    first, _ = next(found)
+    again, stats = next(found)
+    assert first["diagnosis"]["bottleneck"] == again["diagnosis"]["bottleneck"], (first, again)
+    return again, stats
+
+
+@pytest.mark.parametrize(("seconds", "step", "num_workers"), [(0.15, 0.05, 1), (0.25, 0.05, 2)])
+def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_workers: int) -> None:
+    """With the number of workers that would keep up, within one."""
+    with serve(Rows(seconds), num_workers=num_workers) as url:
+        loader = DataLoader(RemoteDataset(url), 1, seed=0)
+        consumer, stats = told(url, loader, step)
+        mine = loader.stats()
+    found = consumer["diagnosis"]
+    assert found["bottleneck"] == "loader", consumer
+    # what the machine made of the steps and the batches, if it had other things to do
+    needed = stats["datasets"][0]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
+    assert needed > num_workers
+    assert abs(found["workers"] - needed) <= 1, (consumer, mine)
+    assert f"(num_workers={found['workers']} of serve())" in found["advice"]
+    assert "make the fetch faster" in found["advice"]
+    assert consumer["data_wait_fraction"] == pytest.approx(mine.waited_share, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, None], ids=["shared workers", "workers of each epoch"])
+def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) -> None:
+    """No pass of half a second can be judged, but the loop can; also where each pass has a session of its own."""
+    with serve(Rows(0.1, length=6), num_workers=1) as url:
+        loader = DataLoader(RemoteDataset(url), 1, num_workers=1, seed=seed)
+        consumer, _ = told(url, loader, 0.02)
+        assert consumer["epoch"] >= 2
+    assert consumer["diagnosis"]["bottleneck"] == "loader", consumer
+    assert consumer["consumer"].rpartition("#")[0].endswith("/rank0/loader" + str(loader._number))
+
+
+def test_a_loop_is_in_the_list_once() -> None:
+    """With the epoch in which it is, and what it was given there, however many there were before; loops are apart."""
+    with serve(Rows(length=4), num_workers=1) as url:
+        training, validation = (DataLoader(RemoteDataset(url), 1, seed=0) for _ in range(2))
+        for _ in range(3):
+            list(training)
+        list(validation)
+        stats = httpx.get(f"{url}/stats").json()
+    found = [(consumer["epoch"], consumer["batches_sent"]) for consumer in stats["consumers"]]
+    assert found == [(0, 4), (2, 4)]
+    assert stats["consumers_total"] == 2
+
+
+def test_epochs_of_a_slow_loop_are_trainer_bound_however_short() -> None:
+    """What arrives ahead of the loop is asked for in one piece, and then the next epoch begins."""
+    with serve(Rows(0.002, length=10), num_workers=2) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.15)
+    assert consumer["diagnosis"]["bottleneck"] == "training", consumer
+
+
+def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
+    """A loader of an object of this process has the workers that it asks for."""
+    with serve(Rows(0.2)) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.05)
+    assert consumer["diagnosis"]["bottleneck"] == "loader", consumer
+    assert "of the DataLoader)" in consumer["diagnosis"]["advice"]
+
+
+def test_slow_training_is_called_trainer_bound() -> None:
+    """And fewer workers would do."""
+    with serve(Rows(0.01), num_workers=3) as url:
+        consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
+    assert consumer["diagnosis"]["bottleneck"] == "training", consumer
+    assert consumer["diagnosis"]["workers"] == 1
+    assert "training is the bottleneck: 1 worker would do." in consumer["diagnosis"]["advice"]
+    assert consumer["data_wait_fraction"] < 0.05
+
+
+def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> None:
+    """Batches are ready, and do not come."""
+    server = start_server("tests.faults.hosted:large", "--num-workers", "2")
+    with FaultProxy(server.url) as proxy:
+        proxy.line = Line(bandwidth=4e6)
+        loader = DataLoader(RemoteDataset(proxy.url), 4, seed=0, checksum=False)
+        consumer, _ = told(server.url, loader, 0.01)
+    assert consumer["diagnosis"]["bottleneck"] == "network", consumer
+    assert "though batches are ready" in consumer["diagnosis"]["advice"]
+
+
+def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
+    """Whoever asks for nothing is held back by nothing that the server sees."""
+    with serve(Rows(), num_workers=1) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0))
+        next(iterator)
+        (consumer,) = httpx.get(f"{url}/stats").json()["consumers"]
+        assert consumer["diagnosis"]["bottleneck"] == "unknown"
+        assert consumer["diagnosis"]["advice"] == "It is too early to say."
+
+
+def test_what_the_client_says_is_what_the_server_shows() -> None:
+    """The share of waiting, and broken connections."""
+    with serve(Rows(0.02), num_workers=1) as url, FaultProxy(url) as proxy:
+        loader = DataLoader(RemoteDataset(proxy.url), 1, seed=0)
+        found = diagnoses(url, loader, 0.02)
+        next(found)
+        proxy.drop_all()
+        consumer = next(consumer for consumer, _ in found if consumer["reconnects"])
+        mine = loader.stats()
+    assert mine.reconnects >= consumer["reconnects"] >= 1
+    assert consumer["hedges"] == mine.hedges == 0
+    assert consumer["batches_sent"] >= mine.steps
+    assert 0 < mine.waited_share < 1

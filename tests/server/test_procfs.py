@@ -1,0 +1,101 @@
+"""What is asked of the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from teleloader_server.workers import procfs
+from teleloader_server.workers.procfs import NO_MEMORY, StopWatch, is_stopped, memory, oom_kills, resident_bytes
+
+PTRACE_TRACEME = 0
+
+
+@contextmanager
+def child(run: Callable[[], object]) -> Iterator[int]:
+    """A process that does this, then waits until it is killed."""
+    pid = os.fork()
+    if pid == 0:
+        run()
+        while True:
+            signal.pause()
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def stop() -> None:
+    """Stop the calling process."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def be_traced() -> None:
+    """Stop as a process does that a debugger holds."""
+    ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, 0, 0)
+    stop()
+
+
+def await_state(pid: int, state: str) -> None:
+    """Wait until psutil says so."""
+    while psutil.Process(pid).status() != state:
+        time.sleep(0.005)
+
+
+def test_a_stopped_process_is_told_from_others() -> None:
+    """SIGSTOP, until SIGCONT; one that has ended is not stopped."""
+    with child(stop) as pid:
+        await_state(pid, psutil.STATUS_STOPPED)
+        assert is_stopped(pid)
+        os.kill(pid, signal.SIGCONT)
+        await_state(pid, psutil.STATUS_SLEEPING)
+        assert not is_stopped(pid)
+    assert not is_stopped(pid)
+
+
+def test_what_a_debugger_holds_is_not_stopped() -> None:
+    """It must not be killed under the user's hands."""
+    with child(be_traced) as pid:
+        await_state(pid, psutil.STATUS_TRACING_STOP)
+        assert not is_stopped(pid)
+
+
+def test_a_stop_is_timed_from_the_first_look_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as each look finds the process stopped; a process that was seen to run begins anew."""
+    stopped, now = True, 100.0
+    monkeypatch.setattr(procfs, "is_stopped", lambda _: stopped)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watch = StopWatch()
+    assert watch.seconds(1) == 0
+    now = 103.0
+    assert watch.seconds(1) == 3
+    stopped = False
+    assert watch.seconds(1) == 0
+    stopped, now = True, 105.0
+    assert watch.seconds(1) == 0
+    now = 106.0
+    watch.reset()
+    assert watch.seconds(1) == 0
+
+
+def test_resident_memory_is_that_of_psutil() -> None:
+    """And none of a process that is gone."""
+    with child(lambda: None) as pid:
+        await_state(pid, psutil.STATUS_SLEEPING)
+        assert resident_bytes(pid) == psutil.Process(pid).memory_info().rss > 2**20
+    assert resident_bytes(pid) == 0
+    assert memory([pid]) == {pid: NO_MEMORY}
+
+
+def test_the_kernels_count_is_a_number() -> None:
+    """It never falls."""
+    before = oom_kills()
+    assert 0 <= before <= oom_kills()
