@@ -105,7 +105,8 @@ class _RandomNumbers(RandomNumbers):
 
     def restore(self, saved: Any) -> None:
         """Set the generators."""
-        _set_random_state(saved)
+        if saved is not None:
+            _set_random_state(saved)
 
     def state(self) -> Any:
         """Return the states of all generators."""
@@ -114,10 +115,20 @@ class _RandomNumbers(RandomNumbers):
 
 
 class _CallersRandomNumbers(_RandomNumbers):
-    """The generators of a training process that loads by itself: they are in the state of its loader."""
+    """The generators of a training process that loads by itself: the loader saves and restores them."""
+
+    def begin(self, saved: Any) -> None:
+        """Prepare for iterating the dataset."""
+        self._before = _random_state()
+        super().begin(saved)
 
     def restore(self, saved: Any) -> None:
-        """Leave the generators as the loader has set them."""
+        """Undo what iterating the dataset anew drew."""
+        _set_random_state(self._before)
+
+    def passed(self) -> None:
+        """Undo what batches drew that were not delivered."""
+        _set_random_state(self._before)
 
     def state(self) -> Any:
         """Return nothing."""

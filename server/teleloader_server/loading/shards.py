@@ -27,7 +27,10 @@ class RandomNumbers:
         """
 
     def restore(self, saved: Any) -> None:
-        """Continue after what `state` returned in an earlier process."""
+        """Continue where a state was saved, after the dataset was iterated: `saved` is what `state` returned then."""
+
+    def passed(self) -> None:
+        """Continue after batches that were iterated on the way to another one."""
 
     def state(self) -> Any:
         """Return the state of the generators; None where a new process has the same."""
@@ -94,8 +97,10 @@ class Shard:
         Raises:
             Exception: What the dataset raises; the next batch is another try.
         """
-        if self._is_new or number < self.next:
+        moves = self._is_new or number < self.next
+        if moves:
             self._move_before(number)
+        passes = moves and self.next < number
         while self.next < number and not self._ended:
             passed = self.next
             try:
@@ -104,6 +109,8 @@ class Shard:
                 outcome = error
             if outcome is not None:
                 self._passed(passed, outcome)
+        if passes:
+            self._random_numbers.passed()
         return self._take()
 
     def end(self) -> None:
@@ -191,8 +198,7 @@ class Shard:
             self._was_loaded = True
 
     def _restore_random_numbers(self) -> None:
-        if "generators" in self._source:
-            self._random_numbers.restore(self._source["generators"])
+        self._random_numbers.restore(self._source.get("generators"))
 
     def _states(self) -> dict[str, Any]:
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
