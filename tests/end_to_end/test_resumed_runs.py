@@ -302,22 +302,16 @@ def _run(loader: DataLoader, epochs: range, states: list[tuple[int, str]]) -> li
     return batches
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
-    """From a state of any position, a new process whose generators are seeded otherwise yields all remaining batches.
+def assert_resumes(dataset: Any, fresh: Callable[[], dict[str, Any]], epochs: int = EPOCHS) -> None:
+    """Assert that a loader resumes from the states of all positions but those within the last epoch.
 
-    The positions are: before `iter()`, between `iter()` and the first batch, after each batch, and after StopIteration,
-    of all epochs but the last one.
+    The positions are: before `iter()`, between `iter()` and the first batch, after each batch, and after StopIteration.
     """
-    dataset, fresh = CASES[name]
-    # without a generator that is drawn from in each epoch, and without workers that stay, all later epochs are alike
-    epochs = 2 if dataset in STREAMS.values() and not fresh()["persistent_workers"] else EPOCHS
     with few_cpus_are_fine(), serve(dataset, num_workers=2) as url:
         remote = RemoteDataset(url)
         seed_everything()
         states: list[tuple[int, str]] = []
         whole = _run(DataLoader(remote, **fresh()), range(epochs), states)
-        # the end of an epoch is the beginning of the next one; the last epoch shows that earlier ones resumed rightly
         for taken, saved in dict.fromkeys(states):
             state = json.loads(saved)
             if state["epoch"] == epochs - 1 and (state.get("batch") or state.get("samples")):
@@ -327,6 +321,15 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
             loader.load_state_dict(state)
             rest = _run(loader, range(state["epoch"], epochs), [])
             assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
+    """From a state of any position, a loader whose process is seeded otherwise yields all remaining batches."""
+    dataset, fresh = CASES[name]
+    # where no generator is drawn from in each epoch and no workers stay, all later epochs are alike
+    epochs = 2 if dataset in STREAMS.values() and not fresh()["persistent_workers"] else EPOCHS
+    assert_resumes(dataset, fresh, epochs)
 
 
 @pytest.mark.parametrize("name", ["iterable-style", "Stateful iterator"])
