@@ -142,7 +142,6 @@ class Shard:
         self.next = self._source.get("next", 0)
         self.samples = self._source.get("samples", 0)
         if self._ended:  # where workers stay, the next epoch continues from here
-            self._random_numbers.begin(None)
             self._load_dataset()
             self._restore_random_numbers()
 
