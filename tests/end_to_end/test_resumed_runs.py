@@ -335,16 +335,15 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
 @pytest.mark.parametrize("name", ["iterable-style", "Stateful iterator"])
 def test_a_process_that_loads_by_itself_continues_with_its_random_numbers(name: str) -> None:
     """What iterating up to the place draws is not drawn from the generators that the training loop goes on with."""
-    with serve(STREAMS[name], num_workers=0) as url:
-        seed_everything()
-        states: list[tuple[int, str]] = []
-        whole = _run(DataLoader(RemoteDataset(url), batch_size=2), range(2), states)
-        for taken, saved in states[2:6]:
-            seed_everything(OTHER_SEED)
-            loader = DataLoader(RemoteDataset(url), batch_size=2)
-            loader.load_state_dict(json.loads(saved))
-            rest = _run(loader, range(json.loads(saved)["epoch"], 2), [])
-            assert_same(rest, whole[taken:], f"{taken} batches before: batches")
+    seed_everything()
+    states: list[tuple[int, str]] = []
+    whole = _run(DataLoader(STREAMS[name], batch_size=2), range(2), states)
+    for taken, saved in states[2:6]:
+        seed_everything(OTHER_SEED)
+        loader = DataLoader(STREAMS[name], batch_size=2)
+        loader.load_state_dict(json.loads(saved))
+        rest = _run(loader, range(json.loads(saved)["epoch"], 2), [])
+        assert_same(rest, whole[taken:], f"{taken} batches before: batches")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)
