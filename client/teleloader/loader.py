@@ -450,6 +450,7 @@ class DataLoader:
         """Return where the pass begins, and what loads its batches in the thread that calls ``next()``."""
         epoch, length = self._next.epoch, dataset.info.length
         progress, stop = self._progress_of(order, spec, length, keeps_dataset=True)
+        progress.state = (dataset.at_beginning(progress.next), None)
         pins = device is not None and device.pins and not self._copies
         buffers = HostBuffers(self._output, self._pool, process_budget()) if pins else None
         receiver = dataset.begin(
@@ -654,6 +655,8 @@ class DataLoader:
         position = self._next if self._progress is None else self._progress.position
         if self._order == "client" and position == Position():
             position = Position(sampler=initial_state(self._index_sampler))
+        if self._progress is None and isinstance(self._remote, DirectDataset):
+            position = self._remote.at_beginning(position)
         position.check()
         return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 

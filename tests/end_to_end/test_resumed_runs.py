@@ -346,6 +346,26 @@ def test_a_process_that_loads_by_itself_continues_with_its_random_numbers(name: 
         assert_same(rest, whole[taken:], f"{taken} batches before: batches")
 
 
+@pytest.mark.parametrize("make", [Counter, OneTime])
+@pytest.mark.parametrize("is_left", [False, True], ids=["", "after an epoch that was left"])
+def test_a_process_that_loads_by_itself_resumes_on_the_same_object(make: type[Counter], is_left: bool) -> None:
+    """From a state of any position, before the first batch too, although the object was iterated since."""
+    dataset = make(5)
+    loader = DataLoader(dataset, batch_size=2)
+    if is_left:
+        next(iter(loader))
+    seed_everything()
+    states: list[tuple[int, str]] = []
+    whole = _run(loader, range(2), states)
+    for taken, saved in states[is_left:]:  # the first one continues the epoch that was left
+        state = json.loads(saved)
+        seed_everything(OTHER_SEED)
+        resumed = DataLoader(dataset, batch_size=2)
+        resumed.load_state_dict(state)
+        rest = _run(resumed, range(state["epoch"], 2 + is_left), [])
+        assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
+
+
 @pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)
 def test_iterators_have_the_length_of_their_epoch(arguments: dict[str, Any]) -> None:
     """``len(iter(loader))`` is the number of batches of the whole epoch at any position, as with torch."""

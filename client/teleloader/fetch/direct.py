@@ -17,6 +17,7 @@ import numpy as np
 
 from teleloader.fetch.reorder import Arrived
 from teleloader.fetch.scheduler import Session
+from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import CopyTimes, Device
 from teleloader.tensors.memory import HostBuffers, ordinary_memory
@@ -50,6 +51,9 @@ class Loader(Protocol):
     def info(self) -> DatasetInfo:
         """The dataset as it is now."""
 
+    def beginning(self, epoch: int) -> str | None:
+        """Return the state of an iterable-style dataset as it is now, for resuming at the beginning of `epoch`."""
+
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
         """Return what loads the batches of an epoch."""
 
@@ -74,6 +78,13 @@ class DirectDataset:
     def info(self) -> DatasetInfo:
         """The dataset as it is now."""
         return self._loader.info
+
+    def at_beginning(self, position: Position) -> Position:
+        """Return `position`; where it is the beginning of an epoch, with the state of the dataset as it is now."""
+        if position.batch or position.shard_states is not None:
+            return position
+        state = self._loader.beginning(position.epoch)
+        return position if state is None else position._replace(shard_states=(state,))
 
     def begin(
         self,

@@ -11,6 +11,7 @@ from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
 from teleloader_server.loading.pipeline import Loading, OwnRandomState, Task, seed_worker
+from teleloader_server.loading.shards import state_of_beginning
 from teleloader_shared import local
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
@@ -37,6 +38,13 @@ class DirectLoader:
     @property
     def _hosted(self) -> HostedDataset:
         return host(self._dataset, name=self._name)
+
+    def beginning(self, epoch: int) -> str | None:
+        """Return the state of an iterable-style dataset as it is now, for resuming at the beginning of `epoch`.
+
+        None if it keeps none yet.
+        """
+        return None if self.info.kind == "map" else state_of_beginning(self._dataset, epoch)
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> DirectEpoch:
         """Return what loads the batches of one pass through an epoch.

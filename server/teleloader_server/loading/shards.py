@@ -234,6 +234,17 @@ class Shard:
         return user_state.pack(state, self._max_state)
 
 
+def state_of_beginning(dataset: Any, epoch: int) -> str | None:
+    """Return the state of a pass that would iterate `dataset` as it is now; None if the dataset keeps none yet."""
+    if not is_stateful(dataset):
+        return None
+    try:
+        state = dataset.state_dict()
+    except Exception:  # noqa: BLE001 - many datasets have a state no sooner than their iteration has begun
+        return None
+    return user_state.pack({"epoch": epoch, **_BEGINNING, "dataset": state})
+
+
 _BEGINNING: Final[dict[str, Any]] = {"next": 0, "samples": 0, "ended": False}
 
 
