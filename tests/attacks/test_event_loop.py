@@ -154,6 +154,21 @@ def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
     assert server.longest_of(attempt) < MOST, server.what
 
 
+@pytest.mark.parametrize("size", [1, 16, 64])
+@pytest.mark.parametrize("path", ["/v1/loaders", "/session", "/v1/datasets"])
+def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str, size: int) -> None:
+    """Each chunk is a call of the parser's, and a read of a quarter of a megabyte has room for 43,000 of them."""
+    chunk = b"%x\r\n%b\r\n" % (size, b" " * size)
+    head = f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n".encode() + HOST + b"\r\n"
+
+    def attempt() -> None:
+        with Raw(server.url) as client:
+            client.send(head + chunk * (1000 * KIB // len(chunk)))
+            client.answer()
+
+    assert server.longest_of(attempt) < MOST, server.what
+
+
 MANY: Final = 250 * KIB
 SPECS: Final[dict[str, bytes]] = {
     "ints": b"[" + b"1," * (MANY // 2) + b"1]",
@@ -206,6 +221,7 @@ def packed(count: int) -> Any:
 HEADER: Final[dict[str, Any]] = {"loader": "", "epoch": 0, "batch": 0, "tree": [1]}
 
 LISTS: Final[dict[str, Callable[[str], bytes]]] = {
+    "8 of 900,000": lambda key: b"".join(listed(key, packed(900_000), k) for k in range(8)),
     "one of 2**20": lambda key: listed(key, packed(2**20)),
     "7 of 2**20": lambda key: b"".join(listed(key, packed(2**20), k) for k in range(7)),
     "4,096 short ones": lambda key: b"".join(listed(key, packed(4), k) for k in range(4096)),

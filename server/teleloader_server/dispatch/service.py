@@ -408,6 +408,8 @@ class LoaderService:
         principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
         if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
             known = None  # a session is of whoever began it: another one that asks for batches would move it on
+        if known is not None and known.loader.spec.in_process:
+            caller.authorize(ADMIN)
         if known is None:
             raise UnknownLoader(
                 f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
@@ -488,14 +490,14 @@ class LoaderService:
             raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
         if loader.spec.order == "client":
             ahead = 0
-        dataset = loader.spec.dataset
-        account = self.accounts.of(caller.authorize(READ, dataset))
+        dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
+        account = self.accounts.of(caller.authorize(need, dataset))
         asked = loader.engine.batches(
             loader, account, consumer, epoch, start, stop, ahead, indices or {},
-            lambda: caller.authorize(READ, dataset), said,
+            lambda: caller.authorize(need, dataset), said,
         )  # fmt: skip
         async with asked as stream:
-            with self.revocable(caller, READ, dataset, stream.end):
+            with self.revocable(caller, need, dataset, stream.end):
                 yield stream
 
     @contextmanager
