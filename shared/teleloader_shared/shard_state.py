@@ -1,7 +1,7 @@
 """Text form of a shard's state: what ``state_dict()`` of a dataset returned, as a frame in base64.
 
 JSON would change tuples, tensors, NumPy numbers and integer keys without an error, so states use the tree of batches
-(docs/protocol.md, "The tree"), which keeps the types of all values or names the path of the value that it cannot keep.
+(docs/protocol.md, "Tree encoding"), which keeps the types of all values or names the path of the value that it cannot keep.
 Clients keep the text without looking into it; a loader's own ``state_dict()`` stays JSON.
 """
 

@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed
 
 from teleloader_server.config import DatasetConfig, Limits
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.workers.factory import ConfiguredHost
 from teleloader_shared import codec
@@ -169,7 +170,7 @@ def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str
     assert server.longest_of(attempt) < MOST, server.what
 
 
-MANY: Final = 250 * KIB
+MANY: Final = 1000 * KIB
 SPECS: Final[dict[str, bytes]] = {
     "ints": b"[" + b"1," * (MANY // 2) + b"1]",
     "lists": b"[" + b"[]," * (MANY // 3) + b"1]",
@@ -187,11 +188,11 @@ SPECS: Final[dict[str, bytes]] = {
         "dataset": "numbers", "session": "s", "num_workers": 15, "shard_states": ["\u0101" * (MANY // 90)] * 15,
     }).encode(),
     "many states": json.dumps({
-        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 200] * 1024,
+        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 768] * 1024,
     }).encode(),
     "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
 }  # fmt: skip
-"""Bodies of registrations, of almost 256 KiB."""
+"""Bodies of registrations, of almost 1 MiB."""
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -311,6 +312,32 @@ def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -
             _rest(socket)
 
     assert server.longest_of(attempt) < MOST, server.what
+
+
+# -- consumers
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Measured]:
+    """A server with 1,500 consumers."""
+    with Measured() as measured:
+        key = measured.register(dataset="numbers", batch_size=1)
+        with httpx.Client(base_url=measured.url, trust_env=False) as client:
+            for number in range(1500):
+                headers = {"Teleloader-Consumer": f"consumer-{number}"}
+                client.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers=headers).raise_for_status()
+        yield measured
+
+
+@pytest.mark.parametrize("path", ["/stats", "/stats?limit=1000", "/metrics"])
+def test_many_consumers_do_not_hold_the_event_loop(crowded: Measured, path: str) -> None:
+    """Neither the records of them, nor the totals that are noted each second."""
+
+    def attempt() -> None:
+        assert httpx.get(crowded.url + path, trust_env=False).status_code == 200
+        time.sleep(MARK_EVERY)  # the totals are noted once in this time
+
+    assert crowded.longest_of(attempt) < MOST, crowded.what
 
 
 def _rest(socket: Any) -> None:

@@ -415,9 +415,8 @@ class Engine:
         """The places of the pool, and whether they have something to do."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
-    def mark(self, now: float) -> None:
-        """Note what was counted by now, for what is recent; about once a second."""
-        self.tally.mark(now)
+    def mark_workers(self, now: float) -> None:
+        """Note what was counted of workers by now; about once a second."""
         for state in self._pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)

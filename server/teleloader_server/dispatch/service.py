@@ -563,11 +563,14 @@ class LoaderService:
 
     async def _keep_house(self) -> None:
         while True:
+            began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
                 engine.relieve()
             self.accounts.forget_idle(time.monotonic())
+            if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
+                continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
             for key, engine in self._session_engines().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
@@ -606,11 +609,12 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         InvalidSpec: When it does not.
     """
     if info.kind == "map":
-        if spec.shard_states is not None:
-            raise InvalidSpec(
-                f"shard_states must be null for dataset {info.name!r}, which is map-style: only iterable-style "
-                "datasets have shards"
-            )
+        for field in ("shard_states", "delivered"):
+            if getattr(spec, field) is not None:
+                raise InvalidSpec(
+                    f"{field} must be null for dataset {info.name!r}, which is map-style: only iterable-style datasets "
+                    "have shards"
+                )
         return
     if spec.session is None:
         raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
