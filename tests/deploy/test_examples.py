@@ -199,6 +199,14 @@ def test_the_kubernetes_example_sends_no_token_in_clear() -> None:
     assert "http://" not in (DEPLOY / "README.md").read_text()
 
 
+def test_a_pod_has_a_limit_of_memory() -> None:
+    """A defect or an attack ends this pod, not others of its machine."""
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert text.count("      - name: server\n") == len(
+        re.findall(r"^ +limits: \{ memory: \d+Gi \}$", text, re.MULTILINE)
+    )
+
+
 def test_a_pod_has_time_to_drain() -> None:
     """The cluster kills it later than the server ends by itself."""
     text = (DEPLOY / "kubernetes.yaml").read_text()
