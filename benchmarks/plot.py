@@ -58,7 +58,6 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     names = list(next(iter(by_workers.values())))
     axis.set_xticks([place + BAR * (len(by_workers) - 1) / 2 for place in range(len(names))], names)
     axis.axhline(1, color="black", linewidth=1)
-    axis.set_yscale("log")
     axis.set_ylabel("throughput / torch DataLoader")
     facts = results["machine"]
     axis.set_title(
