@@ -14,7 +14,7 @@ import pytest
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Account, Memory
-from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.records import Consumer, PendingRange, RangeRequest, Run
 from teleloader_server.dispatch.store import Evict
 from teleloader_server.workers.pool import Blame
 from teleloader_shared.codec import Address
@@ -55,9 +55,11 @@ class Service:
 
     def ask(
         self, who: str, run: Run, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
-    ) -> Ask:
+    ) -> PendingRange:
         """A client of a principal asks for [start, stop)."""
-        return self.dispatcher.ask(self.account(of), who, run, batches, start, stop, ahead, self.now)
+        key, epoch = run
+        request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
+        return self.dispatcher.ask(self.account(of), request, batches, self.now)
 
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
@@ -95,7 +97,7 @@ class Service:
                 done += 1
         return done
 
-    def answer(self, ask: Ask, limit: int = BATCHES) -> list[int]:
+    def answer(self, ask: PendingRange, limit: int = BATCHES) -> list[int]:
         """Send what is ready of a request, in its order."""
         sent: list[int] = []
         while ask.next < ask.stop and Address(*ask.consumer.run, ask.next) in self.ready and len(sent) < limit:
@@ -182,7 +184,7 @@ def names(addresses: Iterable[Address]) -> list[str]:
     return [f"{address.loader} {address.batch}" for address in addresses]
 
 
-def run_through(service: Service, ask: Ask, nbytes: int = 1) -> list[int]:
+def run_through(service: Service, ask: PendingRange, nbytes: int = 1) -> list[int]:
     """Make and send all that a request asks for, and close it; what was begun for it."""
     before = service.begun.copy()
     while ask.next < ask.stop:

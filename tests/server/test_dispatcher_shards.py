@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import Ask, Run
+from teleloader_server.dispatch.records import PendingRange, Run
 from teleloader_shared.codec import Address
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
 
@@ -218,7 +218,7 @@ class Game(RuleBasedStateMachine):
         self.shards = shards
         self.service = Service(budget, 0, shards)
         self.position = start
-        self.request: Ask | None = None
+        self.request: PendingRange | None = None
         self.made: dict[int, int] = {}
         """The last batch that each worker was given, since it lives."""
 

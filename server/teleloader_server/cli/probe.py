@@ -26,6 +26,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from teleloader_server.config import ConfigError, DatasetConfig, Limits
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.permissions import ANYONE
@@ -327,7 +328,8 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for asked in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        async with service.batches(ANYONE, "check", key, 0, asked.start, asked.stop, 0) as stream:
+        request = RangeRequest(consumer="check", key=key, epoch=0, start=asked.start, stop=asked.stop)
+        async with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
                 frames.append(np.array(ready.raw))

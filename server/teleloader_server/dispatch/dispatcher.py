@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from teleloader_server.dispatch.quotas import Account, Memory, too_many
-from teleloader_server.dispatch.records import Ask, Batch, Consumer, Holder, Run, Urgency
+from teleloader_server.dispatch.records import Batch, Consumer, Holder, PendingRange, RangeRequest, Run, Urgency
 from teleloader_server.dispatch.store import Evict, Store
 from teleloader_server.workers.pool import Blame
 from teleloader_shared.codec import Address
@@ -83,36 +83,31 @@ class Dispatcher:
 
     # -- what happened: consumers
 
-    def ask(
-        self, account: Account, name: str, run: Run, batches: int, start: int, stop: int, ahead: int, now: float
-    ) -> Ask:
-        """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them.
+    def ask(self, account: Account, request: RangeRequest, batches: int, now: float) -> PendingRange:
+        """A client requests batches of an epoch.
 
         Args:
-            account: Its principal's.
-            name: What the principal calls it.
-            run: The run.
-            batches: Batches of the run.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            now: When.
+            account: The quota of the client's principal.
+            request: The request.
+            batches: Number of batches in the epoch.
+            now: The time.
 
         Raises:
-            ServerUnavailable: When the principal has too many consumers with open requests.
+            ServerUnavailable: If the principal has too many consumers with open requests.
         """
-        consumer = self._consumers.get((account.name, name, run))
+        run, start, stop = (request.key, request.epoch), request.start, request.stop
+        consumer = self._consumers.get((account.name, request.consumer, run))
         if consumer is None:
             if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
                 self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
-            consumer = self._join(account, name, run, start, now)
+            consumer = self._join(account, request.consumer, run, start, now)
         if consumer not in self.store.active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
             holder = consumer.holder
             holder.served = max(holder.served, self._level)
             consumer.served = max(consumer.served, holder.level)
         consumer.last_seen = now
-        asked = Ask(consumer, start, stop, start)
+        asked = PendingRange(consumer, start, stop, start)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
@@ -122,11 +117,11 @@ class Dispatcher:
             self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(ask.stop for ask in consumer.asks)
         consumer.ahead_cursor = furthest
-        consumer.ahead_stop = min(batches, furthest + ahead)
+        consumer.ahead_stop = min(batches, furthest + request.prefetch)
         self.store.active[consumer] = None
         return asked
 
-    def sent(self, ask: Ask, now: float) -> None:
+    def sent(self, ask: PendingRange, now: float) -> None:
         """The batch ``ask.next`` was handed to the connection."""
         consumer = ask.consumer
         consumer.last_seen = now
@@ -146,7 +141,7 @@ class Dispatcher:
             self.store.move(consumer, position)
         self.store.sent(consumer, k)
 
-    def close(self, ask: Ask) -> None:
+    def close(self, ask: PendingRange) -> None:
         """The request is answered, or its client has gone."""
         ask.consumer.asks.remove(ask)
         ask.consumer.holder.account.counts["asking"] -= not ask.consumer.asks

@@ -18,15 +18,15 @@ from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Account, Memory
-from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.records import Consumer, PendingRange, RangeRequest, Run
 from teleloader_server.dispatch.store import Evict
-from teleloader_server.dispatch.tracing import AnswerTrace, Made
+from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.pipeline import Report, Task, indices_of
 from teleloader_server.workers.pool import Lease, Loss, Pool, WorkerState
 from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 FORGOTTEN_TOGETHER: Final = 256
@@ -61,27 +61,15 @@ class ReadyFrame(NamedTuple):
     """How it came to be, where somebody traces."""
 
 
-class Said(NamedTuple):
-    """What a client says besides what it asks for."""
-
-    report: ConsumerReport | None = None
-    """How it fares."""
-    trace: AnswerTrace | None = None
-    """What its request is traced with."""
-
-
-NOTHING_SAID: Final = Said()
-
-
 @dataclass(slots=True)
 class BatchStream:
     """The answer to one request: the batches [start, stop), in order, each when it is ready."""
 
     _engine: Engine
-    _ask: Ask
+    _ask: PendingRange
     tally: ConsumerCounters
     """Of who asks."""
-    trace: AnswerTrace | None
+    trace: RequestTrace | None
     """Of the request."""
     authorize: Callable[[], object]
     """Raises an error if the request's caller may not have the batches any more."""
@@ -147,7 +135,7 @@ class Engine:
         """What was counted."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
-        self._lists: dict[Run, dict[Ask, Mapping[int, bytes]]] = {}
+        self._lists: dict[Run, dict[PendingRange, Mapping[int, bytes]]] = {}
         """What clients with an order of their own say that batches hold, by open request: none other is made."""
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
@@ -155,7 +143,7 @@ class Engine:
         self._context = Context()
         """For what is decided: that is done for all requests, and none of them is named where it is logged."""
         self._traces = tracing.is_on()
-        self._requests: dict[Ask, str | None] = {}
+        self._requests: dict[PendingRange, str | None] = {}
         """The ids of the requests that are being answered."""
 
     # -- life
@@ -189,48 +177,40 @@ class Engine:
 
     @asynccontextmanager
     async def batches(
-        self, loader: Loader, account: Account, consumer: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes], authorize: Callable[[], object], said: Said = NOTHING_SAID,
-    ) -> AsyncIterator[BatchStream]:  # fmt: skip
-        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+        self, loader: Loader, account: Account, request: RangeRequest, authorize: Callable[[], object]
+    ) -> AsyncIterator[BatchStream]:
+        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
 
         Args:
             loader: One of this engine's.
-            account: Of whoever asks.
-            consumer: What that one is called.
-            epoch: Which epoch.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            indices: For an order of the client's own, the frames that list what each batch holds.
+            account: The quota of the client's principal.
+            request: The request.
             authorize: Raises an error if the request's caller may not have the batches any more.
-            said: What the client says besides.
 
         Raises:
-            ServerUnavailable: When the principal has too many consumers.
+            ServerUnavailable: If the principal has too many consumers.
         """
-        key = loader.key
         now = time.monotonic()
-        ask = self._dispatcher.ask(account, consumer, (key, epoch), loader.batches, start, stop, ahead, now)
-        self._loaders[key] = loader
-        if indices:
-            self._lists.setdefault(ask.consumer.run, {})[ask] = indices
+        ask = self._dispatcher.ask(account, request, loader.batches, now)
+        self._loaders[loader.key] = loader
+        if request.indices:
+            self._lists.setdefault(ask.consumer.run, {})[ask] = request.indices
         self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
-        tally.asks(now, said.report)
+        tally.asks(now, request.report)
         try:
-            yield BatchStream(self, ask, tally, said.trace, authorize)
+            yield BatchStream(self, ask, tally, request.trace, authorize)
         finally:
-            if said.trace is not None:
-                said.trace.end()
+            if request.trace is not None:
+                request.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
             del self._requests[ask]
-            if indices:
+            if request.indices:
                 self._forget_lists(ask)
 
-    def _forget_lists(self, ask: Ask) -> None:
+    def _forget_lists(self, ask: PendingRange) -> None:
         of_run = self._lists[ask.consumer.run]
         del of_run[ask]
         if not of_run:
@@ -241,7 +221,7 @@ class Engine:
         of_run = self._lists.get((address.loader, address.epoch), {})
         return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
 
-    async def _take(self, stream: BatchStream, ask: Ask) -> ReadyFrame:
+    async def _take(self, stream: BatchStream, ask: PendingRange) -> ReadyFrame:
         tally = stream.tally
         frame = self._take_ready(ask, tally)
         if frame is not None:
@@ -271,7 +251,7 @@ class Engine:
                     del self._waiting[address]
                 raise
 
-    def _take_ready(self, ask: Ask, tally: ConsumerCounters) -> ReadyFrame | None:
+    def _take_ready(self, ask: PendingRange, tally: ConsumerCounters) -> ReadyFrame | None:
         frame = self._frames.get(Address(*ask.consumer.run, ask.next))
         if frame is None:
             return None

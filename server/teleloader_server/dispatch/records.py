@@ -6,10 +6,16 @@ Nothing is decided here. A consumer says of a batch whether it wants it, and how
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Account
 from teleloader_shared.codec import Address
+from teleloader_shared.messages import ConsumerReport
+
+if TYPE_CHECKING:
+    from teleloader_server.dispatch.tracing import RequestTrace
 
 Run = tuple[str, int]
 """One epoch of one loader: (key, epoch)."""
@@ -42,9 +48,30 @@ class Batch:
     """It is an exception, which is told once and not kept: another try may go better."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRequest:
+    """A client's request for the batches [start, stop) of an epoch, as the endpoint that received it parsed it."""
+
+    consumer: str
+    """Name that the client gives itself."""
+    key: str
+    """The loader's."""
+    epoch: int
+    start: int
+    stop: int
+    prefetch: int = 0
+    """Batches after `stop` that the client will request later."""
+    indices: Mapping[int, bytes] | None = None
+    """With a client-side sampler: the index list of each batch, as a frame."""
+    report: ConsumerReport | None = None
+    """Measurements of the client."""
+    trace: RequestTrace | None = None
+    """Spans of the request; None if it is not traced."""
+
+
 @dataclass(slots=True, eq=False)
-class Ask:
-    """A request for the batches [start, stop) that is being answered."""
+class PendingRange:
+    """The batches [next, stop) of a request, which are not sent yet."""
 
     consumer: Consumer
     next: int
@@ -95,7 +122,7 @@ class Consumer:
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
     """What it was sent out of order, on another connection."""
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[PendingRange] = field(default_factory=list)
     sending: int = 0
     """Bytes of the answers that it is being sent."""
     hogs: bool = False

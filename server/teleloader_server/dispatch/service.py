@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
 from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
-from teleloader_server.dispatch.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
+from teleloader_server.dispatch.engine import BatchStream, Engine, Loader
 from teleloader_server.dispatch.quotas import Account, Accounts, Holdings, Memory, too_many
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
 from teleloader_server.workers.factory import Host
@@ -456,22 +457,12 @@ class LoaderService:
             raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
 
     @asynccontextmanager
-    async def batches(
-        self, caller: Caller, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
-    ) -> AsyncIterator[BatchStream]:  # fmt: skip
-        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+    async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
+        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
 
         Args:
             caller: The client.
-            consumer: What it calls itself.
-            key: The loader's.
-            epoch: Which epoch.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            indices: For an order of the client's own, the frames that list what each batch holds.
-            said: What the client says besides.
+            request: The request.
 
         Raises:
             AccessDenied: When the caller may not use the loader's dataset; also later, in the place of a batch.
@@ -482,20 +473,20 @@ class LoaderService:
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
-        if ahead > most:
-            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_batches_per_request), was {ahead:,}")
-        loader = self.loader(caller, key, epoch, start, stop - 1)
-        if (loader.spec.order == "client") != (indices is not None):
-            what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
-            raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
-        if loader.spec.order == "client":
-            ahead = 0
+        if request.prefetch > most:
+            raise InvalidSpec(
+                f"ahead must be at most {most:,} on this server (max_batches_per_request), was {request.prefetch:,}"
+            )
+        loader = self.loader(caller, request.key, request.epoch, request.start, request.stop - 1)
+        lists = request.indices is not None
+        if (loader.spec.order == "client") != lists:
+            what = "GET batches: the server knows their indices" if lists else "POST the indices of each batch"
+            raise InvalidSpec(f"loader {request.key[:64]!r} has the order {loader.spec.order!r}: {what}")
+        if lists and request.prefetch:
+            request = replace(request, prefetch=0)
         dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
         account = self.accounts.of(caller.authorize(need, dataset))
-        asked = loader.engine.batches(
-            loader, account, consumer, epoch, start, stop, ahead, indices or {},
-            lambda: caller.authorize(need, dataset), said,
-        )  # fmt: skip
+        asked = loader.engine.batches(loader, account, request, lambda: caller.authorize(need, dataset))
         async with asked as stream:
             with self.revocable(caller, need, dataset, stream.end):
                 yield stream

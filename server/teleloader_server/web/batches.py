@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -17,10 +17,11 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.config import ClientLimits
-from teleloader_server.dispatch.engine import BatchStream, Said
+from teleloader_server.dispatch.engine import BatchStream
 from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.dispatch.tracing import AnswerTrace
+from teleloader_server.dispatch.tracing import RequestTrace
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
@@ -296,9 +297,12 @@ def _add_batches(router: APIRouter) -> None:
         immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
-        who = consumer or address_of(request)
-        said = said_with(request, report)
-        asked = service.batches(caller, who, key, epoch, k, k + 1, ahead, said=said)
+        asked = service.batches(
+            caller,
+            RangeRequest(
+                **client_of(request, consumer, report), key=key, epoch=epoch, start=k, stop=k + 1, prefetch=ahead
+            ),
+        )
         async with asked as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
@@ -325,11 +329,15 @@ def _add_batches(router: APIRouter) -> None:
     ) -> Response:
         if stop <= start:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
-        who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
             raise HttpProblem(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
-        service, said = service_of(request), said_with(request, report)
-        asked = service.batches(caller_of(request), who, key, epoch, start, stop, ahead, said=said)
+        service = service_of(request)
+        asked = service.batches(
+            caller_of(request),
+            RangeRequest(
+                **client_of(request, consumer, report), key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead
+            ),
+        )
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
     @router.post(
@@ -354,10 +362,13 @@ def _add_batches(router: APIRouter) -> None:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
-            stop = start + len(indices)
-            who = consumer or address_of(request)
-            said = said_with(request, report)
-            asked = service.batches(caller, who, key, epoch, start, stop, 0, indices, said)
+            asked = service.batches(
+                caller,
+                RangeRequest(
+                    **client_of(request, consumer, report), key=key, epoch=epoch, start=start,
+                    stop=start + len(indices), indices=indices,
+                ),
+            )  # fmt: skip
             return await ready_answer(request, service, asked)
 
 
@@ -445,9 +456,27 @@ def _parsed_json(body: bytes) -> object:
     return parsed
 
 
-def said_with(request: Request, report: str) -> Said:
-    """What comes with a request besides."""
-    return Said(ConsumerReport.from_header(report), AnswerTrace.begin(request.headers.get(TRACE_HEADER, "")))
+class _Client(TypedDict):
+    """Fields of a `RangeRequest` that describe its client."""
+
+    consumer: str
+    report: ConsumerReport | None
+    trace: RequestTrace | None
+
+
+def client_of(request: Request, consumer: str, report: str) -> _Client:
+    """Return what a request says of its client.
+
+    Args:
+        request: The request.
+        consumer: Its consumer header, "" if it has none.
+        report: Its report header, "" if it has none.
+    """
+    return {
+        "consumer": consumer or address_of(request),
+        "report": ConsumerReport.from_header(report),
+        "trace": RequestTrace.begin(request.headers.get(TRACE_HEADER, "")),
+    }
 
 
 def address_of(connection: HTTPConnection) -> str:
