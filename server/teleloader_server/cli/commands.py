@@ -41,7 +41,7 @@ from teleloader_server.config import (
 )
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.web.app import Server, bind, url_of
-from teleloader_server.web.guard import raise_file_limit
+from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredHost
 from teleloader_shared.version import VERSION
 
