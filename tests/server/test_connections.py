@@ -29,7 +29,7 @@ from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.web.guard import Connection
 from teleloader_server.web.guard_manager import ManagedConnection, connections_for
 from teleloader_server.web.websocket import PIECE_BYTES, WebSocketConnection
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from tests.conftest import eventually
 from tests.raw import HOST, Raw
 
@@ -62,7 +62,7 @@ class Running:
         self.limits = limits
         pool = Limits(num_workers=0)
         hosted = host(Images(), name="images", collate=lambda samples: samples[0])
-        self.service = LoaderService(ObjectHost(lambda: {"images": hosted}, pool), pool, limits)
+        self.service = LoaderService(ObjectPools(lambda: {"images": hosted}, pool), pool, limits)
         bound = bind("127.0.0.1", 0)
         self.url = url_of(bound)
         self._server = Server(self.service, "127.0.0.1", 0, grace=1)
@@ -325,7 +325,7 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         time.sleep(0.6)
         assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
         monkeypatch.setattr("teleloader_server.dispatch.quotas.MIN_SENDING", 2**20)
-        running.service.accounts.of(ANYONE).memory = 2**20
+        running.service.quotas.of(ANYONE).memory = 2**20
         eventually(lambda: running.service._sending == 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import PendingRange, Run
+from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
 from tests.server.dispatching import Service, containers, let_go_of_all
 
@@ -61,7 +61,7 @@ class Game(RuleBasedStateMachine):
         length=st.integers(1, 6),
         ahead=st.integers(0, 6),
     )
-    def ask(self, who: str, run: Run, start: int, length: int, ahead: int) -> None:
+    def ask(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
         """A client asks for some batches, anywhere."""
         stop = min(EPOCH, start + length)
         ask = self.service.ask(who, run, start, stop, ahead, batches=EPOCH)

@@ -6,7 +6,7 @@ import dataclasses
 
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import ClientLimits
-from teleloader_server.dispatch.quotas import Account
+from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.web.guard_manager import CONNECTION_BYTES, ConnectionManager
 
 
@@ -15,7 +15,7 @@ class Fake:
     """A connection without a socket."""
 
     address: str = "192.0.2.1"
-    account: Account | None = None
+    quota: Quota | None = None
     is_responding: bool = False
     has_requested: bool = False
     closed: list[str] = dataclasses.field(default_factory=list)
@@ -33,7 +33,7 @@ class Fake:
         self.closed.append("break_off")
 
 
-PRINCIPAL = Account("principal", memory=1, max_consumers=1)
+PRINCIPAL = Quota("principal", memory=1, max_consumers=1)
 
 
 def manager(**limits: int) -> ConnectionManager:
@@ -51,7 +51,7 @@ def test_the_oldest_unauthenticated_connection_makes_room() -> None:
     connections = manager(max_connections=2)
     first, second, third = Fake(), Fake(), Fake()
     assert admit(connections, first, second) == [None, None]
-    first.account = PRINCIPAL
+    first.quota = PRINCIPAL
     assert admit(connections, third) == [None]
     assert (first.closed, second.closed) == ([], ["break_off"])
     assert connections.connections == {first, third}
@@ -60,7 +60,7 @@ def test_the_oldest_unauthenticated_connection_makes_room() -> None:
 def test_a_connection_is_refused_when_all_are_authenticated() -> None:
     """The reason has the number and the name of the limit."""
     connections = manager(max_connections=1)
-    (reason,) = admit(connections, Fake(account=PRINCIPAL), Fake())[1:]
+    (reason,) = admit(connections, Fake(quota=PRINCIPAL), Fake())[1:]
     assert reason == "the server has 1 connection, its limit (max_connections): try later"
 
 
@@ -70,7 +70,7 @@ def test_an_address_closes_its_own_connections() -> None:
     other, old, new = Fake("192.0.2.2"), Fake(), Fake()
     assert admit(connections, other, old, new) == [None, None, None]
     assert (other.closed, old.closed) == ([], ["break_off"])
-    new.account = PRINCIPAL
+    new.quota = PRINCIPAL
     (reason,) = admit(connections, Fake())
     assert reason is not None
     assert reason.startswith("192.0.2.1 has 1 connection, its limit on this server (max_connections_per_address)")
@@ -80,7 +80,7 @@ def test_memory_of_unauthenticated_connections_has_a_limit() -> None:
     """Beyond it the oldest is closed. Memory that was released, or of an authenticated connection, does not count."""
     limit = 2**20
     connections = manager(max_unauthenticated_bytes=limit)
-    old, new, authenticated = Fake(), Fake(), Fake(account=PRINCIPAL)
+    old, new, authenticated = Fake(), Fake(), Fake(quota=PRINCIPAL)
     admit(connections, old, new, authenticated)
     connections.charge(authenticated, limit)
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_draining_closes_connections_that_have_had_a_request() -> None:
 def test_a_left_connection_is_forgotten() -> None:
     """It makes room in all counts, and may leave twice."""
     connections = manager(max_connections=1, max_connections_per_address=1)
-    one = Fake(account=PRINCIPAL)
+    one = Fake(quota=PRINCIPAL)
     admit(connections, one)
     connections.leave(one)
     connections.leave(one)

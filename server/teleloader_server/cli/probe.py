@@ -31,7 +31,7 @@ from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, leave_signals_to_the_server
 from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
@@ -308,7 +308,7 @@ class Probe:
 
     async def _make(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> Made:
         """A pass by fresh workers, over these batches, or as many of them as can be had in `PASS_SECONDS`."""
-        service = LoaderService(ObjectHost(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
+        service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
         await service.start()
         try:
             spec = LoaderSpec(

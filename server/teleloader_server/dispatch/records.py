@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Account
+from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import ConsumerReport
 
 if TYPE_CHECKING:
     from teleloader_server.dispatch.tracing import RequestTrace
 
-Run = tuple[str, int]
+Epoch = tuple[str, int]
 """One epoch of one loader: (key, epoch)."""
 
 
@@ -90,10 +90,10 @@ class PendingRange:
 
 
 @dataclass(slots=True, eq=False)
-class Holder:
+class PrincipalShare:
     """A principal, as far as this dispatcher goes."""
 
-    account: Account
+    quota: Quota
     served: float
     """Seconds of worker time spent for it."""
     level: float = 0.0
@@ -102,7 +102,7 @@ class Holder:
     scans_to_skip: int = 0
     was_begun: bool = False
     """Whether the batch that it wished for last was."""
-    hogs: bool = False
+    is_capped: bool = False
     """Whether a worker had to be taken from it: it leaves one to the others."""
 
 
@@ -110,10 +110,10 @@ class Holder:
 class Consumer:
     """One client's passage through one run."""
 
-    holder: Holder
+    principal_share: PrincipalShare
     name: str
-    run: Run
-    state: RunState = field(repr=False)
+    run: Epoch
+    state: EpochState = field(repr=False)
     """What there is of that run."""
     position: int
     """It was sent all batches before this one, or does not want them."""
@@ -125,7 +125,7 @@ class Consumer:
     asks: list[PendingRange] = field(default_factory=list)
     sending: int = 0
     """Bytes of the answers that it is being sent."""
-    hogs: bool = False
+    is_capped: bool = False
     """As of the principal."""
     ahead_cursor: int = 0
     ahead_stop: int = 0
@@ -134,8 +134,8 @@ class Consumer:
     @property
     def reads_too_little(self) -> bool:
         """Whether nothing is made for it until answers are taken: its own, or in the end all of its principal's."""
-        account = self.holder.account
-        return account.unread > 1 and (self.sending > 0 or account.unread > UNREAD_FACTOR)
+        quota = self.principal_share.quota
+        return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
         """How many batches from now it wants batch k; None when it does not want it."""
@@ -152,7 +152,7 @@ class Consumer:
 
 
 @dataclass(slots=True)
-class RunState:
+class EpochState:
     """What there is of a run, and who goes through it."""
 
     batches: dict[int, Batch] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.auth.tls import Renewal, TlsFiles
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.request_ids import Identified
 from teleloader_server.stats.collector import StatsCollector
@@ -76,13 +76,13 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
     )
     app.state.authenticator = authenticator or Authenticator()
     app.state.authenticator.on_change = service.tokens_changed
-    app.state.rate_limiter = RateLimiter(service.accounts, service.client_limits.max_requests_per_second)
+    app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)
     service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
     app.state.service = service
     app.state.collector = StatsCollector(service)
-    app.state.holdings = Holdings(service.client_limits.max_buffered_request_bytes, service.is_shared)
+    app.state.body_budget = BodyBudget(service.client_limits.max_buffered_request_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
     for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.engine import BatchStream
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.dispatch.tracing import RequestTrace
@@ -216,7 +216,7 @@ def service_of(connection: HTTPConnection) -> LoaderService:
 
 
 def make_router() -> APIRouter:
-    """Return the endpoints for loaders and batches; they use `service` and `holdings` of the application's state."""
+    """Return the endpoints for loaders and batches; they use `service` and `body_budget` of the application's state."""
     router = APIRouter(route_class=GuardedRoute)
     _add_loaders(router)
     _add_batches(router)
@@ -254,7 +254,7 @@ def _add_loaders(router: APIRouter) -> None:
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies_of(request).read(request, "max_spec_bytes") as body:
+        async with body_reader_of(request).read(request, "max_spec_bytes") as body:
             # in a thread: the states of many shards have hundreds of kilobytes
             spec = await asyncio.to_thread(parsed_spec, b"".join([piece async for piece in body]))
         return await service_of(request).register(spec, caller_of(request))
@@ -358,7 +358,7 @@ def _add_batches(router: APIRouter) -> None:
     ) -> Response:
         service, caller = service_of(request), caller_of(request)
         rules = service.index_rules(caller, key, epoch, start)
-        async with bodies_of(request).read(request, "max_body_bytes") as body:
+        async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
@@ -372,12 +372,12 @@ def _add_batches(router: APIRouter) -> None:
             return await ready_answer(request, service, asked)
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of requests, which together have a limit: each connection may send one."""
 
-    def __init__(self, limits: ClientLimits, holdings: Holdings) -> None:
+    def __init__(self, limits: ClientLimits, body_budget: BodyBudget) -> None:
         self._limits = limits
-        self._holdings = holdings
+        self._body_budget = body_budget
 
     @asynccontextmanager
     async def read(
@@ -407,20 +407,20 @@ class Bodies:
             async for piece in request.stream():
                 if held + len(piece) > limit:
                     raise too_large
-                self._holdings.take(owner, len(piece))
+                self._body_budget.take(owner, len(piece))
                 held += len(piece)
                 yield piece
 
         try:
             yield pieces()
         finally:
-            self._holdings.give_back(owner, held)
+            self._body_budget.give_back(owner, held)
 
 
-def bodies_of(request: Request) -> Bodies:
+def body_reader_of(request: Request) -> BodyReader:
     """Return the reader of request bodies of the application that handles a request."""
     state = request.app.state
-    return Bodies(state.service.client_limits, state.holdings)
+    return BodyReader(state.service.client_limits, state.body_budget)
 
 
 def parsed_spec(body: bytes) -> LoaderSpec:

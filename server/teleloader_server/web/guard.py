@@ -28,7 +28,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from teleloader_server.dispatch.quotas import Account, account_of
+from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard_manager import CONNECTION_BYTES, FIELD_BYTES, REQUEST_BYTES, ConnectionManager
 from teleloader_server.web.guard_rules import (
@@ -107,9 +107,9 @@ class Connection(asyncio.Protocol):
         return bool(self._exchanges) or self._transport.get_write_buffer_size() > 0
 
     @property
-    def account(self) -> Account | None:
-        """Account of the principal of the last request; None if that request was not authenticated."""
-        return None if self._scope is None else account_of(self._scope)
+    def quota(self) -> Quota | None:
+        """Quota of the principal of the last request; None if that request was not authenticated."""
+        return None if self._scope is None else quota_of(self._scope)
 
     # -- called by asyncio
 
@@ -348,8 +348,8 @@ class Connection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Enforce the limits of time and rate."""
-        account, progress = self.account, self._progress
-        patience = self._limits.send_timeout if account is None else account.patience(self._limits)
+        quota, progress = self.quota, self._progress
+        patience = self._limits.send_timeout if quota is None else quota.patience(self._limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self._transport), patience):
             self._manager.count("response not read")
             self.break_off()

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import ClientLimits, ConfigError
-from teleloader_server.dispatch.quotas import Account, Holdings
+from teleloader_server.dispatch.quotas import BodyBudget, Quota
 from teleloader_shared.units import counted
 
 OWN_FILES: Final = 64
@@ -49,8 +49,8 @@ class ManagedConnection(Protocol):
         """IP address of the client."""
 
     @property
-    def account(self) -> Account | None:
-        """Account of the principal of the last request; None if that request was not authenticated."""
+    def quota(self) -> Quota | None:
+        """Quota of the principal of the last request; None if that request was not authenticated."""
 
     def check(self, now: float) -> None:
         """Enforce the limits of time and rate."""
@@ -72,7 +72,7 @@ class ConnectionManager:
 
     def __init__(self, limits: ClientLimits, authenticator: Authenticator) -> None:
         self.limits = limits
-        self.unfinished = Holdings(
+        self.unfinished = BodyBudget(
             limits.max_buffered_request_bytes // 4, lambda: len(authenticator.tokens.entries) > 1
         )
         """Memory of WebSocket messages that have not been received completely."""
@@ -140,8 +140,8 @@ class ConnectionManager:
         self.charge(connection, nbytes - self._unauthenticated.get(connection, 0))
 
     def _is_authenticated(self, connection: ManagedConnection) -> bool:
-        account = connection.account
-        return account is not None and not (account.is_alone and self._authenticator.has_tokens)
+        quota = connection.quota
+        return quota is not None and not (quota.is_alone and self._authenticator.has_tokens)
 
     def _stop_counting(self, connection: ManagedConnection) -> None:
         self._unauthenticated_bytes -= self._unauthenticated.pop(connection, 0)

@@ -16,7 +16,7 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.engine import BatchStream
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.index_lists import Rules
@@ -93,14 +93,14 @@ class Conversation:
         socket: The connection, accepted.
         service: Who makes batches.
         loader: Key of the loader that the connection is for.
-        holdings: What clients have sent and is kept; lists of indices count there until they are answered.
+        body_budget: What clients have sent and is kept; lists of indices count there until they are answered.
     """
 
-    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, holdings: Holdings) -> None:
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, body_budget: BodyBudget) -> None:
         self._socket = socket
         self._service = service
         self._loader = loader
-        self._holdings = holdings
+        self._body_budget = body_budget
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class Conversation:
             kept = sum(map(len, ask.indices.values())) if ask.indices else 0
             owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_batches_per_request or (
-                self._kept and not self._holdings.has_room(owner, kept)
+                self._kept and not self._body_budget.has_room(owner, kept)
             ):
                 self._sent.clear()
                 await self._sent.wait()
@@ -187,10 +187,10 @@ class Conversation:
 
         def give_back() -> None:
             self._kept -= nbytes
-            self._holdings.give_back(name, nbytes)
+            self._body_budget.give_back(name, nbytes)
             self._sent.set()
 
-        self._holdings.take(name, nbytes)
+        self._body_budget.take(name, nbytes)
         self._kept += nbytes
         ending.callback(give_back)
 
@@ -227,7 +227,7 @@ class Conversation:
 
 
 def make_stream_router() -> APIRouter:
-    """Return the WebSocket endpoint; it uses the `service` and `holdings` of the application's state."""
+    """Return the WebSocket endpoint; it uses the `service` and `body_budget` of the application's state."""
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
@@ -242,6 +242,6 @@ def make_stream_router() -> APIRouter:
             await socket.send_denial_response(problem_of(error))
             return
         await socket.accept()  # later refusals are messages
-        await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
+        await Conversation(socket, service_of(socket), key, socket.app.state.body_budget).run()
 
     return router

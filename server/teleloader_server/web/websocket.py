@@ -15,7 +15,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
-from teleloader_server.dispatch.quotas import Account, account_of
+from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard_manager import ConnectionManager
 from teleloader_server.web.guard_rules import ArrivalRate, SlowReader
@@ -153,7 +153,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._counted = ("", 0)
         if nbytes <= PIECE_BYTES:
             return  # no more than the connection itself takes
-        name = "" if self.account is None else self.account.name
+        name = "" if self.quota is None else self.quota.name
         if held.has_room(name, nbytes):
             held.take(name, nbytes)
             self._counted = (name, nbytes)
@@ -247,9 +247,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         return not self.close_sent or self.transport.get_write_buffer_size() > 0
 
     @property
-    def account(self) -> Account | None:
-        """Account of the principal; None until the client is authenticated."""
-        return account_of(getattr(self, "scope", {}))  # a request that the library refused has no scope
+    def quota(self) -> Quota | None:
+        """Quota of the principal; None until the client is authenticated."""
+        return quota_of(getattr(self, "scope", {}))  # a request that the library refused has no scope
 
     @property
     def has_requested(self) -> bool:
@@ -258,8 +258,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def check(self, now: float) -> None:
         """Enforce the limits of time and rate."""
-        account, limits = self.account, self._manager.limits
-        patience = limits.send_timeout if account is None else account.patience(limits)
+        quota, limits = self.quota, self._manager.limits
+        patience = limits.send_timeout if quota is None else quota.patience(limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self.transport), patience):
             self._manager.count("WebSocket not read")
             self.break_off()
