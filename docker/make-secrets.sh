@@ -1,15 +1,15 @@
 #!/bin/sh
-# Make what the compose file's services show each other, each in a file of docker/secrets/, and leave what is there.
+# Generate the secrets of docker-compose.yml in docker/secrets/. Existing ones are kept.
 #
-# A file is readable for all, because the users inside containers are others than you; the folder is yours alone. That
-# is why `teleloader-server token add` does not make them: its files have mode 0600. It would have to be installed, too.
+# The files are world-readable, because containers run as other users; the folder is private. (`teleloader-server token
+# add` would create them with mode 0600, and needs an installation.)
 set -eu
 cd "$(dirname "$0")"
 umask 077
 mkdir -p secrets
 umask 022
 
-make() { # a file with a secret, unless it is there
+make() { # write a random secret to the file, unless it exists
     [ -s "secrets/$1" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"secrets/$1"
 }
 
@@ -17,7 +17,7 @@ make trainer-token
 make prometheus-token
 make grafana-password
 
-# the loader knows the digests only: who reads its file cannot come in by it
+# the server stores only digests, which cannot be used to authenticate
 digest() {
     if command -v sha256sum >/dev/null; then sha256sum "secrets/$1"; else shasum -a 256 "secrets/$1"; fi | cut -d ' ' -f 1
 }
@@ -30,4 +30,4 @@ scopes = ["read"]
 sha256 = "$(digest prometheus-token)"
 scopes = ["stats"]
 EOF
-echo "docker/secrets has what docker compose needs; the password of Grafana's admin is in docker/secrets/grafana-password"
+echo "secrets for docker compose are in docker/secrets; Grafana's admin password is in docker/secrets/grafana-password"

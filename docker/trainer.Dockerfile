@@ -1,10 +1,10 @@
-# A trainer of the demo, with NumPy and without torch, so that it stays small. Build it at the root of the repository:
+# Demo training process, with NumPy and without torch to keep the image small. Build at the root of the repository:
 #
 #   docker build -f docker/trainer.Dockerfile -t teleloader-trainer .
 #   docker run --rm --network host -v "$PWD/docker/secrets/trainer-token:/run/secrets/token:ro" \
 #       -e TELELOADER_TOKEN_FILE=/run/secrets/token teleloader-trainer --url http://127.0.0.1:8000
 
-# As in server.Dockerfile.
+# See server.Dockerfile.
 ARG PYTHON=python:3.12.12-slim-bookworm
 
 FROM ${PYTHON} AS build
@@ -28,6 +28,6 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 
-# A first process that has no handler for SIGTERM never sees it; Python has one for SIGINT.
+# PID 1 ignores signals without a handler: Python installs one for SIGINT, none for SIGTERM.
 STOPSIGNAL SIGINT
 ENTRYPOINT ["python", "/app/train_digits.py"]

@@ -67,7 +67,7 @@ def message(lines: Sequence[str]) -> str:
         "  make gpu TORCH=torch                                          torch for the GPUs of this machine\n"
         "  make gpu VENV_ARGS=--system-site-packages                     packages of this Python's environment\n"
         "  make gpu PIP_ARGS='--no-index --find-links DIR'               a folder of wheels. To fill it elsewhere:\n"
-        f"    pip download --dest DIR hatchling '{EDITABLE}' '.[{EXTRA}]'\n"
+        f"    pip download --dest DIR hatchling hatch-fancy-pypi-readme '{EDITABLE}' '.[{EXTRA}]'\n"
         "after `rm -rf .venv` where the environment exists already."
     )
 

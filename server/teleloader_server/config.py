@@ -137,66 +137,66 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClientLimits:
-    """What clients may make a server do: the ``[limits]`` of its configuration. docs/limits.md says what is answered.
+    """Limits for clients: the ``[limits]`` table of the configuration; docs/limits.md describes the responses.
 
-    A principal is whoever a token names; without tokens all clients together are one.
+    A principal is all clients with the same token; without tokens all clients together are one.
 
     Raises:
         ConfigError: At construction, naming the field and its value.
     """
 
     max_connections: int = 10_000
-    """Connections that are open at a time; fewer where the limit of open files says so."""
+    """Open connections; fewer if the limit of open files requires it."""
     max_connections_per_address: int = 4096
-    """Those of them that come from one network address."""
+    """Open connections from one IP address."""
     max_header_bytes: int = 64 * 2**10
     """Bytes of a request line and its headers."""
     max_headers: int = 128
     """Header fields of a request."""
     max_unauthenticated_bytes: int = 128 * 2**20
-    """Bytes of memory of all connections without an authenticated request; beyond it the oldest of them is closed."""
+    """Memory of all unauthenticated connections; beyond it the oldest of them is closed."""
     header_timeout: float = 10.0
-    """Seconds for a request line and its headers."""
+    """Time to receive a request line and its headers (seconds)."""
     max_body_bytes: int = 64 * 2**20
-    """Bytes of a body; the index lists of a batch of 2**20 samples take 9 MB."""
+    """Bytes of a body; the index list of a batch of 2**20 samples takes 9 MB."""
     max_spec_bytes: int = 2**20
-    """Bytes of a body that registers a loader; the states of an iterable-style dataset's shards have up to 768 KiB."""
+    """Bytes of a loader registration; states of shards take up to 768 KiB of it."""
     max_total_spec_bytes: int = 64 * 2**20
-    """Bytes of memory that all registered loaders take together."""
+    """Memory of all registered loaders."""
     max_buffered_request_bytes: int = 256 * 2**20
-    """Bytes of all bodies that are held at a time."""
+    """Bytes of all request bodies in memory."""
     min_body_rate: float = 10 * 2**10
-    """Bytes a second that a body must have."""
+    """Minimum receive rate of a body or of an unfinished WebSocket message, bytes/s."""
     body_timeout: float = 10.0
-    """Seconds over which the rate of a body is taken."""
+    """Period over which this rate is measured (seconds)."""
     max_pipelined: int = 16
-    """Requests of one connection that are answered or wait for it."""
+    """Requests of one connection that are waiting or being processed."""
     max_requests_per_second: float = 5000.0
-    """Requests of one principal, each second; what is too many is held for a second before it is refused."""
+    """Request rate of one principal."""
     max_unauthenticated_requests_per_second: float = 100.0
-    """Requests without a valid token from one network address, each second; those with one do not count."""
+    """Rate of requests without a valid token from one IP address."""
     max_batches_per_request: int = 4096
-    """Batches for which a request may list indices, or that it may want to be made ahead."""
+    """Batches whose indices a request may list, or that it may have prefetched."""
     max_consumers: int = 4096
-    """Consumers of one principal that have an open request; idle ones are forgotten when there are more."""
+    """Consumers of one principal that have an open request; idle ones beyond it are forgotten."""
     max_loaders: int = 4096
-    """Loaders of one principal that are remembered; who asks for a forgotten one registers it again by itself."""
+    """Registered loaders of one principal; the least recently used ones are evicted."""
     max_sessions: int = 256
-    """Sessions with workers of their own."""
+    """Sessions (loaders with private workers)."""
     max_sessions_per_principal: int = 128
-    """Those of one principal."""
+    """Sessions of one principal."""
     max_session_workers: int = 1024
-    """Worker processes of all sessions together."""
+    """Worker processes of all sessions."""
     max_session_workers_per_principal: int = 512
-    """Those of one principal's sessions."""
+    """Worker processes of one principal's sessions."""
     send_timeout: float = 60.0
-    """Seconds in which a client must take something of its answer."""
+    """Time in which a client must read at least some bytes of its response (seconds)."""
     pressure_send_timeout: float = 2.0
-    """The same while its principal leaves more unread than its share of the memory."""
+    """The same, while the principal's unread responses exceed its memory share (seconds)."""
     pressure_min_send_rate: float = 64 * 2**10
-    """Bytes a second that a client must take of its answer meanwhile."""
+    """Minimum read rate of the client in that state, bytes/s."""
     lingering_time: float = 2.0
-    """Seconds for a refused client to read why: a connection that is closed on what it still sends loses the answer."""
+    """Time to keep a connection open after a request was rejected, so that the client can read the reason (seconds)."""
 
     def __post_init__(self) -> None:
         """Refuse what nobody could work with."""

@@ -1,4 +1,4 @@
-"""A batch or a failure as bytes, and back: docs/protocol.md, "The frame".
+"""A batch or a failure as bytes, and back: docs/protocol.md, "Frame format".
 
 Writing goes in two steps, so that a worker can collate straight into shared memory: `FrameWriter` knows the frame's
 size before an element is copied, and `FrameWriter.write` fills a buffer of that size. Reading makes views of the

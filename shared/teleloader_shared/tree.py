@@ -2,7 +2,7 @@
 
 `flatten` takes a batch apart into a description made of msgpack's own types and the list of its arrays, in the order
 in which they stand in the tree; `unflatten` is its inverse. The description of each kind of node is in
-docs/protocol.md ("The tree").
+docs/protocol.md ("Tree encoding").
 """
 
 from __future__ import annotations

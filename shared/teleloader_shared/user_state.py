@@ -1,8 +1,8 @@
 """Text form of a user's state: what ``state_dict()`` of a dataset or sampler returned, as a frame in base64.
 
 JSON would change tuples, tensors, NumPy numbers and integer keys without an error, so states use the tree of batches
-(docs/protocol.md, "The tree"), which keeps the types of all values or names the path of the value that it cannot keep.
-Clients keep the text without looking into it; a loader's own ``state_dict()`` stays JSON.
+(docs/protocol.md, "Tree encoding"), which keeps the types of all values or names the path of the value that it cannot
+keep. Clients keep the text without looking into it; a loader's own ``state_dict()`` stays JSON.
 """
 
 from __future__ import annotations

@@ -27,6 +27,17 @@ from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.orders.permutation import Permutation
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.stats import (
+    ConsumerStats,
+    DatasetStats,
+    Diagnosis,
+    ErrorCount,
+    Latency,
+    ServerStats,
+    SlowBatch,
+    Stats,
+    WorkerStats,
+)
 from tests.shared.trees import KeptMemory, assert_same
 from tests.shared.vectors.generate import HERE, tagged, vectors, write
 
@@ -237,7 +248,8 @@ def test_the_order_in_the_documentation_is_computed_as_it_says() -> None:
 
 
 def test_the_documentation_names_every_error_and_field() -> None:
-    """Whoever adds a field to a spec or an answer, or an entry to a failure or an end, describes it."""
-    for record in (LoaderSpec, DatasetInfo, Registration, Failure, End):
+    """Each field of specs, registrations, failures, ends and statistics appears in docs/protocol.md."""
+    stats = (Stats, ServerStats, DatasetStats, Latency, SlowBatch, ErrorCount, WorkerStats, ConsumerStats, Diagnosis)
+    for record in (LoaderSpec, DatasetInfo, Registration, Failure, End, *stats):
         for name in record.__dataclass_fields__:
             assert f"`{name}`" in PROTOCOL, name

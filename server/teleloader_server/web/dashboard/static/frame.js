@@ -1,4 +1,4 @@
-// Reads a frame (docs/protocol.md, "The frame"), uncompressed and without looking at its checksum: this page asks for
+// Reads a frame (docs/protocol.md, "Frame format"), uncompressed and without looking at its checksum: this page asks for
 // none, and TCP has one.
 
 import { MsgpackMap, unpack } from "./msgpack.js";
