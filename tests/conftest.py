@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+OUTCOMES = ("passed", "failed", "error", "skipped")
 
 # A shell lets its background jobs ignore Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,9 +50,17 @@ def label(value: object) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Leave how the tests ended beside what pytest remembers of those that failed, for ``.ci/failed.py``."""
-    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
-        session.config.cache.set("teleloader/exitstatus", int(exitstatus))
+    """Write the result to the file that the environment variable TEST_REPORT names, for ``.ci/steps.py``."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if (path := os.environ.get("TEST_REPORT")) and reporter and not hasattr(session.config, "workerinput"):
+        names = {kind: [report.nodeid for report in reporter.stats.get(kind, ())] for kind in OUTCOMES}
+        result = {
+            "status": int(exitstatus),
+            "passed": len(names["passed"]),
+            "failed": sorted({*names["failed"], *names["error"]}),
+            "skipped": len(names["skipped"]),
+        }
+        Path(path).write_text(json.dumps(result))
 
 
 class ServerProcess:
