@@ -40,7 +40,7 @@ def serve_blindly() -> None:
     """``teleloader-server`` without what this module is about."""
     from teleloader_server.cli import main
     from teleloader_server.dispatch import counters
-    from teleloader_server.dispatch.rates import Ongoing
+    from teleloader_server.dispatch.rates import Stopwatch
     from teleloader_server.stats import collector
     from teleloader_server.web import app
     from teleloader_shared.messages import ConsumerReport
@@ -52,9 +52,9 @@ def serve_blindly() -> None:
         await asyncio.Event().wait()
 
     for owner, names in (
-        (counters.ConsumerTally, ("sent", "asks", "waits", "has_waited")),
-        (counters.PoolTally, ("computed",)),
-        (Ongoing, ("begin", "end")),
+        (counters.ConsumerCounters, ("sent", "asks", "waits", "has_waited")),
+        (counters.PoolCounters, ("computed",)),
+        (Stopwatch, ("begin", "end")),
     ):
         for name in names:
             setattr(owner, name, nothing)

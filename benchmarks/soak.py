@@ -219,7 +219,7 @@ def _table(histories: Mapping[str, History], batches: int, minutes: float) -> Ta
         "PSS slope, MiB/hour",
         "open files",
         "threads",
-        "verdict",
+        "diagnosis",
     ):
         made.add_column(heading, justify="right")
     for name, history in histories.items():

@@ -26,7 +26,7 @@ from teleloader_shared.errors import (
     TeleloaderError,
     UnknownDataset,
 )
-from teleloader_shared.messages import LOOKING, DatasetInfo, Registration
+from teleloader_shared.messages import PREVIEW, DatasetInfo, Registration
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import LoaderSpec
 
@@ -156,7 +156,7 @@ class RemoteDataset:
         Raises:
             BatchOutOfRange: When the epoch has no such batch.
         """
-        return self._batch(spec, epoch, k, indices, consumer=LOOKING)
+        return self._batch(spec, epoch, k, indices, consumer=PREVIEW)
 
     def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
         return self._persistently(lambda: self._registered_batch(spec, epoch, k, indices, consumer))

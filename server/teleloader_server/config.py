@@ -19,7 +19,7 @@ DEFAULT_PORT: Final = 8000
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
-_LEAST: Final = {"head_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
+_LEAST: Final = {"max_header_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
 """Smallest values of limits: below them the server would refuse the requests of its own clients."""
 
 IndexKind = Literal["integers", "any"]
@@ -149,25 +149,25 @@ class ClientLimits:
     """Connections that are open at a time; fewer where the limit of open files says so."""
     max_connections_per_address: int = 4096
     """Those of them that come from one network address."""
-    head_bytes: int = 64 * 2**10
+    max_header_bytes: int = 64 * 2**10
     """Bytes of a request line and its headers."""
     max_headers: int = 128
     """Header fields of a request."""
     max_unauthenticated_bytes: int = 128 * 2**20
     """Bytes of memory of all connections without an authenticated request; beyond it the oldest of them is closed."""
-    head_seconds: float = 10.0
+    header_timeout: float = 10.0
     """Seconds for a request line and its headers."""
-    body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 64 * 2**20
     """Bytes of a body; the index lists of a batch of 2**20 samples take 9 MB."""
-    spec_bytes: int = 256 * 2**10
+    max_spec_bytes: int = 256 * 2**10
     """Bytes of a body that registers a loader."""
-    total_spec_bytes: int = 64 * 2**20
+    max_total_spec_bytes: int = 64 * 2**20
     """Bytes of memory that all registered loaders take together."""
-    held_bytes: int = 256 * 2**20
+    max_buffered_request_bytes: int = 256 * 2**20
     """Bytes of all bodies that are held at a time."""
-    body_rate: float = 10 * 2**10
+    min_body_rate: float = 10 * 2**10
     """Bytes a second that a body must have."""
-    body_seconds: float = 10.0
+    body_timeout: float = 10.0
     """Seconds over which the rate of a body is taken."""
     max_pipelined: int = 16
     """Requests of one connection that are answered or wait for it."""
@@ -175,7 +175,7 @@ class ClientLimits:
     """Requests of one principal, each second; what is too many is held for a second before it is refused."""
     max_unauthenticated_requests_per_second: float = 100.0
     """Requests without a valid token from one network address, each second; those with one do not count."""
-    max_window: int = 4096
+    max_batches_per_request: int = 4096
     """Batches for which a request may list indices, or that it may want to be made ahead."""
     max_consumers: int = 4096
     """Consumers of one principal that have an open request; idle ones are forgotten when there are more."""
@@ -189,13 +189,13 @@ class ClientLimits:
     """Worker processes of all sessions together."""
     max_session_workers_per_principal: int = 512
     """Those of one principal's sessions."""
-    unread_seconds: float = 60.0
+    send_timeout: float = 60.0
     """Seconds in which a client must take something of its answer."""
-    pressed_seconds: float = 2.0
+    pressure_send_timeout: float = 2.0
     """The same while its principal leaves more unread than its share of the memory."""
-    pressed_rate: float = 64 * 2**10
+    pressure_min_send_rate: float = 64 * 2**10
     """Bytes a second that a client must take of its answer meanwhile."""
-    linger_seconds: float = 2.0
+    lingering_time: float = 2.0
     """Seconds for a refused client to read why: a connection that is closed on what it still sends loses the answer."""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ RETRY_AFTER: Final = "1"
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 
-class Refusal(Exception):
+class HttpProblem(Exception):
     """A request that is not carried out, for a reason that only HTTP knows of."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:

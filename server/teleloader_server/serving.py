@@ -195,21 +195,21 @@ class _LocalServer:
 
     async def _serve(self) -> None:
         # here, so that a process that hosts nothing does not load fastapi
-        from teleloader_server.auth.authenticator import Gate
+        from teleloader_server.auth.authenticator import Authenticator
         from teleloader_server.dispatch.service import LoaderService
         from teleloader_server.web.app import Server, bind, url_of
 
         service = LoaderService(self._host, self._limits, self._client_limits)
         try:
-            gate = Gate(fixed=self._tokens, host=self._address)
-            server = Server(service, self._address, self._port, grace=1, gate=gate)
+            authenticator = Authenticator(fixed=self._tokens, host=self._address)
+            server = Server(service, self._address, self._port, grace=1, authenticator=authenticator)
             listening = bind(self._address, self._port)
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._started.set_exception(error)
             return
         try:
             address = listening.getsockname()[0]
-            refuse_unprotected(address, has_tokens=gate.has_tokens, insecure=self._insecure)
+            refuse_unprotected(address, has_tokens=authenticator.has_tokens, insecure=self._insecure)
             await service.start()
         except BaseException as error:  # noqa: BLE001 - as above
             listening.close()

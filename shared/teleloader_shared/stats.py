@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 WINDOW: Final = 10.0
 
-Bound = Literal["loader", "trainer", "network", "balanced", "unknown"]
+Bottleneck = Literal["loader", "training", "network", "balanced", "unknown"]
 """What holds a consumer back.
 
-``loader``: batches are not ready when they are wanted. ``trainer``: they are, and wait for the training loop.
+``loader``: batches are not ready when they are wanted. ``training``: they are, and wait for the training loop.
 ``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
 the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
 """
@@ -87,7 +87,7 @@ class ServerStats:
     """What answers take that are being sent."""
     pss: int
     """Proportional set size of server, template and workers together: shared pages counted once."""
-    loop_lag: float
+    event_loop_lag: float
     """Recent mean time for which the event loop was late: from 0.01 on, requests wait for the server's own process."""
     connections: int
     """Open connections."""
@@ -112,15 +112,15 @@ class WorkerStats:
     loader: str | None
     """Key of the loader whose own it is; None for those that all share."""
     state: Literal["starting", "idle", "busy"]
-    doing: str | None
+    current_task: str | None
     """What it makes now, e.g. ``batch 12 of epoch 0 of train``."""
-    doing_for: float | None
+    current_task_seconds: float | None
     """For how long."""
     batches: int
     """Batches that this place has finished."""
     busy: float
     """Time spent on finished batches."""
-    busy_share: float
+    busy_fraction: float
     """Recent share of the time in which it was at work."""
     restarts: int
     """How often its process died, or was killed because it hung, and was replaced."""
@@ -168,10 +168,10 @@ class DatasetStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """Whether the loader or the trainer is the bottleneck, and what to change."""
 
-    bound: Bound
+    bottleneck: Bottleneck
     workers: int | None
     """How many workers in all would keep up with the training loop; None where it cannot be known."""
     advice: str
@@ -204,12 +204,12 @@ class ConsumerStats:
     """Recent; sent."""
     waiting: float
     """Time in which it had asked and the batch was not ready: the loader held the trainer back."""
-    waiting_share: float
-    """Recent share of the time for which that was so; as the verdict, of its training loop in this pass and the passes
-    before, if they were short."""
-    sending_share: float
+    starved_fraction: float
+    """Recent share of the time for which that was so; as the diagnosis, of its training loop in this pass and the
+    passes before, if they were short."""
+    sending_fraction: float
     """Recent share of the time in which an answer to it was being sent; likewise."""
-    loop_waiting_share: float | None
+    data_wait_fraction: float | None
     """Recent share of the time in which its training loop waited for data, as its client says; None if it does not."""
     reconnects: int | None
     """Connections that broke, or were closed, and were made anew, as its client says; in all passes of its loader."""
@@ -217,7 +217,7 @@ class ConsumerStats:
     """Batches that its client asked another server for because this or another one was late; likewise."""
     idle: float
     """Since it asked last."""
-    verdict: Verdict
+    diagnosis: Diagnosis
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def blocked(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> ServerProcess:
     """A server whose dataset `slow` never gives a sample, with a token `first`."""
-    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     table.add("other")
     table.add("first")
     return start_server(f"{HOSTED}slow", f"{HOSTED}numbers", "--num-workers", "1", "--tokens", table.write())
@@ -200,7 +200,7 @@ def test_a_token_ends_what_waits_when_it_expires(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> None:
     """As when it is revoked, without a change of the file."""
-    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 20))
     token = table.add("first", expires=expires)
     server = start_server(f"{HOSTED}slow", "--num-workers", "1", "--tokens", table.write())

@@ -133,15 +133,15 @@ def test_loaders_that_are_not_in_use_are_forgotten() -> None:
 
 def test_the_window_is_limited() -> None:
     """What is wanted ahead, and how many batches' indices are listed."""
-    with limited(max_window=4) as (_, client):
+    with limited(max_batches_per_request=4) as (_, client):
         plan = registered(client)
         path = f"/v1/loaders/{plan}/epochs/0/batches/0"
         assert client.get(path, params={"ahead": 4}).status_code == 200
-        assert "was 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_window")
+        assert "was 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_batches_per_request")
         own = registered(client, order="client", session="s")
         lists = [codec.to_bytes(Address(own, 0, k), np.array([k])) for k in range(5)]
         path = f"/v1/loaders/{own}/epochs/0/batches?start=0"
-        refusal(client.post(path, content=b"".join(lists)), 422, "max_window")
+        refusal(client.post(path, content=b"".join(lists)), 422, "max_batches_per_request")
         assert client.post(path, content=b"".join(lists[:4])).status_code == 200
         client.delete(f"/v1/loaders/{own}")
 
@@ -221,7 +221,7 @@ def test_specs_count_with_their_memory() -> None:
     """Loaders that are not in use make room for others; those that are in use leave none, and that is said."""
     session = {"batch_size": 8, "num_workers": 1}
     name = "x" * 500
-    limits = ClientLimits(total_spec_bytes=60_000)
+    limits = ClientLimits(max_total_spec_bytes=60_000)
     with (
         serve(iter_dataset(), num_workers=1, limits=limits) as url,
         httpx.Client(base_url=url, timeout=30) as client,
@@ -229,7 +229,7 @@ def test_specs_count_with_their_memory() -> None:
         states = ["\u0101" * 16_000]
         first = registered(client, session="1" + name, shard_states=states, **session)
         spec = {"dataset": "dataset", "session": "2" + name, "shard_states": states, **session}
-        refusal(client.post("/v1/loaders", json=spec), 503, "total_spec_bytes")
+        refusal(client.post("/v1/loaders", json=spec), 503, "max_total_spec_bytes")
         small = [registered(client, session=f"{number}{name}") for number in range(3)]
         assert client.get(f"/v1/loaders/{first}").status_code == 200
         for key in (first, *small):
@@ -240,7 +240,7 @@ def test_specs_count_with_their_memory() -> None:
 
 def test_shared_loaders_are_forgotten_for_want_of_memory() -> None:
     """Those that were requested longest ago, as when there are too many of them."""
-    with limited(total_spec_bytes=10 * 2**10) as (_, client):
+    with limited(max_total_spec_bytes=10 * 2**10) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(12)]
         statuses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
         assert statuses == [404] * 8 + [200] * 4
@@ -264,7 +264,8 @@ def test_connections_from_one_address_are_limited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "status"), [("spec_bytes", 100, 413), ("body_bytes", 2000, 413), ("held_bytes", 50, 503)]
+    ("limit", "value", "status"),
+    [("max_spec_bytes", 100, 413), ("max_body_bytes", 2000, 413), ("max_buffered_request_bytes", 50, 503)],
 )
 def test_bodies_are_limited(limit: str, value: int, status: int) -> None:
     """Each, and all together."""
@@ -275,9 +276,9 @@ def test_bodies_are_limited(limit: str, value: int, status: int) -> None:
 
 def test_heads_are_limited() -> None:
     """Request lines and headers."""
-    with limited(head_bytes=2048) as (_, client):
-        refusal(client.get("/healthz", headers={"x": "y" * 4000}), 431, "head_bytes")
-        refusal(client.get("/" + "x" * 4000), 414, "head_bytes")
+    with limited(max_header_bytes=2048) as (_, client):
+        refusal(client.get("/healthz", headers={"x": "y" * 4000}), 431, "max_header_bytes")
+        refusal(client.get("/" + "x" * 4000), 414, "max_header_bytes")
 
 
 # --- The configuration --------------------------------------------------------------------------------------------
@@ -291,9 +292,9 @@ def test_heads_are_limited() -> None:
         ({"max_consumers": 1.5}, r"whole number greater than 0, was 1\.5"),
         ({"max_consumers": True}, r"was True"),
         ({"max_consumers": "many"}, r"max_consumers of \[limits\] must be a number, or a size .*, was 'many'"),
-        ({"head_seconds": float("inf")}, r"must be a number greater than 0, was inf"),
-        ({"head_seconds": -1}, r"was -1"),
-        ({"head_bytes": 10}, r"at least 1024, was 10"),
+        ({"header_timeout": float("inf")}, r"must be a number greater than 0, was inf"),
+        ({"header_timeout": -1}, r"was -1"),
+        ({"max_header_bytes": 10}, r"at least 1024, was 10"),
     ],
 )
 def test_limits_that_nobody_could_work_with_are_refused(table: dict[str, Any], sentence: str) -> None:
@@ -306,7 +307,7 @@ def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartS
     """The command line wins."""
     file = tmp_path / "loader.toml"
     file.write_text('[limits]\nmax_window = 3\nspec_bytes = "1KiB"\n')
-    server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_window=7")
+    server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_batches_per_request=7")
     with httpx.Client(base_url=server.url) as client:
         key = registered(client, dataset="digits-test")
         path = f"/v1/loaders/{key}/epochs/0/batches/0"

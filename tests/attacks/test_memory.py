@@ -19,7 +19,7 @@ SENT = 50 * 10**6
 UNAUTHENTICATED = 16 * MIB
 """Limit `max_unauthenticated_bytes`."""
 HELD = 64 * MIB
-"""Limit `held_bytes`, of which unfinished WebSocket messages may take a quarter."""
+"""Limit `max_buffered_request_bytes`, of which unfinished WebSocket messages may take a quarter."""
 ALLOCATOR = 24 * MIB
 """Memory that the allocator and the event loop keep besides what is in use."""
 TOKEN = "a-token-of-the-tests"
@@ -34,8 +34,8 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     tokens.write_text(f'[trainer]\ntoken = "{TOKEN}"\nscopes = ["read", "stats"]\n')
     running = ServerProcess(
         "--port", "0", "tests.end_to_end.hosted:numbers", "--num-workers", "1", "--tokens", str(tokens),
-        "--limit", f"max_unauthenticated_bytes={UNAUTHENTICATED}", "--limit", f"held_bytes={HELD}",
-        "--limit", "head_seconds=300", "--limit", "body_seconds=300",
+        "--limit", f"max_unauthenticated_bytes={UNAUTHENTICATED}", "--limit", f"max_buffered_request_bytes={HELD}",
+        "--limit", "header_timeout=300", "--limit", "body_timeout=300",
     )  # fmt: skip
     yield running
     assert running.end() == 0
@@ -143,7 +143,7 @@ def test_messages_of_strangers_are_not_read(server: ServerProcess, kind: str) ->
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_unfinished_messages_take_a_bounded_memory(server: ServerProcess, kind: str) -> None:
-    """50 MB of messages without an end take no more than a quarter of `held_bytes`, with a token too."""
+    """50 MB of unfinished messages take at most a quarter of `max_buffered_request_bytes`, with a token too."""
     key = registered(server.url)
     with Attack(server) as attack:
         attack.send(lambda: attack.websocket(key, AUTHORIZATION), TRAINERS[kind])

@@ -7,9 +7,9 @@ import re
 import httpx
 import pytest
 
-from teleloader_server.stats.bottleneck import verdict
+from teleloader_server.stats.bottleneck import diagnose
 from tests.conftest import ROOT, StartServer, need
-from tests.server.test_verdict import CASES, consumption, workforce
+from tests.server.test_bottleneck import CASES, consumption, workforce
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 QUOTED = re.findall(r"\*“(.+?)”\*", PAGE)
@@ -22,7 +22,7 @@ def test_the_advice_that_is_explained_is_given(quoted: str) -> None:
     from tests.docs.pages import same_but
 
     seen = [(consumption(**known), by) for known, by, *_ in CASES.values()]
-    given = [verdict(consumer, workforce(consumer, **by)).advice for consumer, by in seen]
+    given = [diagnose(consumer, workforce(consumer, **by)).advice for consumer, by in seen]
     assert any(same_but(f"...{quoted}...", advice) for advice in given), given
 
 

@@ -19,12 +19,12 @@ from teleloader_server.web.dashboard import add_dashboard
 from teleloader_shared.stats import (
     ConsumerStats,
     DatasetStats,
+    Diagnosis,
     ErrorCount,
     Latency,
     ServerStats,
     SlowBatch,
     Stats,
-    Verdict,
     WorkerStats,
 )
 
@@ -43,7 +43,7 @@ SERVER = ServerStats(
     memory_mapped=640 * MIB,
     memory_sending=12 * MIB,
     pss=1536 * MIB,
-    loop_lag=0.0004,
+    event_loop_lag=0.0004,
     connections=12,
     worker_restarts=1,
     batches_per_second=125.0,
@@ -56,11 +56,11 @@ WORKER = WorkerStats(
     pid=5000,
     loader=None,
     state="busy",
-    doing="batch 12 of epoch 0 of train",
-    doing_for=0.25,
+    current_task="batch 12 of epoch 0 of train",
+    current_task_seconds=0.25,
     batches=1234,
     busy=100.0,
-    busy_share=0.93,
+    busy_fraction=0.93,
     restarts=0,
     recycled=0,
     last_exit=None,
@@ -101,25 +101,25 @@ CONSUMER = ConsumerStats(
     batches_per_second=12.5,
     bytes_per_second=6.25 * MIB,
     waiting=31.5,
-    waiting_share=0.6,
-    sending_share=0.05,
-    loop_waiting_share=0.62,
+    starved_fraction=0.6,
+    sending_fraction=0.05,
+    data_wait_fraction=0.62,
     reconnects=1,
     hedges=0,
     idle=0.1,
-    verdict=Verdict("loader", 8, "The loop waits 62 % of the time: 8 workers instead of 4 would keep up."),
+    diagnosis=Diagnosis("loader", 8, "The loop waits 62 % of the time: 8 workers instead of 4 would keep up."),
 )
 
-BALANCED = Verdict("balanced", 4, "The loop hardly waits, and the workers hardly rest.")
-TRAINER = Verdict("trainer", 1, "Batches wait for the training loop: 1 worker would do.")
-NETWORK = Verdict("network", None, "Batches are ready and arrive too slowly: use compression or a faster network.")
-UNKNOWN = Verdict("unknown", None, "It has not asked for long enough.")
+BALANCED = Diagnosis("balanced", 4, "The loop hardly waits, and the workers hardly rest.")
+TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would do.")
+NETWORK = Diagnosis("network", None, "Batches are ready and arrive too slowly: use compression or a faster network.")
+UNKNOWN = Diagnosis("unknown", None, "It has not asked for long enough.")
 
 
 def made_up(consumers: int = 1) -> Stats:
     """Figures of a server with so many consumers, of which the first is loader-bound and the others are balanced."""
     others = [
-        dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", loop_waiting_share=0.01, verdict=BALANCED)
+        dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", data_wait_fraction=0.01, diagnosis=BALANCED)
         for n in range(1, consumers)
     ]
     return Stats(

@@ -145,7 +145,7 @@ def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
 
 
 def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
-    """Its name and the verdict, the facts, the problems with advice; no colours in a pipe."""
+    """Its name and the diagnosis, the facts, the problems with advice; no colours in a pipe."""
     done = check(CHECKED + "dicts", CHECKED + "threaded")
     first, second = done.out.strip().split("\n\n")
     assert first.splitlines()[:2] == ["dicts: fine", "  dataset     map-style, Samples, 50 samples"]

@@ -148,7 +148,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert page.get_by_role("meter", name="Memory").get_attribute("aria-valuetext") == "512 MiB of 2 GiB"
     assert cells(page, "trainer-0") == [
         *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %"),
-        f"▲ loader-bound {CONSUMER.verdict.advice}",
+        f"▲ loader-bound {CONSUMER.diagnosis.advice}",
     ]
     assert row(page, "trainer-0").get_by_role("progressbar").get_attribute("aria-valuenow") == "30"
     assert cells(page, "0 process 5000") == [
@@ -171,34 +171,34 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
 
 def test_the_worst_verdict_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
     """Loader before network before balanced before trainer; below it how many there are of each."""
-    verdicts = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.verdict]
+    diagnoses = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.diagnosis]
     consumers = [
-        dataclasses.replace(CONSUMER, consumer=f"run-{n}", rank=n, world_size=5, verdict=verdict)
-        for n, verdict in enumerate(verdicts)
+        dataclasses.replace(CONSUMER, consumer=f"run-{n}", rank=n, world_size=5, diagnosis=diagnosis)
+        for n, diagnosis in enumerate(diagnoses)
     ]
     server.stats = dataclasses.replace(server.stats, consumers=consumers, consumers_total=5)
     page = open_page(server.url)
-    until(page.locator("#sentence"), f"▲ Loader-bound run-4, rank 4 of train: {CONSUMER.verdict.advice}")
+    until(page.locator("#sentence"), f"▲ Loader-bound run-4, rank 4 of train: {CONSUMER.diagnosis.advice}")
     until(
         page.locator("#counts"),
-        "5 consumers: 1 loader-bound, 1 network-bound, 1 balanced, 1 trainer-bound, 1 no verdict yet.",
+        "5 consumers: 1 loader-bound, 1 network-bound, 1 balanced, 1 training-bound, 1 no diagnosis yet.",
     )
     names = page.locator("#consumers").get_by_role("rowheader").all_inner_texts()
     assert names == ["run-4", "run-3", "run-2", "run-1", "run-0"]
     server.stats = dataclasses.replace(server.stats, consumers=consumers[:2], consumers_total=2)
-    until(page.locator("#sentence"), f"● Trainer-bound run-1, rank 1 of train: {TRAINER.advice}")
+    until(page.locator("#sentence"), f"● Training-bound run-1, rank 1 of train: {TRAINER.advice}")
 
 
 def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, open_page: Open) -> None:
-    """A screen reader is told of another verdict, and not each second of another figure in the same one."""
+    """A screen reader is told of another diagnosis, and not each second of another figure in the same one."""
     page = open_page(server.url)
     told = page.get_by_role("status").filter(has_text="Loader-bound")
     first = told.inner_text()
-    same = dataclasses.replace(CONSUMER, verdict=dataclasses.replace(CONSUMER.verdict, advice="It waits 64 %."))
+    same = dataclasses.replace(CONSUMER, diagnosis=dataclasses.replace(CONSUMER.diagnosis, advice="It waits 64 %."))
     server.stats = dataclasses.replace(server.stats, consumers=[same])
     until(page.locator("#sentence"), "It waits 64 %.")
     assert told.inner_text() == first
-    server.stats = dataclasses.replace(server.stats, consumers=[dataclasses.replace(CONSUMER, verdict=NETWORK)])
+    server.stats = dataclasses.replace(server.stats, consumers=[dataclasses.replace(CONSUMER, diagnosis=NETWORK)])
     until(page.locator("#announced"), "Network-bound")
 
 
@@ -215,7 +215,7 @@ def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: O
     page = open_page(server.url)
     again = dataclasses.replace(
         WORKER, pid=6001, restarts=1, last_exit="worker 1 (pid 5001) killed by signal SIGKILL (Killed)",
-        last_restart=0.031, doing=None, doing_for=None, state="starting",
+        last_restart=0.031, current_task=None, current_task_seconds=None, state="starting",
     )  # fmt: skip
     server.stats = dataclasses.replace(server.stats, workers=[again])
     until(
@@ -245,10 +245,10 @@ def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: O
     server.stats = Stats(
         server=dataclasses.replace(SERVER, host=HOSTILE, version=HOSTILE),
         datasets=[dataclasses.replace(DATASET, dataset=HOSTILE, errors=[error])],
-        workers=[dataclasses.replace(WORKER, doing=HOSTILE, last_exit=HOSTILE, restarts=1)],
+        workers=[dataclasses.replace(WORKER, current_task=HOSTILE, last_exit=HOSTILE, restarts=1)],
         consumers=[
             dataclasses.replace(
-                CONSUMER, consumer=HOSTILE, dataset=HOSTILE, verdict=dataclasses.replace(BALANCED, advice=HOSTILE)
+                CONSUMER, consumer=HOSTILE, dataset=HOSTILE, diagnosis=dataclasses.replace(BALANCED, advice=HOSTILE)
             )
         ],
         consumers_total=1,
@@ -321,7 +321,7 @@ def test_a_consumer_that_has_gone_is_not_shown(server: MadeUpServer, open_page: 
 
 
 def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> None:
-    """The first key leads to the answer; a verdict opens, keeps the focus, and stays open when figures change."""
+    """The first key leads to the answer; a diagnosis opens, keeps the focus, and stays open when figures change."""
     server.stats = made_up(consumers=3)
     page = open_page(server.url)
     page.keyboard.press("Tab")
@@ -334,7 +334,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
     opened = row(page, "trainer-0").locator("details")
     until(opened.locator("p"), "1 reconnect; 0 hedges; 8 workers would keep up. Loader 0f1e2d3c.")
     # it would be the last one now, but the row with the focus does not go elsewhere
-    calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, verdict=UNKNOWN)
+    calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, diagnosis=UNKNOWN)
     server.stats = dataclasses.replace(server.stats, consumers=[calm, *server.stats.consumers[1:]])
     until(row(page, "trainer-0"), "33")
     assert opened.get_attribute("open") is not None
@@ -346,9 +346,9 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: Open, scheme: str) -> None:
     """By WCAG's ratio of 4.5, in light and in dark; what has a tone has a word as well."""
-    verdicts = [CONSUMER.verdict, NETWORK, BALANCED, UNKNOWN]
-    consumers = [dataclasses.replace(CONSUMER, consumer=f"run-{n}", verdict=one) for n, one in enumerate(verdicts)]
-    workers = [dataclasses.replace(WORKER, restarts=1, doing_for=60.0)]
+    diagnoses = [CONSUMER.diagnosis, NETWORK, BALANCED, UNKNOWN]
+    consumers = [dataclasses.replace(CONSUMER, consumer=f"run-{n}", diagnosis=one) for n, one in enumerate(diagnoses)]
+    workers = [dataclasses.replace(WORKER, restarts=1, current_task_seconds=60.0)]
     server.stats = dataclasses.replace(server.stats, consumers=consumers, workers=workers, consumers_total=4)
     page = open_page(server.url, color_scheme=scheme)
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
@@ -370,7 +370,7 @@ def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, 
     assert table is not None
     assert sentence["width"] > 0.95 * table["width"]
     assert sentence["y"] >= figures["y"] + figures["height"]
-    assert row(page, "trainer-0").get_by_text(CONSUMER.verdict.advice).is_visible()
+    assert row(page, "trainer-0").get_by_text(CONSUMER.diagnosis.advice).is_visible()
 
 
 def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open) -> None:
@@ -444,7 +444,7 @@ def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))
     page = open_page(url)
-    until(page.locator("#sentence"), "Trainer-bound")
+    until(page.locator("#sentence"), "Training-bound")
 
 
 def test_a_server_that_stops_is_lost_and_found_again(

@@ -220,7 +220,7 @@ def test_one_damaged_bit_leads_to_the_right_batch(start_server: StartServer, par
         return content
 
     # a head that does not end is refused soon
-    server = serve(start_server, "--limit", "head_seconds=0.5")
+    server = serve(start_server, "--limit", "header_timeout=0.5")
     with FaultProxy(server.url, seed=4) as proxy:
         dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
         loader = DataLoader(dataset, 4, sampler=range(4), output="numpy")
@@ -250,7 +250,7 @@ def test_one_damaged_bit_leads_to_the_right_sample(start_server: StartServer, pa
         sizes.append(len(content))
         return content
 
-    with FaultProxy(serve(start_server, "--limit", "head_seconds=0.5").url, seed=4) as proxy:
+    with FaultProxy(serve(start_server, "--limit", "header_timeout=0.5").url, seed=4) as proxy:
         dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
         proxy.arm(Rewrite(measure), part=part)
         assert np.array_equal(dataset[17], hosted.small.table[17])

@@ -143,17 +143,17 @@ def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Pa
 
     def doing() -> Any:
         (worker,) = server.stats()["workers"]
-        return worker if worker["doing"] and worker["busy_share"] > 0.5 else None
+        return worker if worker["current_task"] and worker["busy_fraction"] > 0.5 else None
 
     worker = eventually(doing)
-    assert worker["doing"] == "batch 0 of epoch 0 of slow"
+    assert worker["current_task"] == "batch 0 of epoch 0 of slow"
     assert worker["state"] == "busy"
-    assert worker["doing_for"] > 0
+    assert worker["current_task_seconds"] > 0
     assert worker["batches"] == 0
     gate.touch()
     assert len(list(iterator)) == 4
     (worker,) = server.stats()["workers"]
-    assert (worker["doing"], worker["doing_for"]) == (None, None)
+    assert (worker["current_task"], worker["current_task_seconds"]) == (None, None)
 
 
 def test_a_killed_worker_is_told(start_server: StartServer) -> None:
@@ -179,11 +179,11 @@ def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPa
 
     for wrong in ("", "nonsense", "x" * 10_000, "elapsed=nan"):
         assert ask(wrong)["reconnects"] is None
-    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["loop_waiting_share"] is None
+    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["data_wait_fraction"] is None
     told = ask("elapsed=3.000,waited=1.500,taken=3,reconnects=6,hedges=7")
-    assert (told["loop_waiting_share"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
+    assert (told["data_wait_fraction"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
     overtaken = ask("elapsed=2.900,waited=0.000,taken=2,reconnects=5,hedges=6")
-    assert (overtaken["loop_waiting_share"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
+    assert (overtaken["data_wait_fraction"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
 
 
 # -- many consumers

@@ -18,7 +18,7 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader.cli.bench import Measured, show
 from teleloader.dataset import consumers_prefix
 from teleloader_server import serve
-from teleloader_shared.stats import Verdict
+from teleloader_shared.stats import Diagnosis
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
@@ -104,8 +104,8 @@ def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[
     """Whoever is held back by the loader comes first, then by the network, then those that are not held back."""
     server, url = figures
     consumers = [
-        dataclasses.replace(CONSUMER, consumer="slow-loop", verdict=TRAINER),
-        dataclasses.replace(CONSUMER, consumer="far-away", verdict=NETWORK),
+        dataclasses.replace(CONSUMER, consumer="slow-loop", diagnosis=TRAINER),
+        dataclasses.replace(CONSUMER, consumer="far-away", diagnosis=NETWORK),
         dataclasses.replace(CONSUMER, consumer="starved"),
     ]
     server.stats = dataclasses.replace(made_up(), consumers=consumers, consumers_total=3)
@@ -113,7 +113,7 @@ def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[
     assert done.code == 0
     said = [line for line in done.out.splitlines() if "-bound. " in line]
     assert [line.partition(":")[0] for line in said] == ["starved", "far-away", "slow-loop"]
-    assert said[0] == f"starved: loader-bound. {CONSUMER.verdict.advice}"
+    assert said[0] == f"starved: loader-bound. {CONSUMER.diagnosis.advice}"
     assert done.out.index("starved:") < done.out.index("bytes/s ")
 
 
@@ -350,12 +350,12 @@ def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
 def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
     """A dataset that takes its time, and a loop that does."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
-    assert "verdict: loader-bound" in slow.out
+    assert "diagnosis: loader-bound" in slow.out
     assert re.search(r"enough for training steps of .* it takes 4 \(--num-workers 4\)", slow.out)
     assert re.search(r"a worker makes +[\d,.]+ samples/s", slow.out)
     assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
-    assert "verdict: trainer-bound" in thinking.out
+    assert "diagnosis: training-bound" in thinking.out
 
 
 def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,13 +364,13 @@ def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str])
         dataset="train", step=0.1, seconds=1.0, batches=1, samples=1, batch_bytes=1, first_batch=0.1, waited=0.5,
         wait_p50=0.1, wait_p95=0.1, wait_max=0.1,
     )  # fmt: skip
-    unknown = Verdict("unknown", None, "It is too early to say.")
+    unknown = Diagnosis("unknown", None, "It is too early to say.")
     show(short, unknown, as_json=False)
     said = capsys.readouterr().out
     assert said.startswith("train: 1 batch in 1 s\n")
-    assert said.endswith("verdict: none after so short a time, --seconds 3 is enough\n")
+    assert said.endswith("diagnosis: none after so short a time, --seconds 3 is enough\n")
     show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
-    assert capsys.readouterr().out.endswith("verdict: unknown. It is too early to say.\n")
+    assert capsys.readouterr().out.endswith("diagnosis: unknown. It is too early to say.\n")
 
 
 def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:

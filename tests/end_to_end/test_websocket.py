@@ -273,7 +273,9 @@ def test_index_lists_that_are_kept_have_a_limit(
     """Together with the bodies of requests; those that come meanwhile wait, and are answered in their order."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
-    server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1", "--limit", "held_bytes=5000")
+    server = start_server(
+        "tests.end_to_end.hosted:slow", "--num-workers", "1", "--limit", "max_buffered_request_bytes=5000"
+    )
     key = register(server.url, dataset="slow", order="client", session="long", batch_size=2)
     lists = [codec.to_bytes(Address(key, 0, k), [k % 8] * 500, checksum=False) for k in range(30)]
     assert 500 < len(lists[0]) < 2500
@@ -284,7 +286,7 @@ def test_index_lists_that_are_kept_have_a_limit(
 
         def refused() -> bool:
             answer = httpx.post(f"{server.url}/v1/loaders", content=body, trust_env=False)
-            return answer.status_code == 503 and "held_bytes" in answer.json()["detail"]
+            return answer.status_code == 503 and "max_buffered_request_bytes" in answer.json()["detail"]
 
         await_(refused)
         gate.touch()
@@ -293,7 +295,7 @@ def test_index_lists_that_are_kept_have_a_limit(
         socket.send(codec.to_bytes(Address(key, 0, 30), np.ones(2000, np.int64), checksum=False))
         problem, code = refusal(socket)
         assert (problem["code"], code) == ("ServerUnavailable", 1012)
-        assert "held_bytes" in problem["detail"]
+        assert "max_buffered_request_bytes" in problem["detail"]
 
 
 TOKENS = """

@@ -88,7 +88,7 @@ def count(counter: Any) -> int:
         return int(counter.value)
 
 
-class Gate:
+class Authenticator:
     """What workers wait at until the test opens it."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None]
 
 def test_a_hang_costs_other_consumers_nothing() -> None:
     """While a worker hangs the others serve the rest of the clients, also with what waited behind the hang."""
-    gate = Gate()
+    gate = Authenticator()
     made = shared_counter()
 
     def sample(index: int) -> int:
@@ -200,7 +200,7 @@ def test_a_worker_that_takes_its_time_is_left_alone() -> None:
 def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """``batch_timeout=0``: as long as the worker lives it is waited for."""
     monkeypatch.setattr(processes, "CHECK_EVERY", 0.02)
-    gate = Gate()
+    gate = Authenticator()
 
     def sample(index: int) -> int:
         gate.wait()

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from teleloader_server import permissions
 from teleloader_server.auth import origins, token_file
-from teleloader_server.auth.authenticator import Gate, RequestCaller
+from teleloader_server.auth.authenticator import Authenticator, RequestCaller
 from teleloader_server.auth.origins import is_known_host, is_of_another_site, known_hosts
 from teleloader_server.auth.token_file import TokenFile
 from teleloader_server.auth.tokens import parse_tokens
@@ -231,7 +231,7 @@ def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
     for route in endpoints(app.router.routes):
         need = permissions.need_of(route.endpoint)
         needs.setdefault(need, set()).add(route.path)
-        # a WebSocket asks the gate at each message: tests/end_to_end/test_websocket.py
+        # a WebSocket asks the authenticator at each message: tests/end_to_end/test_websocket.py
         assert need == permissions.UNCHECKED or isinstance(route, GuardedRoute | APIWebSocketRoute), route.path
     assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
     assert needs.pop("open") == {"/session"}
@@ -252,12 +252,12 @@ def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
 
 
 def test_a_route_that_is_described_is_guarded(app: FastAPI) -> None:
-    """What the API's description lists is what passes the gate, or a probe."""
+    """What the API's description lists is what passes the authenticator, or a probe."""
     guarded = {route.path for route in endpoints(app.router.routes) if isinstance(route, APIRoute)}
     assert set(app.openapi()["paths"]) <= guarded
 
 
-# -- the gate
+# -- the authenticator
 
 
 def scope(authorization: str | None = None, **headers: str) -> dict[str, Any]:
@@ -276,29 +276,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def look_twice(gate: Gate) -> None:
-    """Let a gate look at its files as a server does every second, until a change that is over was applied."""
+def look_twice(authenticator: Authenticator) -> None:
+    """Let an authenticator look at its files as a server does every second, until a change that is over was applied."""
     for _ in range(2):
-        gate.look()
+        authenticator.look()
 
 
-def gate_of(tmp_path: Path, text: str) -> Gate:
+def gate_of(tmp_path: Path, text: str) -> Authenticator:
     """One with a file of tokens."""
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     file.chmod(0o600)
-    return Gate([TokenFile.table(file)])
+    return Authenticator([TokenFile.table(file)])
 
 
 def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
     """A token that is removed is refused, though it was accepted before; a new one is accepted."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     (tmp_path / "tokens.toml").write_text(LATER)
-    look_twice(gate)
+    look_twice(authenticator)
     with pytest.raises(Unauthorized, match="not one of this server's"):
-        RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read")
-    assert RequestCaller(gate, scope("bearer another-token-of-it")).admit("read").name == "later"
+        RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read")
+    assert RequestCaller(authenticator, scope("bearer another-token-of-it")).admit("read").name == "later"
 
 
 @pytest.mark.parametrize(
@@ -317,48 +317,48 @@ def test_an_empty_or_missing_file_accepts_nobody(
     first, later = (one_entry(token=f'"{SECRET}"'), LATER) if kind == TokenFile.table else (SECRET, LATER.split('"')[1])
     file.write_text(first)
     file.chmod(0o600)
-    gate = Gate([kind(file)])
-    signed_in = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
-    admitted = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    authenticator = Authenticator([kind(file)])
+    signed_in = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))
+    admitted = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     admitted.admit("read")
     if content is None:
         file.unlink()
     else:
         file.write_text(content)
-    look_twice(gate)
-    assert gate.has_tokens
+    look_twice(authenticator)
+    assert authenticator.has_tokens
     for refused in (signed_in, scope(f"Bearer {SECRET}"), scope()):
         with pytest.raises(Unauthorized):
-            RequestCaller(gate, refused).admit("stats")
+            RequestCaller(authenticator, refused).admit("stats")
     with pytest.raises(Unauthorized):
         admitted.authorize("read", "train")
     assert [record.message for record in caplog.records if "no client can authenticate" in record.message]
     file.write_text(later)
-    look_twice(gate)
-    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read")
+    look_twice(authenticator)
+    assert RequestCaller(authenticator, scope("Bearer another-token-of-it")).admit("read")
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file counts when two looks in a row find it alike: a part of it may name fewer tokens, or an older state."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     with file.open("w") as writing:  # empty from here on
         for part in ("", "# a long\n", LATER.partition("scopes")[0], "scopes" + LATER.partition("scopes")[2]):
             writing.write(part)
             writing.flush()
-            gate.look()
-            assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
-    gate.look()
-    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read").name == "later"
+            authenticator.look()
+            assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
+    authenticator.look()
+    assert RequestCaller(authenticator, scope("Bearer another-token-of-it")).admit("read").name == "later"
     assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read is discarded: it may be half of the old content and half of the new."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     file.write_text("# revoked: all")
-    gate.look()
+    authenticator.look()
     read = token_file.read_text
 
     def interrupted(path: Path) -> token_file.TokenText:
@@ -367,19 +367,19 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(token_file, "read_text", interrupted)
-    gate.look()
-    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
+    authenticator.look()
+    assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     monkeypatch.setattr(token_file, "read_text", read)
-    look_twice(gate)
-    assert RequestCaller(gate, scope("Bearer another-token-of-it")).admit("read").name == "later"
+    look_twice(authenticator)
+    assert RequestCaller(authenticator, scope("Bearer another-token-of-it")).admit("read").name == "later"
 
 
 def test_an_entry_that_loses_its_scopes_gains_none(tmp_path: Path) -> None:
     """Scopes have no default: a file that ends after ``sha256`` must not turn ``read:train`` into ``read``."""
-    gate = gate_of(tmp_path, one_entry(scopes='["read:train"]', token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(scopes='["read:train"]', token=f'"{SECRET}"'))
     (tmp_path / "tokens.toml").write_text(f'[trainer]\ntoken = "{SECRET}"\n')
-    look_twice(gate)
-    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    look_twice(authenticator)
+    caller = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     for need, dataset in (("read", "other"), ("stats", None)):
         with pytest.raises(Forbidden):
             caller.authorize(need, dataset)
@@ -390,7 +390,7 @@ def test_an_invalid_file_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | bytes | None
 ) -> None:
     """A typing error does not stop training: the tokens stay as they were, with one error in the log."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     if content is None:  # unreadable, for root as well
         file.unlink()
@@ -398,8 +398,8 @@ def test_an_invalid_file_changes_nothing(
     else:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     for _ in range(3):
-        look_twice(gate)
-        assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
+        look_twice(authenticator)
+        assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     assert [record.message[:30] for record in caplog.records] == ["the tokens stay as they were: "]
 
 
@@ -418,46 +418,46 @@ def test_a_server_does_not_start_with_a_file_without_tokens(
 
 def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> None:
     """Also one that was let in before."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
-    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
+    assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     clock[0] += 11
     with pytest.raises(Unauthorized, match="'trainer' has expired"):
-        RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read")
+        RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read")
 
 
 def test_a_caller_is_authorized_as_its_token_stands_at_each_use(tmp_path: Path) -> None:
     """A request that was admitted loses what its token loses, whether that is a scope or the token itself."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    caller = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     for dataset in ("train", "other"):
         assert caller.authorize("read", dataset).name == "trainer"
     assert caller.authorize("stats").name == "trainer"
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
-    look_twice(gate)
+    look_twice(authenticator)
     assert caller.authorize("read", "train").name == "trainer"
     with pytest.raises(Forbidden):
         caller.authorize("read", "other")
     with pytest.raises(Forbidden):
         caller.authorize("stats")
     (tmp_path / "tokens.toml").write_text(LATER)
-    look_twice(gate)
+    look_twice(authenticator)
     with pytest.raises(Unauthorized):
         caller.authorize("read", "train")
 
 
 def test_changed_and_expired_tokens_are_reported(tmp_path: Path, clock: list[float]) -> None:
     """`on_change` is called once for a changed file and once when a token expires, and not otherwise."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
     calls: list[float] = []
-    gate.on_change = lambda: calls.append(clock[0])
+    authenticator.on_change = lambda: calls.append(clock[0])
     for _ in range(10):
         clock[0] += 2
-        gate.look()
+        authenticator.look()
     assert calls == [1_000_010.0]
     (tmp_path / "tokens.toml").write_text(LATER)
     for _ in range(3):
         clock[0] += 2
-        gate.look()
+        authenticator.look()
     assert calls == [1_000_010.0, 1_000_024.0]
 
 
@@ -475,13 +475,13 @@ def test_tokens_of_several_sources_differ(
     file = tmp_path / "tokens.toml"
     file.write_text(twice)
     with pytest.raises(ConfigError, match=f"duplicate token '(token|{name})': --tokens and --token-file contain"):
-        Gate([TokenFile.table(file), TokenFile.single(single)])
+        Authenticator([TokenFile.table(file), TokenFile.single(single)])
     file.write_text(f'[other]\ntoken = "a-third-token-of-it"\nscopes = {SCOPES}\n')
-    gate = Gate([TokenFile.table(file), TokenFile.single(single)])
+    authenticator = Authenticator([TokenFile.table(file), TokenFile.single(single)])
     file.write_text(twice)
-    look_twice(gate)
-    assert RequestCaller(gate, scope("Bearer a-third-token-of-it")).admit("read").name == "other"
-    assert RequestCaller(gate, scope(f"Bearer {SECRET}")).admit("read").name == "token"
+    look_twice(authenticator)
+    assert RequestCaller(authenticator, scope("Bearer a-third-token-of-it")).admit("read").name == "other"
+    assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "token"
     assert "the tokens stay as they were: duplicate token" in caplog.text
 
 
@@ -491,15 +491,15 @@ def test_tokens_of_several_sources_differ(
 )
 def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
     """However near it comes."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     with pytest.raises(Unauthorized):
-        RequestCaller(gate, scope(header)).admit("read")
+        RequestCaller(authenticator, scope(header)).admit("read")
 
 
 def test_a_token_reads_its_dataset_and_no_other(tmp_path: Path) -> None:
     """A token of `read:NAME` suffices to look for datasets and to use the one of that name."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
-    caller = RequestCaller(gate, scope(f"Bearer {SECRET}"))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
+    caller = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     assert caller.admit("read").name == "trainer"
     assert caller.authorize("read", "train").name == "trainer"
     with pytest.raises(Forbidden, match="this needs 'read:other'"):
@@ -510,11 +510,11 @@ def test_a_token_reads_its_dataset_and_no_other(tmp_path: Path) -> None:
 
 def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, clock: list[float]) -> None:
     """A line for many, with the peer and without what it sent."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     for _ in range(2):
         for _ in range(1000):
             with pytest.raises(Unauthorized):
-                RequestCaller(gate, scope("Bearer not-the-right-one")).admit("read")
+                RequestCaller(authenticator, scope("Bearer not-the-right-one")).admit("read")
         clock[0] += 20
     assert len(caplog.messages) == 2
     assert "1000 x Unauthorized; the last one, of 10.0.0.9" in caplog.messages[1]
@@ -542,86 +542,86 @@ def cookie_of(header: str) -> str:
 
 def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> None:
     """In a cookie that scripts cannot read and other sites cannot use, and that does not hold the token."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    principal, header = gate.sign_in(SECRET, scope())
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    principal, header = authenticator.sign_in(SECRET, scope())
     assert principal.name == "trainer"
     assert header.startswith("teleloader-8000=")
     assert header.endswith("; Path=/; Max-Age=43200; HttpOnly; SameSite=Strict")
     assert SECRET not in header
     asking = scope(cookie=f"a=b; {cookie_of(header)}; c=d")
-    assert RequestCaller(gate, asking).admit("stats").name == "trainer"
-    assert "Max-Age=0" in gate.sign_out(asking)
+    assert RequestCaller(authenticator, asking).admit("stats").name == "trainer"
+    assert "Max-Age=0" in authenticator.sign_out(asking)
     with pytest.raises(Unauthorized, match="not signed in any more"):
-        RequestCaller(gate, asking).admit("stats")
+        RequestCaller(authenticator, asking).admit("stats")
 
 
 def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[float]) -> None:
     """Though the token had longer when the session began."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    asking = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    asking = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
-    look_twice(gate)
-    assert RequestCaller(gate, asking).admit("stats").name == "trainer"
+    look_twice(authenticator)
+    assert RequestCaller(authenticator, asking).admit("stats").name == "trainer"
     clock[0] += 11
     with pytest.raises(Unauthorized):
-        RequestCaller(gate, asking).admit("stats")
+        RequestCaller(authenticator, asking).admit("stats")
 
 
 def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
     """And is never sent in the clear."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    _, header = gate.sign_in(SECRET, {**scope(), "scheme": "https"})
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    _, header = authenticator.sign_in(SECRET, {**scope(), "scheme": "https"})
     assert header.startswith("__Host-teleloader-8000=")
     assert header.endswith("; Secure")
 
 
 def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: list[float]) -> None:
     """12 hours at most; and at once when the token is removed."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
-    first, second = (scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1])) for _ in range(2))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    first, second = (scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1])) for _ in range(2))
     clock[0] += 12 * 3600 - 1
-    assert RequestCaller(gate, first).admit("stats").name == "trainer"
+    assert RequestCaller(authenticator, first).admit("stats").name == "trainer"
     clock[0] += 2
-    gate.look()
+    authenticator.look()
     with pytest.raises(Unauthorized):
-        RequestCaller(gate, first).admit("stats")
-    third = scope(cookie=cookie_of(gate.sign_in(SECRET, scope())[1]))
+        RequestCaller(authenticator, first).admit("stats")
+    third = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(LATER)
-    look_twice(gate)
+    look_twice(authenticator)
     for session in (second, third):
         with pytest.raises(Unauthorized):
-            RequestCaller(gate, session).admit("stats")
+            RequestCaller(authenticator, session).admit("stats")
 
 
 def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
     """Nor does what is none."""
-    gate = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     for wrong in ("", "x", "\ud800", SECRET + "\n"):
         with pytest.raises(Unauthorized):
-            gate.sign_in(wrong, scope())
+            authenticator.sign_in(wrong, scope())
 
 
 def test_sessions_are_bounded(tmp_path: Path) -> None:
     """The oldest of the same token gives way, and of all when there are very many."""
     tokens = [f"{number:020}" for number in range(10)]
-    gate = gate_of(
+    authenticator = gate_of(
         tmp_path, "".join(f'[t{n}]\ntoken = "{token}"\nscopes = {SCOPES}\n' for n, token in enumerate(tokens))
     )
 
     def signed_in(token: str) -> dict[str, Any]:
-        return scope(cookie=cookie_of(gate.sign_in(token, scope())[1]))
+        return scope(cookie=cookie_of(authenticator.sign_in(token, scope())[1]))
 
     other = signed_in(tokens[0])
     sessions = [signed_in(tokens[1]) for _ in range(1100)]
     with pytest.raises(Unauthorized):
-        RequestCaller(gate, sessions[-129]).admit("stats")
-    assert RequestCaller(gate, sessions[-128]).admit("stats").name == "t1"
-    assert RequestCaller(gate, other).admit("stats").name == "t0"
+        RequestCaller(authenticator, sessions[-129]).admit("stats")
+    assert RequestCaller(authenticator, sessions[-128]).admit("stats").name == "t1"
+    assert RequestCaller(authenticator, other).admit("stats").name == "t0"
     for token in tokens[2:]:
         for _ in range(128):
             signed_in(token)
     with pytest.raises(Unauthorized):
-        RequestCaller(gate, other).admit("stats")
+        RequestCaller(authenticator, other).admit("stats")
 
 
 # -- where a server may stand

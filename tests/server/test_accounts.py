@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader_server.auth.rate_limit import TOGETHER, Turns
+from teleloader_server.auth.rate_limit import TOGETHER, FairQueue
 from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER
 from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
@@ -352,7 +352,7 @@ def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate
 
 async def test_principals_are_let_in_by_turns() -> None:
     """However many requests of one wait, those of another wait for no more than a round of them."""
-    turns, order = Turns(), []
+    turns, order = FairQueue(), []
 
     async def come(name: str) -> None:
         await turns.come(name, 0.0)
@@ -374,7 +374,7 @@ async def test_principals_are_let_in_by_turns() -> None:
 
 async def test_who_waits_for_a_turn_may_leave() -> None:
     """The others go on."""
-    turns = Turns()
+    turns = FairQueue()
     tasks = [asyncio.create_task(turns.come("p", 0.0)) for _ in range(3 * TOGETHER)]
     await asyncio.sleep(0)
     for task in tasks[TOGETHER::2]:
@@ -402,7 +402,9 @@ def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
     holdings = Holdings(1000, lambda: True)
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
         assert not holdings.has_room(name, most + 1)
-        with pytest.raises(ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(held_bytes\)"):
+        with pytest.raises(
+            ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(max_buffered_request_bytes\)"
+        ):
             holdings.take(name, most + 1)
         holdings.take(name, most)
         assert not holdings.has_room(name, 1)

@@ -57,7 +57,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
 
         [limits]
         max_consumers = 8
-        body_bytes = "1MiB"
+        max_body_bytes = "1MiB"
 
         [datasets.train]
         factory = "my_package.data:make"
@@ -72,7 +72,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
         factory = "my_package.data:validation"
     """)
     server, limits, datasets = read_toml(path)
-    assert limits == {"max_consumers": 8, "body_bytes": "1MiB"}
+    assert limits == {"max_consumers": 8, "max_body_bytes": "1MiB"}
     assert server == {"port": 9000, "memory_budget": "4GiB"}
     assert datasets == [
         DatasetConfig(

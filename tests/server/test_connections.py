@@ -36,11 +36,11 @@ MEGABYTES = 16
 """Of a batch: more than the buffers of two kernels."""
 QUICK = ClientLimits(
     max_connections=1000,
-    head_seconds=0.4,
-    body_seconds=0.4,
-    body_bytes=2**20,
-    unread_seconds=0.4,
-    linger_seconds=0.4,
+    header_timeout=0.4,
+    body_timeout=0.4,
+    max_body_bytes=2**20,
+    send_timeout=0.4,
+    lingering_time=0.4,
 )
 
 
@@ -132,7 +132,7 @@ def test_a_connection_that_says_nothing_is_closed(url: str) -> None:
     with Raw(url) as client:
         began = time.monotonic()
         assert client.rest() == b""
-        assert time.monotonic() - began >= QUICK.head_seconds
+        assert time.monotonic() - began >= QUICK.header_timeout
 
 
 def test_a_head_that_drips_is_refused(url: str) -> None:
@@ -158,7 +158,7 @@ def test_each_head_of_a_connection_has_its_own_deadline(url: str) -> None:
     """From its first byte: a connection that waits for its next request is not late."""
     with Raw(url) as client:
         assert client.get("/healthz").status == 200
-        time.sleep(3 * QUICK.head_seconds)
+        time.sleep(3 * QUICK.header_timeout)
         assert client.get("/healthz").status == 200
         client.send(b"GET /hea")
         assert client.answer().status == 408
@@ -180,7 +180,7 @@ HEADS = {
 def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
     """However it arrives, and whether the parser has anything to say of it or not."""
     data, status = HEADS[name]
-    with Raw(start(head_seconds=30).url) as client:
+    with Raw(start(header_timeout=30).url) as client:
         for begin in range(0, min(len(data), 200_000 if piece == 1000 else len(data)), piece):
             client.send(data[begin : begin + piece])
         assert client.answer().status == status
@@ -189,7 +189,7 @@ def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
 
 def test_a_head_within_the_limit_is_read(start: Start) -> None:
     """60 KiB, at once and in pieces."""
-    with Raw(start(head_seconds=30).url) as client:
+    with Raw(start(header_timeout=30).url) as client:
         for piece in (1000, 2**16):
             head = b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 60 * 1024 + b"\r\n\r\n"
             for begin in range(0, len(head), piece):
@@ -231,7 +231,7 @@ def test_a_body_that_trickles_is_refused(url: str, sent: bytes) -> None:
 
 def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
     """However long it takes."""
-    with Raw(start(body_rate=1000.0).url) as client:
+    with Raw(start(min_body_rate=1000.0).url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 12000\r\n\r\n")
         for _ in range(12):
             client.send(b" " * 1000)
@@ -252,7 +252,7 @@ def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
 
 def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
     """It may leave its body out, so nothing that it sends next could be understood."""
-    with Raw(start(body_seconds=30).url) as client:
+    with Raw(start(body_timeout=30).url) as client:
         head = HOST + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
         client.send(b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + head)
         assert client.answer().problem["code"] == "UnknownLoader"
@@ -261,7 +261,7 @@ def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
 
 def test_connections_have_a_limit(start: Start) -> None:
     """One more is told so and closed, authenticated connections live on, and one that leaves makes room."""
-    running = start(max_connections=3, head_seconds=10)
+    running = start(max_connections=3, header_timeout=10)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url)) for _ in range(3)]
         for client in clients:
@@ -296,7 +296,7 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
 @pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
 def test_a_peer_that_reads_slowly_is_served(start: Start, query: str) -> None:
     """As long as it takes something in time, of the kernel's buffer too."""
-    running = start(unread_seconds=0.8)
+    running = start(send_timeout=0.8)
     path = running.register()
     with Raw(running.url, buffer=2**18) as client:
         client.ask(path + query, b"Connection: close\r\n")
@@ -314,7 +314,7 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers that are sent are outside the memory budget, so they must not be many."""
-    running = start(unread_seconds=1000.0, pressed_seconds=0.2)
+    running = start(send_timeout=1000.0, pressure_send_timeout=0.2)
     path = running.register()
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url, buffer=4096)) for _ in range(4)]
@@ -413,7 +413,7 @@ def test_other_versions_of_http_are_refused(url: str, version: str) -> None:
 
 def test_header_fields_have_a_limit(start: Start) -> None:
     """A head may have `max_headers` fields. One more is refused with 431 when it arrives, before the head's end."""
-    running = start(max_headers=40, head_seconds=30)
+    running = start(max_headers=40, header_timeout=30)
     with Raw(running.url) as client:
         assert client.get("/healthz", b"".join(b"X-%d: y\r\n" % n for n in range(39))).status == 200
         client.send(b"GET /healthz HTTP/1.1\r\n" + HOST + b"a:\r\n" * 41)
@@ -436,7 +436,7 @@ FRAMING = {
 def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piece: int) -> None:
     """Trailers and chunk extensions without content are refused with 431 once they are longer than a head may be."""
     data = CHUNKED + FRAMING[name]
-    with Raw(start(body_seconds=30).url) as client:
+    with Raw(start(body_timeout=30).url) as client:
         for begin in range(0, len(data), piece):
             client.send(data[begin : begin + piece])
         answer = client.answer()
@@ -446,7 +446,7 @@ def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piec
 
 def test_small_chunks_are_read(start: Start) -> None:
     """The limit of framing counts from the last byte of content: a body of many small chunks has no other limit."""
-    with Raw(start(body_seconds=30).url) as client:
+    with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + b"1\r\n \r\n" * 2**15 + b"0\r\n\r\n")
         assert client.answer().problem["detail"].startswith("the body has more values than a loader spec")
 
@@ -481,7 +481,7 @@ def test_idle_strangers_do_not_keep_clients_out(start: Start) -> None:
 
 def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
     """Connections without an authenticated request share `max_unauthenticated_bytes`; the oldest are closed beyond."""
-    running = start(max_unauthenticated_bytes=2**20, head_seconds=60)
+    running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     head = b"GET /v1/datasets HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 50_000
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url)) for _ in range(40)]
@@ -496,7 +496,7 @@ def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
 
 def test_memory_of_finished_requests_is_not_counted(start: Start) -> None:
     """A connection whose requests are answered counts as an idle one, however much it has sent before."""
-    running = start(max_unauthenticated_bytes=2**20, head_seconds=60)
+    running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     with Raw(running.url) as idle, Raw(running.url) as busy:
         for _ in range(100):
             assert busy.get("/healthz", b"X: " + b"x" * 30_000 + b"\r\n").status == 200
@@ -532,7 +532,7 @@ def masked(opcode: int, content: bytes) -> bytes:
 
 def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> None:
     """A read may bring 20,000 messages; those that wait are kept as received bytes, and parsed a few at a time."""
-    running = start(max_window=1, unread_seconds=60, head_seconds=60)
+    running = start(max_batches_per_request=1, send_timeout=60, header_timeout=60)
     with Raw(running.url, buffer=4096) as client:
         open_websocket(running, client)
         client.send(masked(0x82, msgpack.packb([0, 0, 1])) * 100_000)
@@ -543,8 +543,8 @@ def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> No
 
 
 def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
-    """They may take a quarter of `held_bytes`. One more is refused with code 1012; one that ends makes room."""
-    running = start(held_bytes=2**19, head_seconds=60)
+    """They may take a quarter of `max_buffered_request_bytes`; one more is refused with code 1012."""
+    running = start(max_buffered_request_bytes=2**19, header_timeout=60)
     with contextlib.ExitStack() as stack:
 
         def begin() -> Raw:
@@ -557,7 +557,7 @@ def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
         eventually(lambda: running.unfinished() >= 90_000)
         refused = begin()
         received = refused.rest()
-        assert b"a quarter of held_bytes" in received
+        assert b"a quarter of max_buffered_request_bytes" in received
         assert received.endswith((1012).to_bytes(2))
         assert first.is_open()
         first.socket.close()
@@ -569,7 +569,7 @@ def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"text"], ids=["not UTF-8", "UTF-8"])
 def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptureFixture, text: bytes) -> None:
     """A text message is answered with a problem and code 1008, whatever it holds; the log has no traceback of it."""
-    running = start(head_seconds=60)
+    running = start(header_timeout=60)
     with Raw(running.url) as client:
         open_websocket(running, client)
         client.send(masked(0x01, text) + masked(0x80, text))
@@ -581,7 +581,7 @@ def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptur
 
 def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
     """As an answer is."""
-    running = start(head_seconds=10)
+    running = start(header_timeout=10)
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
         eventually(lambda: not client.is_open())
@@ -596,7 +596,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_websocket_whose_request_cannot_be_read_is_refused(start: Start, name: str) -> None:
     """Then its connection is closed; others are held to their limits as ever, and the server stops at once."""
-    running = start(linger_seconds=60)
+    running = start(lingering_time=60)
     head = HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     with Raw(running.url) as client, Raw(running.url) as other:
         client.send(b"GET /v1/loaders/x/stream HTTP/1.1\r\n" + head + UNREADABLE[name] + b"\r\n")
@@ -627,7 +627,7 @@ def test_a_connection_that_cannot_be_checked_is_broken_off(
 def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
     """Their answers would fill the memory; the batches are whole."""
     count = 50_000
-    running = start(unread_seconds=60, head_seconds=10)
+    running = start(send_timeout=60, header_timeout=10)
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
         client.socket.recv(1, socket.MSG_PEEK)  # now there is something to read
@@ -674,7 +674,7 @@ def test_the_log_has_one_line_for_many_breaches(
     """The first breach is logged at once, all others of the next 10 s in one line, with nothing that a client sent."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("teleloader_server.web.guard.LOG_INTERVAL_S", 600.0)
-    running = start(head_seconds=0.04)
+    running = start(header_timeout=0.04)
     for _ in range(20):
         with Raw(running.url) as client:
             client.send(b"GET /\r\n 2026 ERROR forged\r\n\r\n")

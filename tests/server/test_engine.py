@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from teleloader_server.dispatch.counters import Metrics
+from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import Engine, Loader
 from teleloader_server.dispatch.quotas import Account, Memory
 from teleloader_server.loading.pipeline import Report, Task
@@ -67,7 +67,7 @@ async def begun() -> None:
 async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
     """A client with an order of its own says once what its batches hold; memory may be full more than once."""
     pool = FakePool()
-    engine = Engine(pool, Memory(BUDGET), Metrics())
+    engine = Engine(pool, Memory(BUDGET), Counters())
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
     loader = Loader(spec.key, spec, 100, MAX_EPOCH, engine)

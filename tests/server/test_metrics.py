@@ -18,9 +18,9 @@ from teleloader_server.dispatch.counters import (
     MAX_TRACEBACK,
     OTHER_ERRORS,
     SLOWEST,
-    LoopTally,
-    Metrics,
-    PoolTally,
+    Counters,
+    LoopCounters,
+    PoolCounters,
     Recent,
 )
 from teleloader_server.dispatch.quotas import Account
@@ -46,7 +46,7 @@ def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
     return Report(50, failed=failed, fetch=fetch, collate=0.002, encode=0.001)
 
 
-def fail(pool: PoolTally, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
+def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
     """A batch has failed."""
     frame = to_bytes(task(0).address, Failure(kind, message, traceback, list(indices), 0))
     pool.computed(0, task(0), np.frombuffer(frame, np.uint8), report(failed=True))
@@ -54,7 +54,7 @@ def fail(pool: PoolTally, kind: str, message: str = "", traceback: str = "", ind
 
 def test_batches_are_counted_where_they_belong() -> None:
     """With their worker, loader, dataset and stages, also while their times are not in the histograms yet."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     for k in range(BLOCK + 5):
         pool.computed(k % 2, task(k), NOTHING, report())
@@ -70,7 +70,7 @@ def test_batches_are_counted_where_they_belong() -> None:
 
 def test_the_slowest_batches_are_kept() -> None:
     """Five by fetch time, the slowest first, with what they hold."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     for k in range(100):
         pool.computed(0, task(k), NOTHING, report((k * 37) % 100 / 1000))
@@ -84,7 +84,7 @@ def test_the_slowest_batches_are_kept() -> None:
 def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
     """What is not known of it is not guessed."""
     spec = LoaderSpec(dataset="data", batch_size=4, order="client", session="mine")
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     address = Address(spec.key, 0, 0)
     pool.computed(0, task(0, indices=to_bytes(address, [9, 8, 7]), spec=spec), NOTHING, report(0.2))
@@ -95,7 +95,7 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
 
 def test_failures_are_counted_by_type() -> None:
     """The latest type first, with what the last one said."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     fail(pool, "ValueError", "first")
     fail(pool, "KeyError")
@@ -111,7 +111,7 @@ def test_failures_are_counted_by_type() -> None:
 
 def test_a_dataset_that_makes_types_fills_no_memory() -> None:
     """Beyond the first ones they count together, and no count ever falls."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     counts: dict[str, int] = {}
     for number in range(100):
@@ -126,7 +126,7 @@ def test_a_dataset_that_makes_types_fills_no_memory() -> None:
 
 def test_of_each_type_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """With what it is about; the others are counted."""
-    pool = Metrics().pool()
+    pool = Counters().pool()
     for _ in range(10):
         fail(pool, "ValueError", "two\nlines")
     fail(pool, "KeyError")
@@ -139,7 +139,7 @@ def test_of_each_type_the_first_failure_is_logged(caplog: pytest.LogCaptureFixtu
 
 def test_a_batch_that_is_given_up_is_a_failure() -> None:
     """The server itself put it in the batch's place."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     pool.given_up("data", Failure("teleloader_shared.errors.WorkerDied", "worker 0 died", "", [1], 0))
     pool.retried("data")
@@ -151,7 +151,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
 
 def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
     """A batch that is finished later still counts with its dataset."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     pool.computed(0, task(0), NOTHING, report())
     pool.keep((), ())
@@ -175,7 +175,7 @@ def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str =
 
 def test_short_passes_of_a_loop_are_one_loop() -> None:
     """Each takes a tenth of a second, with a second of validation after it, which is no part of the loop's time."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     now = 0.0
     for epoch in range(50):
@@ -196,9 +196,9 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
 
 def test_loops_are_told_apart() -> None:
     """By principal, process, rank, loader and dataset; who does not number its passes has one loop for all."""
-    pool = Metrics().pool()
+    pool = Counters().pool()
 
-    def loop(name: str, epoch: int = 0, dataset: str = "data") -> LoopTally:
+    def loop(name: str, epoch: int = 0, dataset: str = "data") -> LoopCounters:
         return pool.consumer(consumer(name, epoch), dataset).loop
 
     assert loop("host:1/rank0/loader0#1") is loop("host:1/rank0/loader0#2", 1)
@@ -215,9 +215,9 @@ def test_loops_are_told_apart() -> None:
 
 def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
     """A session's pool and its passes go with the epoch; the next one's belongs to the same loop, for a while."""
-    metrics = Metrics()
+    metrics = Counters()
 
-    def loop(epoch: int) -> LoopTally:
+    def loop(epoch: int) -> LoopCounters:
         return metrics.pool().consumer(consumer(f"host:1/rank0/loader0#{epoch}", epoch), "data").loop
 
     first = weakref.ref(loop(0))
@@ -231,7 +231,7 @@ def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
 
 def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
     """It may train for long before it asks again."""
-    metrics = Metrics()
+    metrics = Counters()
     pool = metrics.pool()
     tally = pool.consumer(consumer("host:1/rank0/loader0#0"), "data")
     metrics.mark(time.monotonic() + 10 * KEEP_LOOPS)
@@ -241,7 +241,7 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
 
 def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
     """Asks are on several connections, and arrive in any order."""
-    loop = LoopTally(0.0)
+    loop = LoopCounters(0.0)
     assert all(loop.reported(report_at(second, 0.5 * second), second) for second in range(4))
     assert not loop.reported(report_at(2.9, 1.45), 3.0)
     assert loop.recent(3.0) == Recent(3.0, 0.0, 0.0, 0.0, 0.0, 0.5)
@@ -249,7 +249,7 @@ def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
 
 def test_a_client_that_counts_anew_begins_anew() -> None:
     """Its process was started again, with the same name: no share is taken over both lives, and none below 0."""
-    loop = LoopTally(0.0)
+    loop = LoopCounters(0.0)
     for second in range(5):
         loop.reported(report_at(second, 0.5 * second), second)
         loop.mark(second)
@@ -262,7 +262,7 @@ def test_a_client_that_counts_anew_begins_anew() -> None:
 
 def test_a_loop_is_not_judged_by_its_start() -> None:
     """For its first batch workers are forked and files opened; what comes after that is what it will be like."""
-    loop = LoopTally(0.0)
+    loop = LoopCounters(0.0)
     loop.reported(ConsumerReport(0.0, 0.0, 0, 0, 0), 0.0)
     loop.reported(ConsumerReport(5.0, 5.0, 0, 0, 0), 5.0)
     loop.reported(ConsumerReport(5.1, 5.1, 1, 0, 0), 5.1)
@@ -272,7 +272,7 @@ def test_a_loop_is_not_judged_by_its_start() -> None:
 
 def test_what_a_client_said_long_ago_is_not_recent() -> None:
     """It was trained by fast batches, and waits for one that takes for ever: it asks no more, so it says no more."""
-    loop = LoopTally(0.0)
+    loop = LoopCounters(0.0)
     for second in range(5):
         loop.reported(report_at(second, 0.0), second)
         loop.mark(second)
@@ -287,7 +287,7 @@ def test_what_a_client_said_long_ago_is_not_recent() -> None:
 
 def test_of_a_client_that_says_nothing_the_server_knows_its_own_part() -> None:
     """What was sent, and the shares of waiting and sending, since the beginning when that is not long ago."""
-    loop = LoopTally(100.0)
+    loop = LoopCounters(100.0)
     loop.waiting.begin(101.0)
     loop.waiting.end(103.0)
     loop.sending.begin(103.0)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.dispatch.rates import Ongoing, Window
+from teleloader_server.dispatch.rates import RateWindow, Stopwatch
 from teleloader_shared.stats import WINDOW
 
 
 def test_a_rate_is_taken_over_the_window() -> None:
     """What was before is not recent."""
-    window = Window(100.0, 0)
+    window = RateWindow(100.0, 0)
     total = 0
     for second in range(1, 60):
         total += 50 if second <= 30 else 7
@@ -23,14 +23,14 @@ def test_a_rate_is_taken_over_the_window() -> None:
 
 def test_a_young_subject_has_a_rate_since_its_beginning() -> None:
     """Not over seconds in which it was not there."""
-    window = Window(5.0, 10, 0.5)
+    window = RateWindow(5.0, 10, 0.5)
     assert window.rates(7.0, 14, 1.5) == (2.0, 0.5)
     assert window.rates(5.0, 10, 0.5) == (0.0, 0.0), "before any time has passed there is no rate"
 
 
 def test_after_a_silence_nothing_is_recent() -> None:
     """Marks are made all the time; a total that does not grow has the rate 0 when the window has passed."""
-    window = Window(0.0, 0)
+    window = RateWindow(0.0, 0)
     for second in range(1, 5):
         window.mark(second, 10 * second)
     for second in range(5, 20):
@@ -42,7 +42,7 @@ def test_after_a_silence_nothing_is_recent() -> None:
 def test_the_window_is_as_long_as_it_can_be_and_no_longer_than_it_must(steps: list[float]) -> None:
     """With marks at any times: the window's beginning is the last mark that is old enough."""
     now, marks = 0.0, [0.0]
-    window = Window(0.0, 0)
+    window = RateWindow(0.0, 0)
     for step in steps:
         now += step
         marks.append(now)
@@ -54,7 +54,7 @@ def test_the_window_is_as_long_as_it_can_be_and_no_longer_than_it_must(steps: li
 
 def test_time_that_overlaps_counts_once() -> None:
     """Two requests of one client that wait are one client that waits."""
-    waiting = Ongoing()
+    waiting = Stopwatch()
     waiting.begin(1.0)
     waiting.begin(2.0)
     assert waiting.until(4.0) == 3.0, "what goes on counts before it is over"

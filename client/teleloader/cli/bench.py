@@ -17,7 +17,7 @@ from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.dataset import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import Forbidden, ServerUnavailable
-from teleloader_shared.stats import Stats, Verdict
+from teleloader_shared.stats import Diagnosis, Stats
 from teleloader_shared.text import harmless
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted, number, seconds, share, size
@@ -25,9 +25,9 @@ from teleloader_shared.units import counted, number, seconds, share, size
 MAX_CONSUMERS: Final = 1000
 """Consumers among which this one is looked for."""
 SHOWN_EVERY: Final = 0.2
-LULL: Final = 2.0
+IDLE_GRACE_S: Final = 2.0
 """Seconds after its last ask when a consumer takes nothing of the workers any more."""
-VERDICT_AFTER: Final = 3
+DIAGNOSIS_AFTER: Final = 3
 """Seconds after which a server can surely say what holds a loop back: it notes once a second how the loop fares."""
 
 
@@ -108,7 +108,7 @@ class Bench:
         self._samples = 0
         self._nbytes = 0
 
-    def run(self, url: str) -> tuple[Measured, Verdict | None]:
+    def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
         """What was measured, and what the server says of this loop when it ends; None where it does not say.
 
         Raises:
@@ -130,7 +130,7 @@ class Bench:
             if self._step:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
-        verdict, workers = seen_by(url)  # while it is still a consumer
+        diagnosis, workers = seen_by(url)  # while it is still a consumer
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
@@ -139,7 +139,7 @@ class Bench:
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
             wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers,
         )  # fmt: skip
-        return measured, verdict
+        return measured, diagnosis
 
     def _batches(self) -> Generator[Any, None, None]:
         while True:
@@ -176,7 +176,7 @@ class Bench:
                 yield elapsed
 
 
-def seen_by(url: str) -> tuple[Verdict | None, int | None]:
+def seen_by(url: str) -> tuple[Diagnosis | None, int | None]:
     """What the server says of this process, and how many workers it is that hold it back, and it alone.
 
     Both are None where it does not say.
@@ -190,17 +190,19 @@ def seen_by(url: str) -> tuple[Verdict | None, int | None]:
     if mine is None:
         return None, None
     # bench runs follow one another
-    others = [one for one in found.consumers if one.idle < LULL and not one.consumer.startswith(consumers_prefix())]
+    others = [
+        one for one in found.consumers if one.idle < IDLE_GRACE_S and not one.consumer.startswith(consumers_prefix())
+    ]
     own = [worker for worker in found.workers if worker.loader == mine.loader]
     workers = len(own or [worker for worker in found.workers if worker.loader is None])
-    return mine.verdict, workers if mine.verdict.bound == "loader" and not others and workers else None
+    return mine.diagnosis, workers if mine.diagnosis.bottleneck == "loader" and not others and workers else None
 
 
-def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
+def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> None:
     """Print it."""
     if as_json:
         rates = {name: getattr(measured, name) for name in _RATES}
-        print_json({**asdict(measured), **rates, "verdict": None if verdict is None else asdict(verdict)})
+        print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})
         return
     console = to_people()
     console.print(
@@ -225,10 +227,10 @@ def show(measured: Measured, verdict: Verdict | None, *, as_json: bool) -> None:
         rows.insert(2, ("a worker makes", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
-    if verdict is not None and verdict.bound == "unknown" and measured.seconds < VERDICT_AFTER:
-        console.print(Text(f"verdict: none after so short a time, --seconds {VERDICT_AFTER} is enough"))
-    elif verdict is not None:
-        console.print(sentence("verdict", verdict))
+    if diagnosis is not None and diagnosis.bottleneck == "unknown" and measured.seconds < DIAGNOSIS_AFTER:
+        console.print(Text(f"diagnosis: none after so short a time, --seconds {DIAGNOSIS_AFTER} is enough"))
+    elif diagnosis is not None:
+        console.print(sentence("diagnosis", diagnosis))
     if not measured.step:
         console.print(Text(_without_step(measured)))
 

@@ -118,7 +118,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
     "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
-    help="How long, from the first batch on; a verdict takes 3.",
+    help="How long, from the first batch on; a diagnosis takes 3.",
 )  # fmt: skip
 @click.option(
     "--step", type=click.FloatRange(0), default=0.0, show_default=True, metavar="S",
@@ -137,7 +137,7 @@ def bench(
     """Load batches for some seconds, as a training loop does, and say how fast they come.
 
     Without --step the loop does nothing with a batch, so that this is the most that the server, the network and this
-    machine can do. With the time that a step of your training takes, the verdict is the one that training would get.
+    machine can do. With the time that a step of your training takes, the diagnosis is the one that training would get.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     loader = DataLoader(
@@ -146,10 +146,10 @@ def bench(
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
     )  # fmt: skip
     try:
-        measured, verdict = Bench(loader, remote.name, seconds, step).run(url)
+        measured, diagnosis = Bench(loader, remote.name, seconds, step).run(url)
     except BatchFailed as error:
         raise _No(str(error)) from None
-    show_bench(measured, verdict, as_json=as_json)
+    show_bench(measured, diagnosis, as_json=as_json)
 
 
 @teleloader.command()

@@ -1,4 +1,4 @@
-"""``teleloader stats``: what a server says of itself, the verdict first."""
+"""``teleloader stats``: what a server says of itself, the diagnosis first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from teleloader.api.control import Server
 from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, shortened, table, to_people
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
-    Bound,
+    Bottleneck,
     ConsumerStats,
     DatasetStats,
+    Diagnosis,
     ErrorCount,
     Latency,
     ServerStats,
     Stats,
-    Verdict,
     WorkerStats,
 )
 from teleloader_shared.text import harmless
@@ -39,10 +39,10 @@ VERY_WIDE: Final = 140
 NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE, 24), (0, 18))
 """By the screen's least columns, those that the name of a consumer may take; the numbers need the others."""
 MAX_SENTENCES: Final = 5
-STYLES: Final[dict[Bound, str]] = {
+STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",
-    "trainer": "bold cyan",
+    "training": "bold cyan",
     "balanced": "bold green",
     "unknown": "dim",
 }
@@ -147,12 +147,12 @@ def _headline(server: ServerStats) -> list[Text]:
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """The verdicts on the consumers, those first that the loader holds back."""
+    """The diagnoses on the consumers, those first that the loader holds back."""
     if not stats.consumers:
         return [Text("Nobody has asked for batches lately.", style="dim")]
     order = list(STYLES)
-    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bound(consumer.verdict)))
-    found = [sentence(harmless(label(consumer)), consumer.verdict) for consumer in by_need[:MAX_SENTENCES]]
+    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
+    found = [sentence(harmless(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
@@ -166,19 +166,23 @@ def label(consumer: ConsumerStats) -> str:
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
-def sentence(name: str, verdict: Verdict) -> Text:
-    """One verdict."""
-    return Text.assemble(f"{name}: ", (bound_words(verdict), STYLES[_bound(verdict)]), f". {harmless(verdict.advice)}")
+def _styled(diagnosis: Diagnosis) -> Text:
+    return Text(bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
 
 
-def bound_words(verdict: Verdict) -> str:
+def sentence(name: str, diagnosis: Diagnosis) -> Text:
+    """One diagnosis."""
+    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {harmless(diagnosis.advice)}")
+
+
+def bottleneck_words(diagnosis: Diagnosis) -> str:
     """What holds a consumer back, in words."""
-    bound = _bound(verdict)
-    return f"{bound}-bound" if bound in ("loader", "trainer", "network") else bound
+    bottleneck = _bottleneck(diagnosis)
+    return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
 
 
-def _bound(verdict: Verdict) -> Bound:
-    return verdict.bound if verdict.bound in STYLES else "unknown"
+def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
+    return diagnosis.bottleneck if diagnosis.bottleneck in STYLES else "unknown"
 
 
 def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
@@ -194,7 +198,11 @@ def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
         Column("batches/s", lambda found: number(found.batches_per_second)),
         Column("bytes/s", lambda found: size(found.bytes_per_second)),
         Column("waits", _waits),
-        Column("bound", lambda found: Text(bound_words(found.verdict), STYLES[_bound(found.verdict)]), is_words=True),
+        Column(
+            "bottleneck",
+            lambda found: _styled(found.diagnosis),
+            is_words=True,
+        ),
         Column("sent", lambda found: size(found.bytes_sent), from_width=VERY_WIDE),
         Column("reconnects", lambda found: _or_dash(found.reconnects), from_width=VERY_WIDE),
         Column("hedges", lambda found: _or_dash(found.hedges), from_width=VERY_WIDE),
@@ -213,7 +221,7 @@ def _progress(found: ConsumerStats) -> str:
 
 
 def _waits(found: ConsumerStats) -> str:
-    return share(found.waiting_share if found.loop_waiting_share is None else found.loop_waiting_share)
+    return share(found.starved_fraction if found.data_wait_fraction is None else found.data_wait_fraction)
 
 
 def _or_dash(value: int | None) -> str:
@@ -231,9 +239,9 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
         Column("worker", lambda found: f"{found.worker}"),
         Column("pid", lambda found: "-" if found.pid is None else f"{found.pid}", from_width=WIDE),
         Column("state", lambda found: Text(found.state, _STATES.get(found.state, "")), is_words=True),
-        Column("doing", lambda found: found.doing or "-", is_words=True),
-        Column("for", lambda found: "-" if found.doing_for is None else seconds(found.doing_for)),
-        Column("busy", lambda found: share(found.busy_share)),
+        Column("current_task", lambda found: found.current_task or "-", is_words=True),
+        Column("for", lambda found: "-" if found.current_task_seconds is None else seconds(found.current_task_seconds)),
+        Column("busy", lambda found: share(found.busy_fraction)),
         Column("batches", lambda found: f"{found.batches:,}"),
         Column("restarts", lambda found: Text(f"{found.restarts}", "bold red" if found.restarts else "")),
         Column("memory", lambda found: size(found.pss)),

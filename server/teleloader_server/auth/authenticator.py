@@ -1,4 +1,4 @@
-"""The gate that requests pass: it finds out who asks, and refuses who may not.
+"""The authenticator that requests pass: it finds out who asks, and refuses who may not.
 
 What a token is good for is decided once and remembered by the header that it came in, until the token ends or the file
 of tokens changes: requests for batches are many.
@@ -24,7 +24,7 @@ from teleloader_server.auth.token_file import TokenFile
 from teleloader_server.auth.tokens import Token, Tokens
 from teleloader_server.config import ConfigError
 from teleloader_server.permissions import ANYONE, OPEN, Principal
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_shared.errors import AccessDenied, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
 
@@ -58,7 +58,7 @@ class _Session(NamedTuple):
     expires: float
 
 
-class Gate:
+class Authenticator:
     """Lets requests in, or refuses them.
 
     Args:
@@ -207,11 +207,11 @@ class Gate:
             headers: The request's headers, as far as `RequestCaller` keeps them.
 
         Raises:
-            Refusal: With 421 or 403, if it is not.
+            HttpProblem: With 421 or 403, if it is not.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
-            raise Refusal(
+            raise HttpProblem(
                 421,
                 "UnknownHost",
                 f"this server does not know that it is called {host[:200]!r}: if it is, start it with "
@@ -223,7 +223,7 @@ class Gate:
             for name in (b"origin", b"sec-fetch-site", b"sec-fetch-mode")
         )
         if is_of_another_site(method, host, origin, site, mode):
-            raise Refusal(
+            raise HttpProblem(
                 403, "CrossSite", "a page of another site asks, and those may not; a proxy must not change Host"
             )
 
@@ -256,7 +256,7 @@ class Gate:
 
     def note(self, error: Exception, scope: Scope) -> None:
         """Count a refused request for the log, which has one line for all those of 10 s."""
-        self._refused[error.code if isinstance(error, Refusal) else type(error).__name__] += 1
+        self._refused[error.code if isinstance(error, HttpProblem) else type(error).__name__] += 1
         now = time.monotonic()
         if now - self._told >= LOG_EVERY:
             self._told = now
@@ -270,14 +270,14 @@ class RequestCaller:
     """The `Caller` of one HTTP request or WebSocket.
 
     Args:
-        gate: Knows the tokens.
+        authenticator: Knows the tokens.
         scope: The request's.
     """
 
-    __slots__ = ("_gate", "_headers", "_scope")
+    __slots__ = ("_authenticator", "_headers", "_scope")
 
-    def __init__(self, gate: Gate, scope: Scope) -> None:
-        self._gate = gate
+    def __init__(self, authenticator: Authenticator, scope: Scope) -> None:
+        self._authenticator = authenticator
         self._scope = scope
         self._headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
 
@@ -285,16 +285,16 @@ class RequestCaller:
     def principal(self) -> Principal | None:
         """The principal now, `ANYONE` on a server without tokens; None if the request has no valid token."""
         try:
-            return self._gate.authenticate(self._headers, self._scope)
+            return self._authenticator.authenticate(self._headers, self._scope)
         except Unauthorized:
             return None
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
         """See `Caller.authorize`."""
         try:
-            return self._gate.authenticate(self._headers, self._scope).authorize(need, dataset)
+            return self._authenticator.authenticate(self._headers, self._scope).authorize(need, dataset)
         except AccessDenied as error:
-            self._gate.note(error, self._scope)
+            self._authenticator.note(error, self._scope)
             raise
 
     def admit(self, need: str) -> Principal:
@@ -307,14 +307,14 @@ class RequestCaller:
             Its principal; `ANYONE` for an endpoint that is open to all.
 
         Raises:
-            Refusal: The request is meant for another server, or a page of another site has caused it.
+            HttpProblem: The request is meant for another server, or a page of another site has caused it.
             Unauthorized: The request has no valid token.
             Forbidden: The token's scopes do not suffice.
         """
         try:
-            self._gate.check_site(self._scope.get("method", "GET"), self._headers)
-        except Refusal as refusal:
-            self._gate.note(refusal, self._scope)
+            self._authenticator.check_site(self._scope.get("method", "GET"), self._headers)
+        except HttpProblem as refusal:
+            self._authenticator.note(refusal, self._scope)
             raise
         return ANYONE if need == OPEN else self.authorize(need)
 

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from teleloader_server.dispatch.quotas import PATIENCE, Accounts, delayed, note
 from teleloader_server.permissions import Principal
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_shared.units import number
 
 TOGETHER: Final = 16
@@ -23,7 +23,7 @@ RECENT: Final = 1.0
 """Seconds for which a principal counts as there after its last request."""
 
 
-class Pace:
+class RateLimiter:
     """Holds requests beyond their principal's rate, and begins those of all principals in turn.
 
     Args:
@@ -34,13 +34,13 @@ class Pace:
     def __init__(self, accounts: Accounts, rate: float) -> None:
         self._accounts = accounts
         self._rate = rate
-        self._turns = Turns()
+        self._turns = FairQueue()
 
     async def come(self, scope: Scope, principal: Principal) -> None:
         """Wait until the time of a request has come; its scope has the principal's account then.
 
         Raises:
-            Refusal: When it would have to wait for long.
+            HttpProblem: When it would have to wait for long.
         """
         account = self._accounts.of(principal)
         note(scope, account)
@@ -74,7 +74,7 @@ class AddressLimit:
             address: Where it comes from.
 
         Raises:
-            Refusal: With 429, if it would have to wait for long.
+            HttpProblem: With 429, if it would have to wait for long.
         """
         network = self._network(address)
         now = time.monotonic()
@@ -102,16 +102,16 @@ async def _hold(seconds: float, sentence: str) -> None:
     """Hold a request that exceeds a rate, for at most `PATIENCE`.
 
     Raises:
-        Refusal: With 429 and `sentence`, if it would have to wait for longer.
+        HttpProblem: With 429 and `sentence`, if it would have to wait for longer.
     """
     if seconds:
         # also before it is refused: a client would repeat at once what is refused at once
         await asyncio.sleep(min(seconds, PATIENCE))
     if seconds > PATIENCE:
-        raise Refusal(429, "ServerUnavailable", sentence)
+        raise HttpProblem(429, "ServerUnavailable", sentence)
 
 
-class Turns:
+class FairQueue:
     """Lets principals in by turns: in each round of the event loop some requests of each, the longest waiting first."""
 
     def __init__(self) -> None:

@@ -51,7 +51,12 @@ def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str
     facts.append(("memory", f"at most {size(service.limits.memory_budget)} for batches that are made ahead"))
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         facts.append(("address", "all addresses of this machine"))
-    facts.append(("access", f"by {said_tokens(web.gate.tokens)}" if web.gate.has_tokens else "whoever reaches it"))
+    facts.append(
+        (
+            "access",
+            f"by {said_tokens(web.authenticator.tokens)}" if web.authenticator.has_tokens else "whoever reaches it",
+        )
+    )
     first = next(iter(service.datasets))
     facts.append(("connect", f'DataLoader(RemoteDataset("{url}", "{first}"), batch_size=32)'))
     facts.append(("watch", f"teleloader stats {url} --watch"))

@@ -109,11 +109,11 @@ def show(found: Checked) -> None:
     if sys.stderr.isatty():
         click.echo("\r\x1b[2K", nl=False, err=True)
     warnings = sum(problem.severity == "warning" for problem in found.problems)
-    verdict = "fine" if not found.problems else counted(warnings, "warning")
+    diagnosis = "fine" if not found.problems else counted(warnings, "warning")
     colour = "yellow" if found.problems else "green"
     if found.failed:
-        verdict, colour = "cannot be depended on", "red"
-    click.echo(f"{click.style(found.dataset, bold=True)}: {click.style(verdict, fg=colour)}")
+        diagnosis, colour = "cannot be depended on", "red"
+    click.echo(f"{click.style(found.dataset, bold=True)}: {click.style(diagnosis, fg=colour)}")
     for label, text in _lines(found):
         click.echo(f"  {label:<11} {text}")
     for problem in found.problems:

@@ -17,7 +17,7 @@ import click
 import uvloop
 
 from teleloader_server import logs
-from teleloader_server.auth.authenticator import Gate
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.origins import is_loopback, refuse_unprotected
 from teleloader_server.auth.tls import TlsFiles
 from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
@@ -74,7 +74,7 @@ class Door(NamedTuple):
     port: int
     insecure: bool
     """Whether everybody may come in, wherever that is."""
-    gate: Gate
+    authenticator: Authenticator
     tls: TlsFiles | None
 
 
@@ -197,7 +197,7 @@ def _door(
     sources = [] if tokens is None else [TokenFile.table(tokens)]
     if token_file is not None:
         sources.append(TokenFile.single(token_file))
-    return Door(host, port, insecure, Gate(sources, host=host, allowed_hosts=allowed_host), tls)
+    return Door(host, port, insecure, Authenticator(sources, host=host, allowed_hosts=allowed_host), tls)
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
@@ -428,14 +428,16 @@ def _bound(door: Door) -> socket.socket:
         ) from None
     address = bound.getsockname()[0]
     try:
-        refuse_unprotected(address, has_tokens=door.gate.has_tokens, insecure=door.insecure)
+        refuse_unprotected(address, has_tokens=door.authenticator.has_tokens, insecure=door.insecure)
     except ConfigError:
         bound.close()
         raise
     if door.tls is None and not is_loopback(address):
         logger.warning(
             "%s, unencrypted: whoever is between here and a client can read and change them (see --ssl-certfile)",
-            "tokens and batches travel" if door.gate.has_tokens else "everybody may come in, and batches travel",
+            "tokens and batches travel"
+            if door.authenticator.has_tokens
+            else "everybody may come in, and batches travel",
         )
     return bound
 
@@ -452,7 +454,7 @@ async def _serve(
     service = LoaderService(ConfiguredHost(configs, limits), limits, of_clients)
     raise_file_limit()
     try:
-        web = Server(service, host, port, grace, door.gate, door.tls)
+        web = Server(service, host, port, grace, door.authenticator, door.tls)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
-from teleloader_server.dispatch.rates import Ongoing, Window, as_share
+from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Run
 from teleloader_server.loading.pipeline import Report, Task, indices_of
 from teleloader_server.workers.pool import Lease
@@ -79,7 +79,7 @@ class _Slow(NamedTuple):
         return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
 
 
-class DatasetTally:
+class DatasetCounters:
     """What was done for all loaders of one dataset."""
 
     def __init__(self, now: float) -> None:
@@ -91,9 +91,9 @@ class DatasetTally:
         self.samples = 0
         self.waiting = 0.0
         """Seconds for which consumers, together, have waited for batches that were not ready."""
-        self.made = Window(now, 0)
+        self.made = RateWindow(now, 0)
         """Of samples."""
-        self.left = Window(now, 0, 0)
+        self.left = RateWindow(now, 0, 0)
         """Of batches and bytes that were sent."""
         self.slow_from = 0.0
         """What a batch must have taken to be among the slowest."""
@@ -157,11 +157,11 @@ class LoaderTally:
 
     __slots__ = ("batches", "dataset", "seconds", "window")
 
-    def __init__(self, dataset: DatasetTally, now: float) -> None:
+    def __init__(self, dataset: DatasetCounters, now: float) -> None:
         self.dataset = dataset
         self.batches = 0
         self.seconds = [0.0] * len(STAGES)
-        self.window = Window(now, 0, *self.seconds)
+        self.window = RateWindow(now, 0, *self.seconds)
 
     def mark(self, now: float) -> None:
         """Note the totals."""
@@ -176,10 +176,10 @@ class LoaderTally:
 
 
 @dataclass(slots=True)
-class WorkerTally:
+class WorkerCounters:
     """What one place of a pool did."""
 
-    window: Window
+    window: RateWindow
     """Of the time at work."""
     batches: int = 0
     busy: float = 0.0
@@ -202,7 +202,7 @@ class Recent(NamedTuple):
     """Share of the time for which it waited, if its client says so."""
 
 
-class LoopTally:
+class LoopCounters:
     """What one training loop was given, in all its passes: an epoch may be over before anything can be said of it.
 
     Where its client says how it fares, what is recent is taken over the time that the client says, so that the shares
@@ -214,13 +214,13 @@ class LoopTally:
         """When it asked last."""
         self.batches = 0
         self.nbytes = 0
-        self.waiting = Ongoing()
+        self.waiting = Stopwatch()
         """What it had asked for was not ready."""
-        self.sending = Ongoing()
+        self.sending = Stopwatch()
         """An answer to it was being sent."""
         self._since = now
-        self._window = Window(now, *self._totals(now))
-        self._said: Window | None = None
+        self._window = RateWindow(now, *self._totals(now))
+        self._said: RateWindow | None = None
         """By the client's clock: how long the loop waited, and what the server had counted then."""
         self._said_last: tuple[float, ...] = ()
         self._said_at: float | None = None
@@ -242,7 +242,7 @@ class LoopTally:
             return True
         last = (report.elapsed, report.waited, *self._totals(now))
         if self._said is None:
-            self._said = Window(*last)
+            self._said = RateWindow(*last)
         self._said_last = last
         return True
 
@@ -277,19 +277,19 @@ class LoopTally:
         return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), told)
 
 
-class ConsumerTally:
+class ConsumerCounters:
     """What one consumer was given: a training loop in one pass through an epoch."""
 
     __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
 
-    def __init__(self, dataset: DatasetTally, loop: LoopTally, now: float) -> None:
+    def __init__(self, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
         self.dataset = dataset
         self.loop = loop
         self.batches = 0
         self.nbytes = 0
-        self.waiting = Ongoing()
+        self.waiting = Stopwatch()
         """What it had asked for was not ready."""
-        self.window = Window(now, 0, 0)
+        self.window = RateWindow(now, 0, 0)
         self.report: ConsumerReport | None = None
         """What its client said last."""
 
@@ -329,25 +329,27 @@ class ConsumerTally:
 _Who = tuple[str, str, Run]
 
 
-class PoolTally:
+class PoolCounters:
     """What the workers of one pool did, and for whom."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
-        self.workers: defaultdict[int, WorkerTally] = defaultdict(lambda: WorkerTally(Window(time.monotonic(), 0.0)))
+        self.workers: defaultdict[int, WorkerCounters] = defaultdict(
+            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0))
+        )
         self.loaders: dict[str, LoaderTally] = {}
-        self._consumers: dict[_Who, ConsumerTally] = {}
+        self._consumers: dict[_Who, ConsumerCounters] = {}
 
     # -- what happened
 
-    def consumer(self, consumer: Consumer, dataset: str) -> ConsumerTally:
+    def consumer(self, consumer: Consumer, dataset: str) -> ConsumerCounters:
         """The counts of a consumer, which may be new."""
         who = _who(consumer)
         known = self._consumers.get(who)
         if known is None:
             self._loader(consumer.run[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            known = self._consumers[who] = ConsumerTally(self._metrics.dataset(dataset), loop, time.monotonic())
+            known = self._consumers[who] = ConsumerCounters(self._metrics.dataset(dataset), loop, time.monotonic())
         return known
 
     def _loader(self, key: str, dataset: str) -> LoaderTally:
@@ -401,7 +403,7 @@ class PoolTally:
 
     # -- what is recent
 
-    def of(self, consumer: Consumer) -> ConsumerTally:
+    def of(self, consumer: Consumer) -> ConsumerCounters:
         """The counts of a consumer that is known."""
         return self._consumers[_who(consumer)]
 
@@ -413,26 +415,26 @@ class PoolTally:
             loader.mark(now)
 
 
-class Metrics:
+class Counters:
     """All that is counted."""
 
     def __init__(self) -> None:
-        self.datasets: dict[str, DatasetTally] = {}
+        self.datasets: dict[str, DatasetCounters] = {}
         self.worker_restarts = 0
         """Workers that died."""
-        self._loops: WeakValueDictionary[tuple[str, str, str], LoopTally] = WeakValueDictionary()
+        self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
         """By principal, what their passes' names begin with, and dataset. Passes that are known keep theirs."""
-        self._kept: list[LoopTally] = []
+        self._kept: list[LoopCounters] = []
         """Those that asked lately: a session's workers, and what is known of its pass, go with its epoch."""
 
-    def dataset(self, name: str) -> DatasetTally:
+    def dataset(self, name: str) -> DatasetCounters:
         """The counts of a dataset, which may be new."""
         known = self.datasets.get(name)
         if known is None:
-            known = self.datasets[name] = DatasetTally(time.monotonic())
+            known = self.datasets[name] = DatasetCounters(time.monotonic())
         return known
 
-    def loop(self, consumer: Consumer, dataset: str) -> LoopTally:
+    def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
         """The counts of the training loop that a consumer is a pass of, which may be new.
 
         Clients number their passes: what stands before the last ``#`` of their names is the loop's.
@@ -440,7 +442,7 @@ class Metrics:
         key = consumer.holder.account.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
         if known is None:
-            known = self._loops[key] = LoopTally(time.monotonic())
+            known = self._loops[key] = LoopCounters(time.monotonic())
             self._kept.append(known)
         return known
 
@@ -454,9 +456,9 @@ class Metrics:
         recent = sorted((loop for loop in known if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked)
         self._kept = recent[-MAX_KEPT_LOOPS:]
 
-    def pool(self) -> PoolTally:
+    def pool(self) -> PoolCounters:
         """Counts for the workers of a new pool."""
-        return PoolTally(self)
+        return PoolCounters(self)
 
 
 def _who(consumer: Consumer) -> _Who:

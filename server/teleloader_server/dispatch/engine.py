@@ -14,7 +14,7 @@ import numpy as np
 
 from teleloader_server import request_ids
 from teleloader_server.config import IndexKind
-from teleloader_server.dispatch.counters import ConsumerTally, Metrics, PoolTally
+from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Account, Memory
 from teleloader_server.dispatch.records import Ask, Consumer, Run
@@ -76,7 +76,7 @@ class BatchStream:
 
     _engine: Engine
     _ask: Ask
-    tally: ConsumerTally
+    tally: ConsumerCounters
     """Of who asks."""
     trace: AnswerTrace | None
     """Of the request."""
@@ -135,12 +135,12 @@ class Engine:
         in_turn: How many workers make the batches in turn; 0 when any of them may make any batch.
     """
 
-    def __init__(self, pool: Pool, memory: Memory, metrics: Metrics, in_turn: int = 0) -> None:
+    def __init__(self, pool: Pool, memory: Memory, metrics: Counters, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._end: TeleloaderError | None = None
         """Why no batch comes any more."""
         self._pool = pool
-        self.tally: Final[PoolTally] = metrics.pool()
+        self.tally: Final[PoolCounters] = metrics.pool()
         """What was counted."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
@@ -268,7 +268,7 @@ class Engine:
                     del self._waiting[address]
                 raise
 
-    def _take_ready(self, ask: Ask, tally: ConsumerTally) -> ReadyFrame | None:
+    def _take_ready(self, ask: Ask, tally: ConsumerCounters) -> ReadyFrame | None:
         frame = self._frames.get(Address(*ask.consumer.run, ask.next))
         if frame is None:
             return None

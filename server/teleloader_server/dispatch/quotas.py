@@ -73,8 +73,8 @@ class Account:
     def patience(self, limits: ClientLimits) -> float:
         """Seconds in which its clients must take something of their answers."""
         if self.unread <= 1:
-            return limits.unread_seconds
-        return limits.pressed_seconds if self.unread <= UNREAD_FACTOR else limits.pressed_seconds / 4
+            return limits.send_timeout
+        return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
 
     @property
     def has_nothing(self) -> bool:
@@ -146,7 +146,7 @@ class Holdings:
     """
 
     def __init__(
-        self, limit: int, shared: Callable[[], bool], what: str = "requests", option: str = "held_bytes"
+        self, limit: int, shared: Callable[[], bool], what: str = "requests", option: str = "max_buffered_request_bytes"
     ) -> None:
         self._limit = limit
         self._shared = shared

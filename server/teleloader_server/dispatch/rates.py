@@ -13,7 +13,7 @@ MAX_MARKS: Final = 64
 """Of a window: a clock that a client states may stand still."""
 
 
-class Window:
+class RateWindow:
     """Totals as they were up to `WINDOW` seconds ago, noted about once a second.
 
     Args:
@@ -50,7 +50,7 @@ def as_share(share: float) -> float:
     return min(1.0, max(0.0, share))
 
 
-class Ongoing:
+class Stopwatch:
     """For how long something goes on; where several of its kind overlap, their time counts once."""
 
     __slots__ = ("_count", "_seconds", "_since")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
-from teleloader_server.dispatch.counters import EngineSource, Metrics, ServerTotals
+from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
 from teleloader_server.dispatch.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
 from teleloader_server.dispatch.quotas import Account, Accounts, Holdings, Memory, too_many
 from teleloader_server.loading.index_lists import Rules
@@ -96,7 +96,7 @@ class LoaderService:
         self._memory = Memory(limits.memory_budget)
         self._draining = asyncio.Event()
         self._host = host
-        self.counters = Metrics()
+        self.counters = Counters()
         """Counted by all engines; see `stats`."""
         self.connections: Callable[[], int] = lambda: 0
         """Says how many are open, where somebody counts them."""
@@ -107,7 +107,7 @@ class LoaderService:
         """Says whether there are several principals, where somebody knows."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._specs = Holdings(
-            client_limits.total_spec_bytes, lambda: self.is_shared(), "loader specs", "total_spec_bytes"
+            client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
         self._sessions: dict[str, _Session] = {}
         """By loader."""
@@ -442,7 +442,7 @@ class LoaderService:
     def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
         """What the index lists for a loader may hold; arguments and errors are those of `loader`."""
         loader = self.loader(caller, key, epoch, *batches)
-        return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_window)
+        return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_batches_per_request)
 
     def refuse_when_draining(self) -> None:
         """Take nothing new while the server is stopping.
@@ -479,9 +479,9 @@ class LoaderService:
             ServerUnavailable: When the server is stopping, or the principal has too many consumers.
         """
         self.refuse_when_draining()
-        most = self.client_limits.max_window
+        most = self.client_limits.max_batches_per_request
         if ahead > most:
-            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_window), was {ahead:,}")
+            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_batches_per_request), was {ahead:,}")
         loader = self.loader(caller, key, epoch, start, stop - 1)
         if (loader.spec.order == "client") != (indices is not None):
             what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from teleloader_shared.stats import WINDOW, Verdict
+from teleloader_shared.stats import WINDOW, Diagnosis
 from teleloader_shared.units import number, seconds
 
 LOOP_WAITS: Final = 0.05
@@ -37,15 +37,15 @@ MAX_WORKERS: Final = 1024
 """What a server can be told to have."""
 WORKERS_PER_CPU: Final = 4
 """More are not advised at once: whether so many wait for their data, and not for a processor, will have to show."""
-LULL: Final = 2.0
+IDLE_GRACE_S: Final = 2.0
 """Seconds without an ask after which a loop is over, or does something else, unless it is slow:"""
-LULL_BATCHES: Final = 20
+IDLE_GRACE_BATCHES: Final = 20
 """so many batches it may have ahead."""
 LATE_LOOP: Final = 0.01
 """Seconds by which the server's event loop is late when its own process is what requests wait for."""
 
 
-class Consumption(NamedTuple):
+class ConsumerRates(NamedTuple):
     """What is seen of one consumer; rates and shares are recent."""
 
     known_for: float
@@ -74,7 +74,7 @@ class Consumption(NamedTuple):
     @property
     def goes_on(self) -> bool:
         """Whether its loop will ask for more, as it seems; one that takes long steps asks seldom."""
-        return self.pace > 0 and self.idle <= min(WINDOW, max(LULL, LULL_BATCHES / self.pace))
+        return self.pace > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.pace))
 
     @property
     def takes_all(self) -> bool:
@@ -82,7 +82,7 @@ class Consumption(NamedTuple):
         return self.loop_waiting is not None and 1.0 - self.loop_waiting < LEAST_OWN_SHARE
 
 
-class Workforce(NamedTuple):
+class PoolLoad(NamedTuple):
     """The workers that make a consumer's batches, and the server that they belong to."""
 
     workers: int
@@ -99,7 +99,7 @@ class Workforce(NamedTuple):
     """Processors of the server."""
     cpu: float
     """How many of them it uses."""
-    loop_lag: float
+    event_loop_lag: float
     """Seconds by which its event loop is late."""
 
 
@@ -111,15 +111,15 @@ def total_demand(demands: Iterable[tuple[object, float]]) -> float:
     return sum(highest.values())
 
 
-def verdict(seen: Consumption, by: Workforce) -> Verdict:
+def diagnose(seen: ConsumerRates, by: PoolLoad) -> Diagnosis:
     """What holds a consumer back.
 
     The number of workers is what all consumers of these workers need together: more consumers, more workers.
     """
     if seen.idle > WINDOW:
-        return Verdict("unknown", None, f"It has asked for nothing for {seen.idle:.0f} s.")
+        return Diagnosis("unknown", None, f"It has asked for nothing for {seen.idle:.0f} s.")
     if seen.known_for < LEAST_SECONDS:
-        return Verdict("unknown", None, "It is too early to say.")
+        return Diagnosis("unknown", None, "It is too early to say.")
     needed = _needed(by)
     if seen.loop_waiting is None:
         late, slow = seen.waiting >= MOST, seen.sending >= MOST
@@ -130,37 +130,37 @@ def verdict(seen: Consumption, by: Workforce) -> Verdict:
     if late:
         return _loader_bound(seen, by, needed)
     if slow:
-        return Verdict("network", needed, _of_network(seen, by))
+        return Diagnosis("network", needed, _of_network(seen, by))
     return _loop_bound(seen, by, needed)
 
 
-def _needed(by: Workforce) -> int | None:
+def _needed(by: PoolLoad) -> int | None:
     """How many workers would keep up; None where that is not known, or more than can be."""
     # a loop that waits for less than that is kept up with
     needed = max(1, math.ceil(by.demand * (1 - LOOP_WAITS)))
     return needed if by.demand > 0 and needed <= MAX_WORKERS else None
 
 
-def _loader_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
+def _loader_bound(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> Diagnosis:
     if seen.loop_waiting is None or seen.takes_all:
         needed = None
     waits = _waits(seen, "for batches that are not ready")
     if _has_other_causes(seen, by):
         enough = needed if needed is not None and needed <= by.workers else None
-        return Verdict(
+        return Diagnosis(
             "loader", enough, f"{waits}, though the workers rest {_percent(1 - by.busy)} of it: {_others(by)}."
         )
-    return Verdict("loader", needed, f"{waits}{_of_workers(seen, by, needed)}, or {_faster(seen.stages)}.")
+    return Diagnosis("loader", needed, f"{waits}{_of_workers(seen, by, needed)}, or {_faster(seen.stages)}.")
 
 
-def _has_other_causes(seen: Consumption, by: Workforce) -> bool:
+def _has_other_causes(seen: ConsumerRates, by: PoolLoad) -> bool:
     """Whether most of what it waits for is not the workers' work: all together they are at work for less time."""
     return by.workers > 0 and seen.pace >= LEAST_PACE and by.busy * by.workers < SERVERS_SHARE * seen.waiting
 
 
-def _others(by: Workforce) -> str:
+def _others(by: PoolLoad) -> str:
     """What helps where the workers' work is not what is waited for."""
-    if by.loop_lag >= LATE_LOOP:
+    if by.event_loop_lag >= LATE_LOOP:
         return _late(by)
     return (
         "more or faster ones help little, but longer epochs (each begins with a wait), larger batches where they are "
@@ -168,11 +168,11 @@ def _others(by: Workforce) -> str:
     )
 
 
-def _late(by: Workforce) -> str:
-    return f"the server's own process is late by {1000 * by.loop_lag:.0f} ms, so add another server"
+def _late(by: PoolLoad) -> str:
+    return f"the server's own process is late by {1000 * by.event_loop_lag:.0f} ms, so add another server"
 
 
-def _of_workers(seen: Consumption, by: Workforce, needed: int | None) -> str:
+def _of_workers(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> str:
     """How many workers would do, and what helps where there are as many."""
     if seen.takes_all and seen.pace >= LEAST_PACE:
         return f" and takes all that come: {_enough_for(seen, by)}"
@@ -181,10 +181,10 @@ def _of_workers(seen: Consumption, by: Workforce, needed: int | None) -> str:
     if needed > by.workers:
         return f": {_workers(needed)}{_instead(by, needed)}"
     ahead = "let more be fetched ahead (prefetch_factor), for those that take longer"
-    return f", though {_workers(needed)} would do on average: {_late(by) if by.loop_lag >= LATE_LOOP else ahead}"
+    return f", though {_workers(needed)} would do on average: {_late(by) if by.event_loop_lag >= LATE_LOOP else ahead}"
 
 
-def _instead(by: Workforce, needed: int) -> str:
+def _instead(by: PoolLoad, needed: int) -> str:
     """Whether to have so many workers, who are more than there are."""
     whom = "keep up" if by.consumers == 1 else f"keep up with all {by.consumers} consumers"
     if needed > by.cpus and by.cpu >= CPUS_BUSY * by.cpus:
@@ -199,7 +199,7 @@ def _instead(by: Workforce, needed: int) -> str:
     return f"{instead} would {whom} ({by.setting.format(needed)})"
 
 
-def _enough_for(seen: Consumption, by: Workforce) -> str:
+def _enough_for(seen: ConsumerRates, by: PoolLoad) -> str:
     """What the workers can do, for a loop that shows no limit of its own."""
     makers = _workers(by.workers) if by.workers else "the server's own process"
     shared = f" for it, one of {by.consumers} consumers," if by.consumers > 1 else ""
@@ -211,15 +211,15 @@ def _enough_for(seen: Consumption, by: Workforce) -> str:
     return f"{now}, {enough}; for steps of half that it takes {twice} ({by.setting.format(twice)})"
 
 
-def _processors(by: Workforce) -> str:
+def _processors(by: PoolLoad) -> str:
     return f"the machine's {by.cpus} processors" if by.cpus > 1 else "the machine's processor"
 
 
-def _of_network(seen: Consumption, by: Workforce) -> str:
+def _of_network(seen: ConsumerRates, by: PoolLoad) -> str:
     waits = _waits(seen, "though batches are ready") if seen.loop_waiting is not None else "Answers are on their way "
     if seen.loop_waiting is None:
         waits += f"{_percent(seen.sending)} of the time"
-    if by.loop_lag >= LATE_LOOP:
+    if by.event_loop_lag >= LATE_LOOP:
         return f"{waits}: {_late(by)}."
     return (
         f"{waits}: {seen.nbytes / 1e6:,.1f} MB/s arrive; if the network carries no more, use a faster one or send less "
@@ -228,17 +228,17 @@ def _of_network(seen: Consumption, by: Workforce) -> str:
     )
 
 
-def _loop_bound(seen: Consumption, by: Workforce, needed: int | None) -> Verdict:
+def _loop_bound(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> Diagnosis:
     if not seen.pace:
-        return Verdict("unknown", None, "It was sent no batch lately.")
+        return Diagnosis("unknown", None, "It was sent no batch lately.")
     waits = "Its batches are ready when it asks" if seen.loop_waiting is None else _waits(seen, "for data")
     workers = needed if by.workers else 0
     if by.busy >= WORKERS_BUSY:
         busy = f"the workers are busy {_percent(by.busy)} of it"
-        return Verdict("balanced", workers, f"{waits}, and {busy}: nothing is to be gained.")
+        return Diagnosis("balanced", workers, f"{waits}, and {busy}: nothing is to be gained.")
     fewer = f": {_workers(needed)} would do" if needed is not None and needed < by.workers else ""
-    return Verdict(
-        "trainer", workers,
+    return Diagnosis(
+        "training", workers,
         f"{waits}, and the workers rest {_percent(1 - by.busy)} of it, so training is the bottleneck{fewer}.",
     )  # fmt: skip
 
@@ -252,7 +252,7 @@ def _faster(stages: Mapping[str, float]) -> str:
     return f"make the {longest} faster, which takes {_percent(stages[longest] / whole)} of a batch's time"
 
 
-def _waits(seen: Consumption, why: str) -> str:
+def _waits(seen: ConsumerRates, why: str) -> str:
     if seen.loop_waiting is None:
         return f"What it asks for is not ready {_percent(seen.waiting)} of the time"
     return f"The loop waits {_percent(seen.loop_waiting)} of the time {why}"

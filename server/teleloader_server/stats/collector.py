@@ -14,17 +14,23 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from teleloader_server.config import default_num_workers
-from teleloader_server.dispatch.counters import ConsumerTally, DatasetTally, EngineSource, LoopTally, ServerTotals
+from teleloader_server.dispatch.counters import (
+    ConsumerCounters,
+    DatasetCounters,
+    EngineSource,
+    LoopCounters,
+    ServerTotals,
+)
 from teleloader_server.dispatch.engine import Engine, Loader
-from teleloader_server.dispatch.rates import Window, as_share
+from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.stats.bottleneck import Consumption, Workforce, total_demand, verdict
+from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import Address
-from teleloader_shared.messages import LOOKING, DatasetInfo
+from teleloader_shared.messages import PREVIEW, DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
@@ -46,7 +52,7 @@ class EngineSnapshot(NamedTuple):
     engine: Engine
     source: EngineSource
     workers: list[tuple[WorkerState, bool]]
-    busy_shares: dict[int, float]
+    busy_fractions: dict[int, float]
     stages: dict[str, dict[str, float]]
     """What a batch takes, by loader and stage."""
 
@@ -63,7 +69,7 @@ class StatsCollector:
         self._limits = service.limits
         self._counters = service.counters
         self._started = now = time.monotonic()
-        self._late = Window(now, 0, 0.0)
+        self._late = RateWindow(now, 0, 0.0)
         self._looks = 0
         self._lateness = 0.0
         self._cpu = CpuUse()
@@ -86,7 +92,7 @@ class StatsCollector:
                 self._cpu.look(self._pids(self._service.engine_sources()))
 
     @property
-    def datasets(self) -> Mapping[str, DatasetTally]:
+    def datasets(self) -> Mapping[str, DatasetCounters]:
         """Counters by dataset, of those of which something was counted."""
         return self._counters.datasets
 
@@ -166,7 +172,7 @@ class StatsCollector:
             memory_mapped=sum(look.engine.memory_mapped for look in looks),
             memory_sending=totals.memory_sending,
             pss=sum(found.pss for found in memory.values()),
-            loop_lag=late / looked if looked else 0.0,
+            event_loop_lag=late / looked if looked else 0.0,
             connections=totals.connections,
             worker_restarts=self._counters.worker_restarts,
             batches_per_second=sum(batches for batches, _ in left),
@@ -183,11 +189,11 @@ class StatsCollector:
             pid=state.pid,
             loader=look.source.session,
             state="starting" if not state.ready else "busy" if busy else "idle",
-            doing=None if task is None else _shown(task.address, task.spec.dataset),
-            doing_for=None if task is None else state.working_for,
+            current_task=None if task is None else _shown(task.address, task.spec.dataset),
+            current_task_seconds=None if task is None else state.working_for,
             batches=tally.batches,
             busy=tally.busy,
-            busy_share=look.busy_shares[state.worker],
+            busy_fraction=look.busy_fractions[state.worker],
             restarts=state.restarts,
             recycled=state.recycled,
             last_exit=state.last_exit,
@@ -216,22 +222,22 @@ class StatsCollector:
         )
 
     @staticmethod
-    def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, Workforce]]:
+    def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
         """All that train, with who makes their batches; those who asked last come first.
 
         Of a training loop there is the latest pass, and those before it only while they ask for something: with short
         epochs a minute has hundreds.
         """
-        known = [(look, *pair) for look in looks for pair in look.engine.consumers() if pair[0].name != LOOKING]
+        known = [(look, *pair) for look in looks for pair in look.engine.consumers() if pair[0].name != PREVIEW]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
-        latest: dict[LoopTally, _Seen] = {}
+        latest: dict[LoopCounters, _Seen] = {}
         found: list[tuple[Engine, _Seen]] = []
         for look, consumer, loader in known:
             tally = look.engine.tally.of(consumer)
             later = latest.get(tally.loop)
             if later is not None and not consumer.asks:
                 continue
-            recent = _consumption(look, consumer, loader, tally.loop, now) if later is None else later.recent
+            recent = _rates(look, consumer, loader, tally.loop, now) if later is None else later.recent
             seen = _Seen(consumer, loader, tally, recent)
             latest.setdefault(tally.loop, seen)
             found.append((look.engine, seen))
@@ -239,7 +245,7 @@ class StatsCollector:
         for engine, seen in found:
             if latest[seen.tally.loop] is seen:
                 loops[engine].append(seen)
-        forces = {look.engine: _workforce(look, loops[look.engine], server) for look in looks}
+        forces = {look.engine: _load(look, loops[look.engine], server) for look in looks}
         return [(seen, forces[engine]) for engine, seen in found]
 
 
@@ -248,16 +254,16 @@ class _Seen(NamedTuple):
 
     consumer: Consumer
     loader: Loader
-    tally: ConsumerTally
-    recent: Consumption
+    tally: ConsumerCounters
+    recent: ConsumerRates
     """Of its training loop, in this pass and those before."""
 
 
-def _consumption(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopTally, now: float) -> Consumption:
+def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCounters, now: float) -> ConsumerRates:
     """What is seen of a training loop, of whose passes this is the latest."""
     # of one that asks for nothing now, over the time before: it is not held back by anything since
     recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
-    return Consumption(
+    return ConsumerRates(
         known_for=recent.span,
         idle=0.0 if latest.asks else now - latest.last_seen,
         pace=recent.batches,
@@ -269,11 +275,11 @@ def _consumption(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: L
     )
 
 
-def _workforce(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> Workforce:
+def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
     """The workers of an engine, and what those of its training loops that go on want of them."""
-    shares = look.busy_shares.values()
+    shares = look.busy_fractions.values()
     asking = [seen for seen in loops if seen.recent.goes_on]
-    return Workforce(
+    return PoolLoad(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
         demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in asking),
@@ -281,11 +287,11 @@ def _workforce(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) ->
         setting=look.source.setting,
         cpus=server.cpus,
         cpu=server.cpu,
-        loop_lag=server.loop_lag,
+        event_loop_lag=server.event_loop_lag,
     )
 
 
-def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
+def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
     consumer, loader, tally, recent = seen
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
@@ -303,13 +309,13 @@ def _record(seen: _Seen, by: Workforce, now: float) -> ConsumerStats:
         batches_per_second=batches,
         bytes_per_second=nbytes,
         waiting=tally.waiting.until(now),
-        waiting_share=recent.waiting,
-        sending_share=recent.sending,
-        loop_waiting_share=recent.loop_waiting,
+        starved_fraction=recent.waiting,
+        sending_fraction=recent.sending,
+        data_wait_fraction=recent.loop_waiting,
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
-        verdict=verdict(recent, by),
+        diagnosis=diagnose(recent, by),
     )
 
 

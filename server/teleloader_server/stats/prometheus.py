@@ -1,7 +1,7 @@
 """The records as Prometheus metrics. Nothing is counted for it: each scrape reads what ``/stats`` reads.
 
 The number of series is bounded: by the datasets, the shared workers, the stages, and twenty types of errors for each
-dataset. Consumers are no label, because they come and go; their verdicts are counted instead. Nor
+dataset. Consumers are no label, because they come and go; their diagnoses are counted instead. Nor
 are workers of a session's own, which come and go with it: what they make is counted with their dataset.
 """
 
@@ -23,8 +23,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from teleloader_server.dispatch.counters import DatasetTally
-from teleloader_shared.stats import Bound, ServerStats, Stats
+from teleloader_server.dispatch.counters import DatasetCounters
+from teleloader_shared.stats import Bottleneck, ServerStats, Stats
 
 _GAUGES: Final = {
     "uptime": ("uptime_seconds", "Time since the server's start."),
@@ -35,7 +35,7 @@ _GAUGES: Final = {
     "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, used or free."),
     "memory_sending": ("memory_sending_bytes", "What answers take that are being sent."),
     "pss": ("memory_resident_bytes", "Memory of server and workers, shared pages counted once."),
-    "loop_lag": ("event_loop_lag_seconds", "Recent mean time for which the event loop was late."),
+    "event_loop_lag": ("event_loop_lag_seconds", "Recent mean time for which the event loop was late."),
     "connections": ("connections", "Open connections."),
     "draining": ("draining", "Whether the server is stopping: 1 or 0."),
 }
@@ -49,11 +49,11 @@ _OF_DATASETS: Final = {
     "nbytes": ("sent_bytes", "Bytes of the batches that were sent."),
     "waiting": ("waiting_seconds", "Time for which consumers waited for batches that were not ready."),
 }
-"""By attribute of `DatasetTally`."""
+"""By attribute of `DatasetCounters`."""
 _STATES: Final = ("starting", "idle", "busy")
 
 
-def exposed(stats: Stats, counts: Mapping[str, DatasetTally]) -> CollectorRegistry:
+def exposed(stats: Stats, counts: Mapping[str, DatasetCounters]) -> CollectorRegistry:
     """A registry of what is told now.
 
     Args:
@@ -66,7 +66,7 @@ def exposed(stats: Stats, counts: Mapping[str, DatasetTally]) -> CollectorRegist
 
 
 class _Now(Collector):
-    def __init__(self, stats: Stats, counts: Mapping[str, DatasetTally]) -> None:
+    def __init__(self, stats: Stats, counts: Mapping[str, DatasetCounters]) -> None:
         self._stats = stats
         self._counts = {dataset.dataset: counts[dataset.dataset] for dataset in stats.datasets}
         self._datasets = stats.datasets
@@ -120,12 +120,12 @@ class _Now(Collector):
 
     def _of_consumers(self) -> Iterator[Metric]:
         held = GaugeMetricFamily(
-            "teleloader_consumers", "Consumers, by what holds them back.", labels=["dataset", "bound"]
+            "teleloader_consumers", "Consumers, by what holds them back.", labels=["dataset", "bottleneck"]
         )
-        found = Counter((consumer.dataset, consumer.verdict.bound) for consumer in self._stats.consumers)
+        found = Counter((consumer.dataset, consumer.diagnosis.bottleneck) for consumer in self._stats.consumers)
         for dataset in self._counts:
-            for bound in get_args(Bound):
-                held.add_metric([dataset, bound], found[dataset, bound])
+            for bottleneck in get_args(Bottleneck):
+                held.add_metric([dataset, bottleneck], found[dataset, bottleneck])
         yield held
 
 

@@ -14,8 +14,8 @@ from typing import Final, cast
 import uvicorn
 from fastapi import FastAPI
 
-from teleloader_server.auth.authenticator import Gate
-from teleloader_server.auth.rate_limit import AddressLimit, Pace
+from teleloader_server.auth.authenticator import Authenticator
+from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.auth.tls import Renewal, TlsFiles
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.dispatch.quotas import Holdings
@@ -57,26 +57,31 @@ HEADERS: Final = {
 logger = logging.getLogger(__name__)
 
 
-def create_app(service: LoaderService, gate: Gate | None = None) -> FastAPI:
-    """The ASGI application of `service`, which its caller starts and closes; without a gate everybody may come in."""
+def create_app(service: LoaderService, authenticator: Authenticator | None = None) -> FastAPI:
+    """Return the ASGI application of a service, which the caller starts and closes.
+
+    Args:
+        service: The service.
+        authenticator: Knows the tokens; None disables authentication.
+    """
     app = FastAPI(
         title="teleloader",
         version=VERSION,
         description="Batches of hosted datasets, each at an address of its own.",
         openapi_url=None,
-        # a redirect would be answered without passing the gate
+        # a redirect would be answered without passing the authenticator
         redirect_slashes=False,
         responses=DOCUMENTED,
     )
-    app.state.gate = gate or Gate()
-    app.state.gate.on_change = service.tokens_changed
-    app.state.pace = Pace(service.accounts, service.client_limits.max_requests_per_second)
+    app.state.authenticator = authenticator or Authenticator()
+    app.state.authenticator.on_change = service.tokens_changed
+    app.state.rate_limiter = RateLimiter(service.accounts, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
-    app.add_middleware(Authentication, gate=app.state.gate, limit=unauthenticated)
-    service.is_shared = lambda: len(app.state.gate.tokens.entries) > 1
+    app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)
+    service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
     app.state.service = service
     app.state.collector = StatsCollector(service)
-    app.state.holdings = Holdings(service.client_limits.held_bytes, service.is_shared)
+    app.state.holdings = Holdings(service.client_limits.max_buffered_request_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
     for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
@@ -94,7 +99,7 @@ class Server(uvicorn.Server):
         host: The address that is bound.
         port: The port that is bound.
         grace: Seconds that answers have to be finished when the server stops.
-        gate: Who may come in; None is everybody.
+        authenticator: Who may come in; None is everybody.
         tls: The certificate; None speaks plain HTTP.
 
     Raises:
@@ -107,18 +112,18 @@ class Server(uvicorn.Server):
         host: str,
         port: int,
         grace: float = DEFAULT_SHUTDOWN_GRACE,
-        gate: Gate | None = None,
+        authenticator: Authenticator | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         check_members()
         limits = service.client_limits
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
-        self.gate = gate or Gate()
-        self._watch = Watch(limits, self.gate)
+        self.authenticator = authenticator or Authenticator()
+        self._watch = Watch(limits, self.authenticator)
         service.connections = lambda: len(self._watch.connections)
         self._told_to_exit = asyncio.Event()
-        app = create_app(service, self.gate)
+        app = create_app(service, self.authenticator)
         self._collector: StatsCollector = app.state.collector
         super().__init__(
             uvicorn.Config(
@@ -171,7 +176,7 @@ class Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
         while not await self.on_tick(0):
-            self.gate.look()
+            self.authenticator.look()
             if self._renewal is not None:
                 self._renewal.look()
             with suppress(TimeoutError):

@@ -10,10 +10,10 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from teleloader_server.auth.authenticator import Gate, RequestCaller
-from teleloader_server.auth.rate_limit import AddressLimit, Pace
+from teleloader_server.auth.authenticator import Authenticator, RequestCaller
+from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.permissions import UNCHECKED, need_of
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.problem_responses import problem_of
 
 MAX_QUERY_BYTES: Final = 4096
@@ -31,26 +31,26 @@ class Authentication:
 
     Args:
         app: Receives the requests that pass.
-        gate: Knows the tokens.
+        authenticator: Knows the tokens.
         limit: Limits the requests without a valid token.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, limit: AddressLimit) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, limit: AddressLimit) -> None:
         self._app = app
-        self._gate = gate
+        self._authenticator = authenticator
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 414 or 429."""
         if scope["type"] in ("http", "websocket"):
-            caller = RequestCaller(self._gate, scope)
+            caller = RequestCaller(self._authenticator, scope)
             scope.setdefault("state", {})["caller"] = caller
             try:
                 _check_query(scope)
                 if caller.principal is None:
                     await self._limit.come((scope.get("client") or ("unknown", 0))[0])
-            except Refusal as refusal:
-                self._gate.note(refusal, scope)
+            except HttpProblem as refusal:
+                self._authenticator.note(refusal, scope)
                 await problem_of(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -60,23 +60,23 @@ def _check_query(scope: Scope) -> None:
     """Refuse a query that takes long to parse: it is taken apart parameter by parameter.
 
     Raises:
-        Refusal: With 414.
+        HttpProblem: With 414.
     """
     if (nbytes := len(scope["query_string"])) > MAX_QUERY_BYTES:
-        raise Refusal(
+        raise HttpProblem(
             414, "UriTooLong", f"the query of the request has {nbytes:,} bytes, and {MAX_QUERY_BYTES:,} are allowed"
         )
 
 
 class GuardedRoute(APIRoute):
-    """A route whose endpoint declares what it needs, and is reached through the application's gate only.
+    """A route whose endpoint declares what it needs, and is reached through the application's authenticator only.
 
     Raises:
         LookupError: At construction, when it declares nothing.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind the gate."""
+        """The handler, behind the authenticator."""
         handle = super().get_route_handler()
         need = need_of(self.endpoint)
         if need == UNCHECKED:
@@ -97,9 +97,9 @@ async def enter(connection: HTTPConnection, need: str) -> None:
         need: What its endpoint has declared.
 
     Raises:
-        Refusal: When it is meant for another server, comes too often, or a page of another site has caused it.
+        HttpProblem: When it is meant for another server, comes too often, or a page of another site has caused it.
         Unauthorized: When there is no token with it, or none of this server's.
         Forbidden: When the token is not for this.
     """
-    pace: Pace = connection.app.state.pace
-    await pace.come(connection.scope, caller_of(connection).admit(need))
+    rate_limiter: RateLimiter = connection.app.state.rate_limiter
+    await rate_limiter.come(connection.scope, caller_of(connection).admit(need))

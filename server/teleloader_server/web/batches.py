@@ -22,7 +22,7 @@ from teleloader_server.dispatch.quotas import Holdings
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.dispatch.tracing import AnswerTrace
 from teleloader_server.permissions import READ, needs
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.index_bodies import split
 from teleloader_server.workers.pool import Lease
@@ -251,7 +251,7 @@ def _add_loaders(router: APIRouter) -> None:
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies_of(request).read(request, "spec_bytes") as body:
+        async with bodies_of(request).read(request, "max_spec_bytes") as body:
             spec = LoaderSpec.from_json(parsed_json(b"".join([piece async for piece in body])))
         return await service_of(request).register(spec, caller_of(request))
 
@@ -289,7 +289,7 @@ def _add_batches(router: APIRouter) -> None:
         service.loader(caller, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
         # what an address stands for never changes, so a client that has it needs nothing of us
-        shared = "private" if request.app.state.gate.has_tokens else "public"
+        shared = "private" if request.app.state.authenticator.has_tokens else "public"
         immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
@@ -324,7 +324,7 @@ def _add_batches(router: APIRouter) -> None:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
         who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
-            raise Refusal(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
+            raise HttpProblem(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
         service, said = service_of(request), said_with(request, report)
         asked = service.batches(caller_of(request), who, key, epoch, start, stop, ahead, said=said)
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
@@ -347,7 +347,7 @@ def _add_batches(router: APIRouter) -> None:
     ) -> Response:
         service, caller = service_of(request), caller_of(request)
         rules = service.index_rules(caller, key, epoch, start)
-        async with bodies_of(request).read(request, "body_bytes") as body:
+        async with bodies_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
@@ -367,7 +367,7 @@ class Bodies:
 
     @asynccontextmanager
     async def read(
-        self, request: Request, name: Literal["body_bytes", "spec_bytes"]
+        self, request: Request, name: Literal["max_body_bytes", "max_spec_bytes"]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The pieces of a body, which count as held until the context ends.
 
@@ -376,11 +376,11 @@ class Bodies:
             name: Of the limit that it has.
 
         Raises:
-            Refusal: When it is larger.
+            HttpProblem: When it is larger.
             ServerUnavailable: When all bodies together are too large, or those of the same principal.
         """
         limit = getattr(self._limits, name)
-        too_large = Refusal(
+        too_large = HttpProblem(
             413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed ({name})"
         )
         if int(request.headers.get("content-length", 0)) > limit:

@@ -3,11 +3,11 @@
 uvicorn waits for a request's head for as long as it takes, reads heads and bodies of any size, and waits for ever for a
 peer that never reads. Here
 
-- a head must be complete `head_seconds` after the connection, or after its first byte on one that was used before;
-- a head may have `head_bytes` and `max_headers` header fields, a body `body_bytes` and no less than `body_rate` bytes a
-  second; what frames the chunks of a body has the limit of a head, and trailers are dropped;
-- a peer must take something of its answer every `unread_seconds`, or `pressed_rate` bytes a second over
-  `pressed_seconds` while its principal leaves more unread than it may;
+- a head must be complete `header_timeout` after the connection, or after its first byte on one that was used before;
+- a head may have `max_header_bytes` and `max_headers` header fields, a body `max_body_bytes` and no less than
+  `min_body_rate` bytes a second; what frames the chunks of a body has the limit of a head, and trailers are dropped;
+- a peer must take something of its answer every `send_timeout`, or `pressure_min_send_rate` bytes a second over
+  `pressure_send_timeout` while its principal leaves more unread than it may;
 - `max_connections` may be open, so that descriptors are left for workers, and `max_connections_per_address` of them
   from one address; one more is answered with 503, unless one without an authenticated request can be closed for it;
 - connections without an authenticated request may take `max_unauthenticated_bytes` of memory together; beyond that the
@@ -36,10 +36,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from teleloader_server import request_ids
-from teleloader_server.auth.authenticator import Gate
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.dispatch.quotas import Account, Holdings, account_of
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.problem_responses import encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE, STREAM_PATH
 from teleloader_shared.units import counted
@@ -103,14 +103,16 @@ class Watch:
 
     Args:
         limits: What they may take.
-        gate: Knows the tokens. On a server without tokens, every request that was let in counts as authenticated.
+        authenticator: Knows the tokens. On a server without tokens, every request counts as authenticated.
     """
 
-    def __init__(self, limits: ClientLimits, gate: Gate) -> None:
+    def __init__(self, limits: ClientLimits, authenticator: Authenticator) -> None:
         self.limits = limits
-        self.unfinished = Holdings(limits.held_bytes // 4, lambda: len(gate.tokens.entries) > 1)
+        self.unfinished = Holdings(
+            limits.max_buffered_request_bytes // 4, lambda: len(authenticator.tokens.entries) > 1
+        )
         """Bytes of WebSocket messages whose end was not received yet."""
-        self._gate = gate
+        self._authenticator = authenticator
         self.draining = False
         """Whether connections close after their answer."""
         self.connections: set[Watched] = set()
@@ -120,7 +122,7 @@ class Watch:
         self._broken: Counter[str] = Counter()
         self._logged = -LOG_INTERVAL_S
         self._by_address: Counter[str] = Counter()
-        interval = min(limits.head_seconds, limits.body_seconds, limits.unread_seconds, limits.linger_seconds) / 4
+        interval = min(limits.header_timeout, limits.body_timeout, limits.send_timeout, limits.lingering_time) / 4
         self._interval = min(1.0, interval)
         """How often connections are looked at."""
 
@@ -176,7 +178,7 @@ class Watch:
 
     def _is_authenticated(self, connection: Watched) -> bool:
         account = connection.account
-        return account is not None and not (account.is_alone and self._gate.has_tokens)
+        return account is not None and not (account.is_alone and self._authenticator.has_tokens)
 
     def _stop_counting(self, connection: Watched) -> None:
         self._unauthenticated_bytes -= self._unauthenticated.pop(connection, 0)
@@ -295,7 +297,7 @@ class Connection(HttpToolsProtocol):
         self._unread = Unread(transport, self._limits)
         no_room = self._watch.admit(self)
         if no_room is not None:
-            self._refuse(Refusal(503, "ServerUnavailable", no_room))
+            self._refuse(HttpProblem(503, "ServerUnavailable", no_room))
             # no time to read it: descriptors are what there is too little of
             self.transport.close()
 
@@ -321,15 +323,15 @@ class Connection(HttpToolsProtocol):
             # else it is answered as if it asked for no other protocol; what follows it is not understood
         except httptools.HttpParserError as error:
             cause = error.__context__
-            if not isinstance(cause, Refusal):
+            if not isinstance(cause, HttpProblem):
                 what = "its target is no path" if cause else error
-                cause = Refusal(400, "BadRequest", f"the request is not HTTP/1.1: {what}")
+                cause = HttpProblem(400, "BadRequest", f"the request is not HTTP/1.1: {what}")
             self._refuse(cause)
-        except Refusal as refusal:
+        except HttpProblem as refusal:
             self._refuse(refusal)
 
     def _feed(self, data: bytes) -> None:
-        limit = self._limits.head_bytes
+        limit = self._limits.max_header_bytes
         start = 0
         while start < len(data):
             # a piece may hold the end of one request and the head of the next, so none is larger than a head may be
@@ -342,21 +344,23 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(piece)
             start += len(piece)
 
-    def _head_too_large(self) -> Refusal:
-        limit = self._limits.head_bytes
+    def _head_too_large(self) -> HttpProblem:
+        limit = self._limits.max_header_bytes
         if self._phase is _Phase.BODY:
-            return Refusal(
+            return HttpProblem(
                 431,
                 "HeadTooLarge",
                 f"{limit:,} bytes of chunk extensions or trailers without content: the limit is that of a head "
-                "(head_bytes); send fewer, trailers are ignored",
+                "(max_header_bytes); send fewer, trailers are ignored",
             )
         if not self.headers and len(self.url) > limit // 2:
-            return Refusal(
-                414, "UriTooLong", f"the request line is longer than the {limit:,} bytes that are allowed (head_bytes)"
+            return HttpProblem(
+                414,
+                "UriTooLong",
+                f"the request line exceeds the limit of {limit:,} bytes (max_header_bytes)",
             )
-        return Refusal(
-            431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed (head_bytes)"
+        return HttpProblem(
+            431, "HeadTooLarge", f"the headers are larger than the {limit:,} bytes that are allowed (max_header_bytes)"
         )
 
     # -- what the parser calls; an exception ends the parsing
@@ -372,7 +376,7 @@ class Connection(HttpToolsProtocol):
         """Keep a piece of the URL; a longer one would hold the event loop while uvicorn decodes its path."""
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            raise Refusal(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
+            raise HttpProblem(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header field, and drop a trailer field: RFC 9110, 6.5.1 forbids to treat one as a header field.
@@ -384,7 +388,7 @@ class Connection(HttpToolsProtocol):
             return
         most = self._limits.max_headers
         if len(self.headers) == most:
-            raise Refusal(431, "HeadTooLarge", f"more than {most:,} header fields, the limit (max_headers): send fewer")
+            raise HttpProblem(431, "HeadTooLarge", f"more than {most:,} header fields, the limit (max_headers)")
         self._watch.charge(self, FIELD_BYTES)
         super().on_header(name, value)
 
@@ -394,7 +398,7 @@ class Connection(HttpToolsProtocol):
             self._earlier = self._unanswered()
             most = self._limits.max_pipelined
             if len(self._earlier) >= most:
-                raise Refusal(
+                raise HttpProblem(
                     400,
                     "BadRequest",
                     f"{most} requests of this connection wait for their answers: read some (max_pipelined)",
@@ -413,20 +417,20 @@ class Connection(HttpToolsProtocol):
     def _check_version_and_host(self) -> None:
         version = self.parser.get_http_version()
         if version not in _VERSIONS:
-            raise Refusal(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
+            raise HttpProblem(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
         hosts = [value for name, value in self.headers if name == b"host"]
         # RFC 9112, 3.2; a request of HTTP/1.0 may have none
         if len(hosts) > 1 or (not hosts and version != "1.0"):
-            raise Refusal(400, "BadRequest", f"the request has {len(hosts)} Host headers: send exactly one")
+            raise HttpProblem(400, "BadRequest", f"the request has {len(hosts)} Host headers: send exactly one")
         if hosts and not hosts[0].strip():
-            raise Refusal(400, "BadRequest", "the Host header is empty: send the host and port of the server's URL")
+            raise HttpProblem(400, "BadRequest", "the Host header is empty: send the host and port of the server's URL")
 
     def _check_header(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
             # the parser has seen to it that this is a number
             self._check_body(int(value))
         elif name == b"content-encoding" and value.lower() != b"identity":
-            raise Refusal(415, "UnsupportedEncoding", "bodies are taken as they are, not compressed")
+            raise HttpProblem(415, "UnsupportedEncoding", "bodies are taken as they are, not compressed")
         elif name == b"upgrade":
             if value.lower() == b"websocket":
                 self._check_websocket()
@@ -434,9 +438,9 @@ class Connection(HttpToolsProtocol):
 
     def _check_websocket(self) -> None:
         if not self.url.partition(b"?")[0].endswith(STREAM_PATH.encode()):
-            raise Refusal(400, "BadRequest", f"no WebSocket is here, but at /v1/loaders/KEY{STREAM_PATH}")
+            raise HttpProblem(400, "BadRequest", f"no WebSocket is here, but at /v1/loaders/KEY{STREAM_PATH}")
         if self._unanswered():
-            raise Refusal(400, "BadRequest", "a WebSocket was asked for before the requests before it were answered")
+            raise HttpProblem(400, "BadRequest", "a WebSocket was requested before earlier requests were answered")
 
     def handle_websocket_upgrade(self) -> None:
         """Leave the connection to the other protocol."""
@@ -444,10 +448,10 @@ class Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def _check_body(self, size: int) -> None:
-        limit = self._limits.body_bytes
+        limit = self._limits.max_body_bytes
         if size > limit:
-            raise Refusal(
-                413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed (body_bytes)"
+            raise HttpProblem(
+                413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed (max_body_bytes)"
             )
 
     def on_body(self, body: bytes) -> None:
@@ -496,7 +500,7 @@ class Connection(HttpToolsProtocol):
         elif self.transport.is_closing():
             pass  # what was written is being sent
         elif self._phase is _Phase.REFUSED:
-            if now - self._since > self._limits.linger_seconds:
+            if now - self._since > self._limits.lingering_time:
                 self.transport.abort()
         elif self.flow.read_paused or (self._phase is _Phase.HEAD and self._unanswered()):
             self._mark(now)  # we do not read, or are not done with the request before
@@ -510,22 +514,22 @@ class Connection(HttpToolsProtocol):
         break_off(self.transport)
 
     def _check_head(self, now: float) -> None:
-        limit = self._limits.head_seconds
+        limit = self._limits.header_timeout
         if now - self._since > limit:
             self._refuse(
-                Refusal(
-                    408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s (head_seconds)"
+                HttpProblem(
+                    408, "RequestTimeout", f"the request's headers were not complete after {limit:g} s (header_timeout)"
                 )
             )
 
     def _check_rate(self, now: float) -> None:
         seconds = now - self._since
-        if seconds <= self._limits.body_seconds:
+        if seconds <= self._limits.body_timeout:
             return
-        rate = self._limits.body_rate
+        rate = self._limits.min_body_rate
         if self._received - self._marked < seconds * rate:
             self._refuse(
-                Refusal(408, "RequestTimeout", f"the body came at less than {rate:,.0f} bytes a second (body_rate)")
+                HttpProblem(408, "RequestTimeout", f"the body arrives at less than {rate:,.0f} bytes/s (min_body_rate)")
             )
         self._mark(now)
 
@@ -552,7 +556,7 @@ class Connection(HttpToolsProtocol):
         cycle.disconnected = True
         cycle.message_event.set()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: HttpProblem) -> None:
         """Say why, where that can be told from another answer, and read no further."""
         self._watch.count(f"{refusal.status} {refusal.code}")
         has_asked = self._phase is not _Phase.HEAD or self._framing > 0 or refusal.status != 408
@@ -573,7 +577,7 @@ class Connection(HttpToolsProtocol):
             return waiting == [self.cycle] and not self.cycle.response_started
         return not waiting
 
-    def _tell(self, refusal: Refusal) -> None:
+    def _tell(self, refusal: HttpProblem) -> None:
         self.transport.write(last_answer(refusal, self.server_state.default_headers))
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -581,7 +585,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # TLS: what still comes is read and thrown away until the peer has taken note
 
 
-def last_answer(refusal: Refusal, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def last_answer(refusal: HttpProblem, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """An answer that says why a request is not read, after which its connection is closed."""
     request = request_ids.new_id()
     content = encoded(refusal.status, refusal.code, refusal.detail, request)
@@ -615,8 +619,8 @@ class Unread:
 
     def too_much(self, now: float, account: Account | None) -> bool:
         """Whether it takes too little; while its principal leaves much unread, it must take what there is faster."""
-        patience = self._limits.unread_seconds if account is None else account.patience(self._limits)
-        pressed = patience < self._limits.unread_seconds
+        patience = self._limits.send_timeout if account is None else account.patience(self._limits)
+        pressed = patience < self._limits.send_timeout
         unread = self._seconds(now)
         is_slow = self._is_taken_slowly(now)
         return unread > patience or (pressed and is_slow)
@@ -632,10 +636,10 @@ class Unread:
     def _is_taken_slowly(self, now: float) -> bool:
         since, unread = self._taking_from
         seconds = now - since
-        if self._waiting and self._waiting <= unread and seconds < self._limits.pressed_seconds:
+        if self._waiting and self._waiting <= unread and seconds < self._limits.pressure_send_timeout:
             return False
         self._taking_from = (now, self._waiting)
-        return 0 < self._waiting <= unread and unread - self._waiting < self._limits.pressed_rate * seconds
+        return 0 < self._waiting <= unread and unread - self._waiting < self._limits.pressure_min_send_rate * seconds
 
 
 def break_off(transport: asyncio.Transport) -> None:

@@ -48,7 +48,7 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
             raise InvalidSpec(f"the body lists the indices of {address} in the place of batch {due.batch}")
         if len(found) == rules.max_lists:
             raise InvalidSpec(
-                f"the body must list the indices of 1 to {rules.max_lists:,} batches (max_window), lists more"
+                f"the body lists the indices of more than {rules.max_lists:,} batches (max_batches_per_request)"
             )
         found[due.batch] = frame
         if len(found) % LISTS_TOGETHER == 0 or len(frame) > BYTES_TOGETHER:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from teleloader_server import request_ids
-from teleloader_server.problems import Refusal, headers_for
+from teleloader_server.problems import HttpProblem, headers_for
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
@@ -110,9 +110,9 @@ def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | Non
     return json.dumps(content).encode()
 
 
-def problem_of(error: TeleloaderError | Refusal) -> Problem:
+def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
     """An error as an answer."""
-    if isinstance(error, Refusal):
+    if isinstance(error, HttpProblem):
         return Problem(error.status, error.code, error.detail)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
     return Problem(status, type(error).__name__, str(error))
@@ -125,8 +125,8 @@ def handle_problems(app: FastAPI) -> None:
     async def refused(request: Request, error: TeleloaderError) -> Problem:
         return problem_of(error)
 
-    @app.exception_handler(Refusal)
-    async def not_done(request: Request, error: Refusal) -> Problem:
+    @app.exception_handler(HttpProblem)
+    async def not_done(request: Request, error: HttpProblem) -> Problem:
         return problem_of(error)
 
     @app.exception_handler(RequestValidationError)

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 
-from teleloader_server.auth.authenticator import Gate
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.permissions import ANY, OPEN, Principal, needs
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_shared.errors import Unauthorized
 
@@ -27,8 +27,8 @@ MAX_KEPT_BACK: Final = 64
 def make_access_router() -> APIRouter:
     """Return the endpoints for signing in and for the API's description.
 
-    They use the `gate` of the application's state, and its `delayed_sign_ins`: the number of responses to wrong tokens
-    that are kept back now.
+    They use the `authenticator` of the application's state, and its `delayed_sign_ins`: the number of responses to
+    wrong tokens that are delayed now.
     """
     router = APIRouter(route_class=GuardedRoute)
     _add_sessions(router)
@@ -36,16 +36,16 @@ def make_access_router() -> APIRouter:
     return router
 
 
-def _gate_of(request: Request) -> Gate:
-    return cast("Gate", request.app.state.gate)
+def _authenticator_of(request: Request) -> Authenticator:
+    return cast("Authenticator", request.app.state.authenticator)
 
 
 def _add_sessions(router: APIRouter) -> None:
     @router.get(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)
     async def session(request: Request) -> dict[str, Any]:
-        gate = _gate_of(request)
-        if not gate.has_tokens:
+        authenticator = _authenticator_of(request)
+        if not authenticator.has_tokens:
             return _said(None, required=False)
         return _said(caller_of(request).principal, required=True)
 
@@ -55,7 +55,7 @@ def _add_sessions(router: APIRouter) -> None:
         state = request.app.state
         token = await _token_in(request)
         try:
-            principal, cookie = _gate_of(request).sign_in(token, request.scope)
+            principal, cookie = _authenticator_of(request).sign_in(token, request.scope)
         except Unauthorized:
             if state.delayed_sign_ins < MAX_KEPT_BACK:
                 state.delayed_sign_ins += 1
@@ -69,7 +69,7 @@ def _add_sessions(router: APIRouter) -> None:
     @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
     @needs(OPEN)
     async def sign_out(request: Request) -> Response:
-        return Response(status_code=204, headers={"set-cookie": _gate_of(request).sign_out(request.scope)})
+        return Response(status_code=204, headers={"set-cookie": _authenticator_of(request).sign_out(request.scope)})
 
 
 def _add_descriptions(router: APIRouter) -> None:
@@ -82,10 +82,10 @@ def _add_descriptions(router: APIRouter) -> None:
     @router.get("/docs", include_in_schema=False)
     @needs(ANY)
     async def docs(request: Request) -> Response:
-        if _gate_of(request).has_tokens:
+        if _authenticator_of(request).has_tokens:
             # whatever its scripts are one day, they would act as whoever is signed in
-            raise Refusal(404, "NotFound", "/docs runs scripts from elsewhere, so it is off where tokens are needed; "
-                          "/openapi.json has the same")  # fmt: skip
+            raise HttpProblem(404, "NotFound", "/docs loads scripts of other sites, so it is off on servers with "
+                          "tokens: use /openapi.json")  # fmt: skip
         return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
 
 
@@ -101,12 +101,12 @@ async def _token_in(request: Request) -> str:
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_SIGN_IN_BYTES:
-            raise Refusal(413, "BodyTooLarge", f"the body is larger than {MAX_SIGN_IN_BYTES:,} bytes")
+            raise HttpProblem(413, "BodyTooLarge", f"the body is larger than {MAX_SIGN_IN_BYTES:,} bytes")
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
     token = content.get("token") if isinstance(content, dict) else None
     if not isinstance(token, str):
-        raise Refusal(422, "InvalidRequest", 'the body must be JSON: {"token": "..."}')
+        raise HttpProblem(422, "InvalidRequest", 'the body must be JSON: {"token": "..."}')
     return token

@@ -125,7 +125,7 @@ def _add_stats(router: APIRouter) -> None:
         caller = caller_of(request)
         name = caller.authorize(STATS).name
         watchers: dict[StatsStream, str] = request.app.state.stats_streams
-        most = MAX_WATCHERS // 2 if request.app.state.gate.has_tokens else MAX_WATCHERS
+        most = MAX_WATCHERS // 2 if request.app.state.authenticator.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
                 f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "

@@ -20,7 +20,7 @@ from teleloader_server.dispatch.quotas import Holdings
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import READ, needs
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import caller_of, enter
 from teleloader_server.web.batches import address_of, joined, ready_frames, service_of
 from teleloader_server.web.index_bodies import split
@@ -61,9 +61,11 @@ def parse_range(message: bytes, limits: ClientLimits) -> Ask:
         raise InvalidSpec("an ask must be a msgpack array of three ints: epoch, start and stop") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
         raise InvalidSpec(f"epoch, start and stop must be ints from 0 to 2**62 - 1, were {numbers!r:.200}")
-    most = limits.max_window
+    most = limits.max_batches_per_request
     if not start < stop <= start + most:
-        raise InvalidSpec(f"an ask must be for 1 to {most:,} batches (max_window), was for [{start}, {stop})")
+        raise InvalidSpec(
+            f"an ask must be for 1 to {most:,} batches (max_batches_per_request), was for [{start}, {stop})"
+        )
     return Ask(epoch, start, stop)
 
 
@@ -119,7 +121,7 @@ class Conversation:
                 await self._converse(lists=spec.order == "client")
         except WebSocketDisconnect:
             pass
-        except (TeleloaderError, Refusal) as error:
+        except (TeleloaderError, HttpProblem) as error:
             await self._refuse(error)
 
     def _deny(self, error: AccessDenied) -> None:
@@ -163,7 +165,7 @@ class Conversation:
             count = ask.stop - ask.start
             kept = sum(map(len, ask.indices.values())) if ask.indices else 0
             owner = self._caller.authorize(READ).name
-            while self._outstanding + count > limits.max_window or (
+            while self._outstanding + count > limits.max_batches_per_request or (
                 self._kept and not self._holdings.has_room(owner, kept)
             ):
                 self._sent.clear()
@@ -215,7 +217,7 @@ class Conversation:
                     self._outstanding -= len(frames)
                     self._sent.set()
 
-    async def _refuse(self, error: TeleloaderError | Refusal) -> None:
+    async def _refuse(self, error: TeleloaderError | HttpProblem) -> None:
         """Say why there is nothing more."""
         try:
             await self._socket.send_text(bytes(problem_of(error).body).decode())
@@ -236,7 +238,7 @@ def make_stream_router() -> APIRouter:
             await enter(socket, READ)
             with suppress(UnknownLoader):  # a message says so, and the client registers it again
                 service_of(socket).loader(caller_of(socket), key, 0)
-        except (TeleloaderError, Refusal) as error:
+        except (TeleloaderError, HttpProblem) as error:
             await socket.send_denial_response(problem_of(error))
             return
         await socket.accept()  # later refusals are messages

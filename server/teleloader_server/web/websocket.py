@@ -11,7 +11,7 @@ from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
 from teleloader_server.dispatch.quotas import Account, account_of
-from teleloader_server.problems import Refusal
+from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard import Unread, Watch, break_off, last_answer
 from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
@@ -147,8 +147,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         self._unparsed.clear()
         error = ServerUnavailable(
-            f"no memory for {nbytes:,} bytes of an unfinished message: such messages may take a quarter of held_bytes "
-            "together. Try again later, or send smaller messages"
+            f"no memory for {nbytes:,} bytes of an unfinished message: such messages may take a quarter of "
+            "max_buffered_request_bytes together. Try again later, or send smaller messages"
         )
         message: Any = {"type": "websocket.receive", REFUSED: error}
         self.queue.put_nowait(message)
@@ -156,7 +156,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def _refuse(self, why: str) -> None:
         self._watch.count("400 BadRequest")
         self.handshake_complete = self.close_sent = True
-        self.transport.write(last_answer(Refusal(400, "BadRequest", why), self.default_headers))
+        self.transport.write(last_answer(HttpProblem(400, "BadRequest", why), self.default_headers))
         self.transport.close()
 
     def handle_text(self, event: WebSocketFrame) -> None:

@@ -2,20 +2,20 @@
 
 import { byId, make, say } from "./dom.js";
 import { plural } from "./format.js";
-import { boundOf, byNeed, nameOf, summary } from "./verdicts.js";
+import { boundOf, byNeed, nameOf, summary } from "./diagnoses.js";
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 export class Answer {
   #section = byId("answer");
-  #bound = make("strong");
+  #bottleneck = make("strong");
   #who = make("span", { class: "who" });
   #advice = make("span", { class: "advice" });
   #example = make("code");
   #told = null;
 
   constructor() {
-    byId("sentence").replaceChildren(this.#bound, " ", this.#who, " ", this.#advice);
+    byId("sentence").replaceChildren(this.#bottleneck, " ", this.#who, " ", this.#advice);
     byId("sentence").after(this.#example);
     this.#example.hidden = true;
   }
@@ -38,18 +38,18 @@ export class Answer {
   #showWorst(worst, consumers, total) {
     const { name, tone, sign } = boundOf(worst);
     const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
-    this.#say(`${sign} ${capital(name)}`, `${nameOf(worst)}${rank} of ${worst.dataset}:`, worst.verdict.advice, tone);
+    this.#say(`${sign} ${capital(name)}`, `${nameOf(worst)}${rank} of ${worst.dataset}:`, worst.diagnosis.advice, tone);
     const known = consumers.length < total ? ` (${consumers.length} heard of so far)` : "";
     say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(consumers)}.`);
   }
 
-  #say(bound, who, advice, tone) {
-    say(this.#bound, bound);
+  #say(bottleneck, who, advice, tone) {
+    say(this.#bottleneck, bottleneck);
     say(this.#who, who);
     say(this.#advice, advice);
     this.#section.dataset.tone = tone;
     // read out when it is about something else, not whenever a figure in it has changed
-    if (this.#told !== bound + who) say(byId("announced"), `${bound} ${who} ${advice}`);
-    this.#told = bound + who;
+    if (this.#told !== bottleneck + who) say(byId("announced"), `${bottleneck} ${who} ${advice}`);
+    this.#told = bottleneck + who;
   }
 }

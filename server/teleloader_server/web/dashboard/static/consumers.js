@@ -3,18 +3,18 @@
 import { keyOfConsumer } from "./crowd.js";
 import { bar, byId, list, make, say, sayName, table } from "./dom.js";
 import { ago, bytes, count, duration, number, percent, plural } from "./format.js";
-import { boundOf, byNeed, nameOf, waits } from "./verdicts.js";
+import { boundOf, byNeed, nameOf, waits } from "./diagnoses.js";
 
 const ROWS = 25;
-const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s", "Bytes/s", "Waits", "Verdict"];
+const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s", "Bytes/s", "Waits", "Diagnosis"];
 
 // Everything about it that has no column.
 function more(consumer) {
-  const { workers } = consumer.verdict;
+  const { workers } = consumer.diagnosis;
   const parts = [
     `Waited ${duration(consumer.waiting)} in all for batches that were not ready`,
-    `asked and waiting ${percent(consumer.waiting_share)} of the time`,
-    `being sent to ${percent(consumer.sending_share)}`,
+    `asked and waiting ${percent(consumer.starved_fraction)} of the time`,
+    `being sent to ${percent(consumer.sending_fraction)}`,
     `${plural(consumer.batches_sent, "batch", "batches")}, ${bytes(consumer.bytes_sent)} sent`,
     `last asked ${ago(consumer.idle)}`,
   ];
@@ -24,17 +24,17 @@ function more(consumer) {
   return `${parts.join("; ")}. Loader ${consumer.loader.slice(0, 8)}.`;
 }
 
-class Verdict {
+class Diagnosis {
   #badge = make("span", { class: "badge" });
   #advice = make("span");
   #more = make("p", { class: "quiet" });
-  element = make("details", { class: "verdict" }, make("summary", {}, this.#badge, " ", this.#advice), this.#more);
+  element = make("details", { class: "diagnosis" }, make("summary", {}, this.#badge, " ", this.#advice), this.#more);
 
   update(consumer) {
     const { name, tone, sign } = boundOf(consumer);
     say(this.#badge, `${sign} ${name}`);
     this.#badge.dataset.tone = tone;
-    say(this.#advice, consumer.verdict.advice);
+    say(this.#advice, consumer.diagnosis.advice);
     say(this.#more, more(consumer));
   }
 }
@@ -96,10 +96,10 @@ export class ConsumerTable {
     const [name, dataset, rank, epoch, place, batches, size, waited, source] = TITLES.map(() => make("span"));
     source.className = "quiet";
     const progress = bar("Progress through the epoch", "progressbar");
-    const verdict = new Verdict();
+    const diagnosis = new Diagnosis();
     const element = this.#table.row(
       name, dataset, rank, epoch, make("span", { class: "barred" }, progress.element, place), batches, size,
-      make("span", {}, waited, " ", source), verdict.element,
+      make("span", {}, waited, " ", source), diagnosis.element,
     );
     return {
       element,
@@ -115,8 +115,8 @@ export class ConsumerTable {
         say(batches, number(consumer.batches_per_second));
         say(size, bytes(consumer.bytes_per_second));
         say(waited, percent(waits(consumer)));
-        say(source, consumer.loop_waiting_share === null ? "asked" : "");
-        verdict.update(consumer);
+        say(source, consumer.data_wait_fraction === null ? "asked" : "");
+        diagnosis.update(consumer);
       },
     };
   }

@@ -6,14 +6,14 @@ import { bytes, duration, number, plural } from "./format.js";
 const LATE = 0.01; // from here on, requests wait for the server's own process
 
 function figures(server) {
-  const late = server.loop_lag >= LATE;
+  const late = server.event_loop_lag >= LATE;
   return [
     ["Sent", `${number(server.batches_per_second)} batches/s, ${bytes(server.bytes_per_second)}/s`],
     ["Processors", `${number(server.cpu)} of ${server.cpus} in use`],
     ["Memory of all processes", `${bytes(server.pss)} (PSS)`],
     ["Being sent", bytes(server.memory_sending)],
     ["Mapped for large batches", bytes(server.memory_mapped)],
-    ["Event loop late by", duration(server.loop_lag) + (late ? ": requests wait for the server itself" : ""), late],
+    ["Event loop late by", duration(server.event_loop_lag) + (late ? ": requests wait for the server itself" : ""), late],
     ["Connections", number(server.connections)],
     ["Workers", server.num_workers === 0 ? "none: loads in its own process" : number(server.num_workers)],
     ["Worker restarts", plural(server.worker_restarts, "restart"), server.worker_restarts > 0],

@@ -60,7 +60,7 @@ export class WorkerTable {
       const history = before.get(keyOf(worker)) ?? [];
       const replacements = worker.restarts + worker.recycled;
       const replaced = history.length > 0 && replacements > history.at(-1).replacements;
-      history.push({ share: worker.busy_share, replacements, replaced });
+      history.push({ share: worker.busy_fraction, replacements, replaced });
       this.#histories.set(keyOf(worker), history.slice(-SECONDS));
     }
   }
@@ -97,12 +97,12 @@ export class WorkerTable {
         say(number, `${worker.worker}`);
         const own = worker.loader === null ? "" : `, own of loader ${worker.loader.slice(0, 8)}`;
         say(process, worker.pid === null ? `no process${own}` : `process ${worker.pid}${own}`);
-        say(doing, worker.doing ?? { starting: "starting", idle: "waits for work", busy: UNKNOWN }[worker.state]);
-        doing.classList.toggle("quiet", worker.doing === null);
-        say(since, worker.doing_for === null ? "" : `for ${duration(worker.doing_for)}`);
-        since.className = worker.doing_for !== null && worker.doing_for > LONG ? "bad" : "quiet";
-        busy.update(worker.busy_share, percent(worker.busy_share));
-        say(share, percent(worker.busy_share));
+        say(doing, worker.current_task ?? { starting: "starting", idle: "waits for work", busy: UNKNOWN }[worker.state]);
+        doing.classList.toggle("quiet", worker.current_task === null);
+        say(since, worker.current_task_seconds === null ? "" : `for ${duration(worker.current_task_seconds)}`);
+        since.className = worker.current_task_seconds !== null && worker.current_task_seconds > LONG ? "bad" : "quiet";
+        busy.update(worker.busy_fraction, percent(worker.busy_fraction));
+        say(share, percent(worker.busy_fraction));
         lane.update(this.#histories.get(keyOf(worker)));
         say(batches, count(worker.batches));
         say(memory, bytes(worker.pss));

@@ -39,24 +39,24 @@ def endless(loader: DataLoader) -> Iterator[Any]:
         yield from loader
 
 
-def verdicts(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a verdict."""
+def diagnoses(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a diagnosis."""
     with httpx.Client() as client:  # once: it takes as long as some steps to make one
         for number, _ in enumerate(endless(loader)):
             time.sleep(step)
             if number % max(1, round(0.3 / step)) == 0:
                 stats = client.get(f"{url}/stats").json()
                 consumer = stats["consumers"][0]
-                if consumer["verdict"]["bound"] != "unknown":
+                if consumer["diagnosis"]["bottleneck"] != "unknown":
                     yield consumer, stats
 
 
 def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The verdict that the server comes to, which it does not change without need."""
-    found = verdicts(url, loader, step)
+    """The diagnosis that the server comes to, which it does not change without need."""
+    found = diagnoses(url, loader, step)
     first, _ = next(found)
     again, stats = next(found)
-    assert first["verdict"]["bound"] == again["verdict"]["bound"], (first, again)
+    assert first["diagnosis"]["bottleneck"] == again["diagnosis"]["bottleneck"], (first, again)
     return again, stats
 
 
@@ -67,15 +67,15 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
         loader = DataLoader(RemoteDataset(url), 1, seed=0)
         consumer, stats = told(url, loader, step)
         mine = loader.stats()
-    found = consumer["verdict"]
-    assert found["bound"] == "loader", consumer
+    found = consumer["diagnosis"]
+    assert found["bottleneck"] == "loader", consumer
     # what the machine made of the steps and the batches, if it had other things to do
     needed = stats["datasets"][0]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
     assert needed > num_workers
     assert abs(found["workers"] - needed) <= 1, (consumer, mine)
     assert f"(num_workers={found['workers']} of serve())" in found["advice"]
     assert "make the fetch faster" in found["advice"]
-    assert consumer["loop_waiting_share"] == pytest.approx(mine.waited_share, abs=0.1)
+    assert consumer["data_wait_fraction"] == pytest.approx(mine.waited_share, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", [0, None], ids=["shared workers", "workers of each epoch"])
@@ -85,7 +85,7 @@ def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) ->
         loader = DataLoader(RemoteDataset(url), 1, num_workers=1, seed=seed)
         consumer, _ = told(url, loader, 0.02)
         assert consumer["epoch"] >= 2
-    assert consumer["verdict"]["bound"] == "loader", consumer
+    assert consumer["diagnosis"]["bottleneck"] == "loader", consumer
     assert consumer["consumer"].rpartition("#")[0].endswith("/rank0/loader" + str(loader._number))
 
 
@@ -106,25 +106,25 @@ def test_epochs_of_a_slow_loop_are_trainer_bound_however_short() -> None:
     """What arrives ahead of the loop is asked for in one piece, and then the next epoch begins."""
     with serve(Rows(0.002, length=10), num_workers=2) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.15)
-    assert consumer["verdict"]["bound"] == "trainer", consumer
+    assert consumer["diagnosis"]["bottleneck"] == "training", consumer
 
 
 def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
     """A loader of an object of this process has the workers that it asks for."""
     with serve(Rows(0.2)) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.05)
-    assert consumer["verdict"]["bound"] == "loader", consumer
-    assert "of the DataLoader)" in consumer["verdict"]["advice"]
+    assert consumer["diagnosis"]["bottleneck"] == "loader", consumer
+    assert "of the DataLoader)" in consumer["diagnosis"]["advice"]
 
 
 def test_slow_training_is_called_trainer_bound() -> None:
     """And fewer workers would do."""
     with serve(Rows(0.01), num_workers=3) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
-    assert consumer["verdict"]["bound"] == "trainer", consumer
-    assert consumer["verdict"]["workers"] == 1
-    assert "training is the bottleneck: 1 worker would do." in consumer["verdict"]["advice"]
-    assert consumer["loop_waiting_share"] < 0.05
+    assert consumer["diagnosis"]["bottleneck"] == "training", consumer
+    assert consumer["diagnosis"]["workers"] == 1
+    assert "training is the bottleneck: 1 worker would do." in consumer["diagnosis"]["advice"]
+    assert consumer["data_wait_fraction"] < 0.05
 
 
 def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> None:
@@ -134,8 +134,8 @@ def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> 
         proxy.line = Line(bandwidth=4e6)
         loader = DataLoader(RemoteDataset(proxy.url), 4, seed=0, checksum=False)
         consumer, _ = told(server.url, loader, 0.01)
-    assert consumer["verdict"]["bound"] == "network", consumer
-    assert "though batches are ready" in consumer["verdict"]["advice"]
+    assert consumer["diagnosis"]["bottleneck"] == "network", consumer
+    assert "though batches are ready" in consumer["diagnosis"]["advice"]
 
 
 def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
@@ -144,15 +144,15 @@ def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
         iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0))
         next(iterator)
         (consumer,) = httpx.get(f"{url}/stats").json()["consumers"]
-        assert consumer["verdict"]["bound"] == "unknown"
-        assert consumer["verdict"]["advice"] == "It is too early to say."
+        assert consumer["diagnosis"]["bottleneck"] == "unknown"
+        assert consumer["diagnosis"]["advice"] == "It is too early to say."
 
 
 def test_what_the_client_says_is_what_the_server_shows() -> None:
     """The share of waiting, and broken connections."""
     with serve(Rows(0.02), num_workers=1) as url, FaultProxy(url) as proxy:
         loader = DataLoader(RemoteDataset(proxy.url), 1, seed=0)
-        found = verdicts(url, loader, 0.02)
+        found = diagnoses(url, loader, 0.02)
         next(found)
         proxy.drop_all()
         consumer = next(consumer for consumer, _ in found if consumer["reconnects"])

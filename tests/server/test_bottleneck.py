@@ -13,34 +13,34 @@ from teleloader_server.stats.bottleneck import (
     LOOP_WAITS,
     MAX_WORKERS,
     WORKERS_BUSY,
-    Consumption,
-    Workforce,
+    ConsumerRates,
+    PoolLoad,
+    diagnose,
     total_demand,
-    verdict,
 )
-from teleloader_shared.stats import Bound
+from teleloader_shared.stats import Bottleneck
 
 STAGES = {"fetch": 0.08, "collate": 0.015, "encode": 0.005}
 
 
-def consumption(**known: Any) -> Consumption:
+def consumption(**known: Any) -> ConsumerRates:
     """A consumer of which so much is known; each of its batches takes a worker 0.1 s."""
-    usual = Consumption(
+    usual = ConsumerRates(
         known_for=60.0, idle=0.0, pace=20.0, nbytes=20e6, waiting=0.0, sending=0.0, loop_waiting=0.0, stages=STAGES
     )
     return usual._replace(**known)
 
 
-def workforce(*consumers: Consumption, **known: Any) -> Workforce:
+def workforce(*consumers: ConsumerRates, **known: Any) -> PoolLoad:
     """Three workers that these consumers share."""
-    usual = Workforce(
+    usual = PoolLoad(
         workers=3, busy=0.5, demand=total_demand((number, one.demand) for number, one in enumerate(consumers)),
-        consumers=len(consumers), setting="--num-workers {}", cpus=64, cpu=3.0, loop_lag=0.0,
+        consumers=len(consumers), setting="--num-workers {}", cpus=64, cpu=3.0, event_loop_lag=0.0,
     )  # fmt: skip
     return usual._replace(**known)
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, str]] = {
     "batches are not ready": (
         {"loop_waiting": 0.62, "waiting": 0.9}, {"busy": 1.0}, "loader", 5,
         "The loop waits 62 % of the time for batches that are not ready: 5 workers instead of 3 would keep up "
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
         "80 % of a batch's time.",
     ),
     "the workers are enough, and the server's process is late": (
-        {"loop_waiting": 0.3, "waiting": 0.4, "pace": 10.0}, {"busy": 0.5, "loop_lag": 0.03}, "loader", 2,
+        {"loop_waiting": 0.3, "waiting": 0.4, "pace": 10.0}, {"busy": 0.5, "event_loop_lag": 0.03}, "loader", 2,
         "though 2 workers would do on average: the server's own process is late by 30 ms, so add another server, or",
     ),
     "epochs are short": (
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
     ),
     "the server's process is late, and its workers rest": (
         {"loop_waiting": 0.5, "waiting": 0.5, "stages": {"fetch": 1e-4}, "pace": 900.0},
-        {"busy": 0.03, "loop_lag": 0.02}, "loader", 1,
+        {"busy": 0.03, "event_loop_lag": 0.02}, "loader", 1,
         "though the workers rest 97 % of it: the server's own process is late by 20 ms, so add another server.",
     ),
     "the loop does nothing but wait, and the workers rest": (
@@ -121,10 +121,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
         "(prefetch_factor), and epochs be longer.",
     ),
     "the server's process is what is late": (
-        {"loop_waiting": 0.4, "waiting": 0.05}, {"loop_lag": 0.03}, "network", 4, "own process is late by 30 ms",
+        {"loop_waiting": 0.4, "waiting": 0.05}, {"event_loop_lag": 0.03}, "network", 4, "own process is late by 30 ms",
     ),
     "training takes the time": (
-        {"loop_waiting": 0.01, "waiting": 0.1, "pace": 5.0}, {"busy": 0.2}, "trainer", 1,
+        {"loop_waiting": 0.01, "waiting": 0.1, "pace": 5.0}, {"busy": 0.2}, "training", 1,
         "The loop waits 1 % of the time for data, and the workers rest 80 % of it, so training is the bottleneck: "
         "1 worker would do.",
     ),
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bound, int | None, str]] 
         {"loop_waiting": None, "sending": 0.9}, {}, "network", 2, "Answers are on their way 90 % of the time",
     ),
     "a client that says nothing seldom asks": (
-        {"loop_waiting": None, "waiting": 0.1}, {"busy": 0.2}, "trainer", 2, "Its batches are ready when it asks",
+        {"loop_waiting": None, "waiting": 0.1}, {"busy": 0.2}, "training", 2, "Its batches are ready when it asks",
     ),
     "it asks for nothing": ({"idle": 12.0}, {}, "unknown", None, "It has asked for nothing for 12 s."),
     "it has just come": ({"known_for": 0.5, "loop_waiting": 1.0}, {}, "unknown", None, "It is too early to say."),
@@ -150,8 +150,8 @@ def test_what_holds_a_consumer_back_is_told(case: str) -> None:
     """The bound, the number of workers that would keep up, and a sentence with both."""
     seen, by, bound, workers, said = CASES[case]
     one = consumption(**seen)
-    found = verdict(one, workforce(one, **by))
-    assert (found.bound, found.workers) == (bound, workers)
+    found = diagnose(one, workforce(one, **by))
+    assert (found.bottleneck, found.workers) == (bound, workers)
     assert said in found.advice
 
 
@@ -159,7 +159,7 @@ def test_all_consumers_of_the_workers_are_kept_up_with() -> None:
     """The number of workers is for all who share them, and the sentence says so."""
     hungry = consumption(loop_waiting=0.5, waiting=0.9, pace=15.0)
     modest = consumption(loop_waiting=0.0, pace=20.0)
-    found = verdict(hungry, workforce(hungry, modest, busy=1.0))
+    found = diagnose(hungry, workforce(hungry, modest, busy=1.0))
     assert found.workers == 5
     assert "5 workers instead of 3 would keep up with all 2 consumers" in found.advice
 
@@ -179,13 +179,13 @@ def test_the_number_of_workers_is_what_a_model_of_both_needs(
     waits = 1 - pace * loop_seconds
     busy = pace * batch_seconds / workers
     one = consumption(pace=pace, loop_waiting=waits, waiting=waits, stages={"fetch": batch_seconds})
-    found = verdict(one, workforce(one, workers=workers, busy=busy))
+    found = diagnose(one, workforce(one, workers=workers, busy=busy))
     needed = batch_seconds / loop_seconds
     if waits >= LOOP_WAITS:
-        assert found.bound == "loader"
+        assert found.bottleneck == "loader"
         assert found.workers is None or needed * (1 - LOOP_WAITS) <= found.workers <= math.ceil(needed)
     else:
-        assert found.bound == ("balanced" if busy >= WORKERS_BUSY else "trainer")
+        assert found.bottleneck == ("balanced" if busy >= WORKERS_BUSY else "training")
         assert found.workers is not None
         assert found.workers <= max(1, math.ceil(needed))
 
@@ -200,7 +200,7 @@ def test_work_that_is_less_than_the_waits_is_not_to_be_faster(
     """Nor to be done by more: it cannot be what the loop waits for."""
     busy = work * late * waits / workers
     one = consumption(pace=pace, loop_waiting=waits, waiting=late * waits, stages={"fetch": busy * workers / pace})
-    found = verdict(one, workforce(one, workers=workers, busy=busy, loop_lag=lag))
+    found = diagnose(one, workforce(one, workers=workers, busy=busy, event_loop_lag=lag))
     assert "make the" not in found.advice
     assert "--num-workers" not in found.advice
     assert found.workers is None or found.workers <= workers
@@ -211,15 +211,15 @@ SHARE = st.floats(0, 1)
 
 @given(
     seen=st.builds(
-        Consumption, st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e6), st.floats(0, 1e12), SHARE, SHARE,
+        ConsumerRates, st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e6), st.floats(0, 1e12), SHARE, SHARE,
         st.none() | SHARE, st.fixed_dictionaries({"fetch": st.floats(0, 1e4), "encode": st.floats(0, 1e4)}),
     ),
     busy=SHARE,
     workers=st.integers(0, 1024),
 )  # fmt: skip
-def test_whatever_is_seen_there_is_one_sentence(seen: Consumption, busy: float, workers: int) -> None:
+def test_whatever_is_seen_there_is_one_sentence(seen: ConsumerRates, busy: float, workers: int) -> None:
     """No numbers break it, and no more workers are advised than can be."""
-    found = verdict(seen, workforce(seen, workers=workers, busy=busy))
+    found = diagnose(seen, workforce(seen, workers=workers, busy=busy))
     assert found.advice.endswith(".")
     assert "\n" not in found.advice
     assert found.workers is None or 0 <= found.workers <= MAX_WORKERS

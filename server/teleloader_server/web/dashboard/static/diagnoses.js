@@ -1,26 +1,26 @@
-// What a verdict is called, how it looks, and which consumer needs help first.
+// What a diagnosis is called, how it looks, and which consumer needs help first.
 
 const BOUNDS = {
   loader: { name: "loader-bound", tone: "bad", sign: "▲" },
   network: { name: "network-bound", tone: "warn", sign: "◆" },
   balanced: { name: "balanced", tone: "good", sign: "=" },
-  trainer: { name: "trainer-bound", tone: "good", sign: "●" },
-  unknown: { name: "no verdict yet", tone: "idle", sign: "…" },
+  training: { name: "training-bound", tone: "good", sign: "●" },
+  unknown: { name: "no diagnosis yet", tone: "idle", sign: "…" },
 };
 const ORDER = Object.keys(BOUNDS);
 
-export const boundOf = (consumer) => BOUNDS[consumer.verdict.bound] ?? BOUNDS.unknown;
+export const boundOf = (consumer) => BOUNDS[consumer.diagnosis.bottleneck] ?? BOUNDS.unknown;
 
 // A consumer's name is chosen by its client: clients with different tokens may choose the same one.
 export const nameOf = ({ consumer, token }) => (token === "anyone" ? consumer : `${consumer} (${token})`);
 
 // The share of the time that training loses, as well as it is known.
-export const waits = (consumer) => consumer.loop_waiting_share ?? consumer.waiting_share;
+export const waits = (consumer) => consumer.data_wait_fraction ?? consumer.starved_fraction;
 
 // The one that loses most first. Shares count in tenths, or rows would change places all the time.
 export function byNeed(one, other) {
   return (
-    ORDER.indexOf(one.verdict.bound) - ORDER.indexOf(other.verdict.bound) ||
+    ORDER.indexOf(one.diagnosis.bottleneck) - ORDER.indexOf(other.diagnosis.bottleneck) ||
     Math.round(waits(other) * 10) - Math.round(waits(one) * 10) ||
     nameOf(one).localeCompare(nameOf(other)) ||
     one.rank - other.rank
@@ -29,6 +29,6 @@ export function byNeed(one, other) {
 
 // "3 loader-bound, 1 balanced"
 export function summary(consumers) {
-  const parts = ORDER.map((bound) => [bound, consumers.filter((one) => one.verdict.bound === bound).length]);
-  return parts.filter(([, many]) => many > 0).map(([bound, many]) => `${many} ${BOUNDS[bound].name}`).join(", ");
+  const parts = ORDER.map((bottleneck) => [bottleneck, consumers.filter((one) => one.diagnosis.bottleneck === bottleneck).length]);
+  return parts.filter(([, many]) => many > 0).map(([bottleneck, many]) => `${many} ${BOUNDS[bottleneck].name}`).join(", ");
 }
