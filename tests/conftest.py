@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.launcher import can_launch, launch
+
 ROOT = Path(__file__).resolve().parent.parent
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
@@ -67,8 +69,16 @@ class ServerProcess:
     """A ``teleloader-server`` of its own, on a free port."""
 
     def __init__(self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+        program = "from teleloader_server.cli import main; main()"
+        everything = os.environ if environment is None else environment
+        ours, theirs = os.pipe()
+        if can_launch(everything):
+            self.process: Any = launch(program, arguments, folder, everything, theirs)
+        else:
+            command = [sys.executable, "-c", program, *arguments]
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=theirs)
+        os.close(theirs)
+        self._stderr = os.fdopen(ours, errors="replace")
         self.log: list[str] = []
         self._logged = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -110,15 +120,13 @@ class ServerProcess:
         """End the server and wait for it; its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        code = self.process.wait(60)
+        code: int = self.process.wait(60)
         self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._stderr.close()
         return code
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             with self._logged:
                 self.log.append(line)
                 self._logged.notify_all()
