@@ -29,7 +29,7 @@ demo: $(VENV)/.demo  ## Serve the embedded digits, train a classifier on them th
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev  ## Run the tests, several at a time: they wait for processes more than they work.
-	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .

@@ -30,6 +30,21 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# HYPOTHESIS_PROFILE=nightly: ten times as many examples, drawn anew each time.
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "gate")
+if importlib.util.find_spec("hypothesis"):  # make gpu does without
+    from hypothesis import settings
+
+    settings.register_profile("gate", derandomize=True, deadline=None)
+    settings.register_profile("nightly", deadline=None)
+    settings.load_profile(PROFILE)
+
+
+def examples(count: int) -> int:
+    """Return hypothesis's number of examples in this profile, for `count` in the gate."""
+    return 10 * count if PROFILE == "nightly" else count
+
+
 def need(module: str) -> None:
     """Skip a test whose module is not installed; in CI everything must be, so there it fails."""
     if importlib.util.find_spec(module) is None:
@@ -98,7 +113,7 @@ class ServerProcess:
             return next((found for line in self.log if (found := re.search(pattern, line))), None)
 
         with self._logged:
-            self._logged.wait_for(lambda: find() or self.process.poll() is not None, 60)
+            self._logged.wait_for(lambda: find() or self.process.poll() is not None, 110)
             found = find()
         assert found, f"no line of the server's log matches {pattern!r}:\n{''.join(self.log)}"
         return found

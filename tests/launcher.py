@@ -162,4 +162,4 @@ def _become(request: Any, stderr: int, status: int) -> None:
     sys.argv[:] = ["-c", *arguments]
     importlib.invalidate_caches()
     namespace = {"__name__": "__main__"}
-    exec(program, namespace)  # noqa: S102
+    exec(program, namespace)
