@@ -32,6 +32,7 @@ from teleloader.sampling import (
     Batches,
     IndexLists,
     RandomState,
+    ShownSamplers,
     draw_base_seed,
     is_torchs_own,
     make_samplers,
@@ -220,6 +221,7 @@ class DataLoader:
             self.batch_sampler = made if batch_sampler is None else batch_sampler
         elif sampler is not None and batch_size is not None:
             self.batch_sampler = Batches(sampler, batch_size, drop_last)
+        self._shown = ShownSamplers() if brings_order else ShownSamplers(self.sampler, self.batch_sampler)
         self._seed = seed
         self._spec = LoaderSpec(
             dataset=remote.name,
@@ -294,7 +296,14 @@ class DataLoader:
         if self._own_sampler is not None:
             return "client"
         torchs = self.generator is not None or (self._output == "torch" and self._place[1] == 1)
-        return "client" if self._shuffle and self._seed is None and torchs else "plan"
+        if self._seed is None and torchs:
+            return "client" if self._shuffle or self._shown.change else "plan"
+        if self._shown.change:
+            raise ValueError(
+                f"{self._shown.change} was changed, but the order is that of seed={self._seed}, rank={self._place[0]}, "
+                f"world_size={self._place[1]}: make another loader with the arguments that it is to have"
+            )
+        return "plan"
 
     def __len__(self) -> int:
         match self._order:

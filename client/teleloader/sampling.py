@@ -75,6 +75,29 @@ def is_torchs_own(sampler: object) -> bool:
     return own and (inner is None or is_torchs_own(inner))
 
 
+class ShownSamplers:
+    """The samplers that a loader made for a user to see, while the order is the plan's.
+
+    The user can change them: ``loader.batch_sampler.batch_size = 8``. From then on they decide the order, as in torch.
+
+    Args:
+        samplers: The samplers; None for one that there is not.
+    """
+
+    def __init__(self, *samplers: Any) -> None:
+        self._made = [(sampler, dict(vars(sampler))) for sampler in samplers if sampler is not None]
+
+    @property
+    def change(self) -> str | None:
+        """The first attribute that was set since, as ``BatchSampler.batch_size``; None if there is none."""
+        for sampler, before in self._made:
+            for name, value in vars(sampler).items():
+                was = before.get(name)
+                if value is not was and not (isinstance(value, int) and value == was):
+                    return f"{type(sampler).__name__}.{name}"
+        return None
+
+
 class IndexLists:
     """The indices of the batches of one epoch, drawn from a sampler as they are needed.
 

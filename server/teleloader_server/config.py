@@ -159,8 +159,8 @@ class ClientLimits:
     """Seconds for a request line and its headers."""
     max_body_bytes: int = 64 * 2**20
     """Bytes of a body; the index lists of a batch of 2**20 samples take 9 MB."""
-    max_spec_bytes: int = 256 * 2**10
-    """Bytes of a body that registers a loader."""
+    max_spec_bytes: int = 2**20
+    """Bytes of a body that registers a loader; the states of an iterable-style dataset's shards have up to 768 KiB."""
     max_total_spec_bytes: int = 64 * 2**20
     """Bytes of memory that all registered loaders take together."""
     max_buffered_request_bytes: int = 256 * 2**20

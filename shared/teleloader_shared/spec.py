@@ -22,8 +22,9 @@ MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
-MAX_STATES: Final = 768 * 1024
-"""Characters of the states of all shards together, each of which may have an equal part: one spec holds them."""
+MAX_STATES: Final = 192 * 1024
+"""Characters of the states of all shards together, each of which may have an equal part: the body that registers a spec
+holds them (`max_spec_bytes`, 256 KiB by default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,8 @@ class LoaderSpec:
     """The epoch that `shard_states` belong to."""
     in_process: bool = False
     """Whether a session is loaded in the server's own process, for debugging; the server must allow it."""
+    delivered: str | None = dataclasses.field(default=None, compare=False)
+    """`delivered.pack` of what an earlier session of this spec delivered; the one field that is not part of the key."""
 
     def __post_init__(self) -> None:
         """Refuse what no loader can be."""
@@ -101,6 +104,10 @@ class LoaderSpec:
         _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
         if self.shard_states is not None:
             object.__setattr__(self, "shard_states", _states(self.shard_states, self.shards))
+        if self.delivered is not None and not (isinstance(self.delivered, str) and len(self.delivered) <= MAX_STATES):
+            raise InvalidSpec(
+                f"delivered must be null or a string of up to {MAX_STATES:,} characters, was {_shown(self.delivered)}"
+            )
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
@@ -116,7 +123,7 @@ class LoaderSpec:
     @property
     def memory(self) -> int:
         """Bytes of memory that the spec takes, and what a server keeps with it."""
-        texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session)
+        texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session, self.delivered)
         return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
 
     @property
@@ -142,8 +149,10 @@ class LoaderSpec:
         return dataclasses.asdict(self)
 
     def canonical(self) -> bytes:
-        """The one byte string that states this spec: JSON with sorted names and no spaces."""
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        """The one byte string that states this spec: JSON with sorted names and no spaces, without `delivered`."""
+        fields = self.to_json()
+        del fields["delivered"]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def key(self) -> str:

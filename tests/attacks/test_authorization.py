@@ -210,6 +210,32 @@ def test_a_token_ends_what_waits_when_it_expires(
         assert "has expired" in waiting.answer().problem["detail"]
 
 
+def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
+) -> None:
+    """The scope is checked at each use, and what waits ends: loading there holds up all clients."""
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    token = table.add("first", "admin")
+    server = start_server(
+        f"{HOSTED}numbers", f"{HOSTED}slow", "--num-workers", "1", "--debug", "--tokens", table.write()
+    )
+    with client_of(server.url, token) as client, Raw(server.url) as waiting:
+        keys = [
+            client.post("/v1/loaders", json={"dataset": name, "session": "s", "in_process": True}).json()["key"]
+            for name in ("numbers", "slow")
+        ]
+        assert client.get(f"/v1/loaders/{keys[0]}/epochs/0/batches/0").status_code == 200
+        waiting.ask(f"/v1/loaders/{keys[1]}/epochs/0/batches/0", bearer(token))
+        await_(lambda: any(consumer["dataset"] == "slow" for consumer in client.get("/stats").json()["consumers"]))
+        table.add("first", "read", token=f'"{token}"')
+        table.write()
+        assert waiting.answer().problem["code"] == "Forbidden"
+        for path in ("", "/epochs/0/batches/1"):
+            answer = client.get(f"/v1/loaders/{keys[0]}{path}")
+            assert (answer.status_code, answer.json()["code"]) == (403, "Forbidden")
+        (tmp_path / "gate").touch()
+
+
 # -- what is told of whom
 
 

@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed
 
 from teleloader_server.config import DatasetConfig, Limits
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.workers.factory import ConfiguredHost
 from teleloader_shared import codec
@@ -154,7 +155,22 @@ def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
     assert server.longest_of(attempt) < MOST, server.what
 
 
-MANY: Final = 250 * KIB
+@pytest.mark.parametrize("size", [1, 16, 64])
+@pytest.mark.parametrize("path", ["/v1/loaders", "/session", "/v1/datasets"])
+def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str, size: int) -> None:
+    """Each chunk is a call of the parser's, and a read of a quarter of a megabyte has room for 43,000 of them."""
+    chunk = b"%x\r\n%b\r\n" % (size, b" " * size)
+    head = f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n".encode() + HOST + b"\r\n"
+
+    def attempt() -> None:
+        with Raw(server.url) as client:
+            client.send(head + chunk * (1000 * KIB // len(chunk)))
+            client.answer()
+
+    assert server.longest_of(attempt) < MOST, server.what
+
+
+MANY: Final = 1000 * KIB
 SPECS: Final[dict[str, bytes]] = {
     "ints": b"[" + b"1," * (MANY // 2) + b"1]",
     "lists": b"[" + b"[]," * (MANY // 3) + b"1]",
@@ -172,11 +188,11 @@ SPECS: Final[dict[str, bytes]] = {
         "dataset": "numbers", "session": "s", "num_workers": 15, "shard_states": ["\u0101" * (MANY // 90)] * 15,
     }).encode(),
     "many states": json.dumps({
-        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 200] * 1024,
+        "dataset": "numbers", "session": "s", "num_workers": 1024, "shard_states": ["x" * 768] * 1024,
     }).encode(),
     "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
 }  # fmt: skip
-"""Bodies of registrations, of almost 256 KiB."""
+"""Bodies of registrations, of almost 1 MiB."""
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -206,6 +222,7 @@ def packed(count: int) -> Any:
 HEADER: Final[dict[str, Any]] = {"loader": "", "epoch": 0, "batch": 0, "tree": [1]}
 
 LISTS: Final[dict[str, Callable[[str], bytes]]] = {
+    "8 of 900,000": lambda key: b"".join(listed(key, packed(900_000), k) for k in range(8)),
     "one of 2**20": lambda key: listed(key, packed(2**20)),
     "7 of 2**20": lambda key: b"".join(listed(key, packed(2**20), k) for k in range(7)),
     "4,096 short ones": lambda key: b"".join(listed(key, packed(4), k) for k in range(4096)),
@@ -295,6 +312,32 @@ def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -
             _rest(socket)
 
     assert server.longest_of(attempt) < MOST, server.what
+
+
+# -- consumers
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Measured]:
+    """A server with 1,500 consumers."""
+    with Measured() as measured:
+        key = measured.register(dataset="numbers", batch_size=1)
+        with httpx.Client(base_url=measured.url, trust_env=False) as client:
+            for number in range(1500):
+                headers = {"Teleloader-Consumer": f"consumer-{number}"}
+                client.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers=headers).raise_for_status()
+        yield measured
+
+
+@pytest.mark.parametrize("path", ["/stats", "/stats?limit=1000", "/metrics"])
+def test_many_consumers_do_not_hold_the_event_loop(crowded: Measured, path: str) -> None:
+    """Neither the records of them, nor the totals that are noted each second."""
+
+    def attempt() -> None:
+        assert httpx.get(crowded.url + path, trust_env=False).status_code == 200
+        time.sleep(MARK_EVERY)  # the totals are noted once in this time
+
+    assert crowded.longest_of(attempt) < MOST, crowded.what
 
 
 def _rest(socket: Any) -> None:

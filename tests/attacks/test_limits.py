@@ -246,11 +246,12 @@ def test_shared_loaders_are_forgotten_for_want_of_memory() -> None:
         assert statuses == [404] * 8 + [200] * 4
 
 
-def test_a_map_style_dataset_has_no_shards() -> None:
+@pytest.mark.parametrize("field", [{"shard_states": [None, None]}, {"delivered": "[0,null,null]"}], ids=str)
+def test_a_map_style_dataset_has_no_shards(field: dict[str, Any]) -> None:
     """Their states would be kept by the server and by each worker, and have no use."""
     with limited() as (_, client):
-        spec = {"dataset": "dataset", "session": "s", "num_workers": 2, "shard_states": [None, None]}
-        detail = refusal(client.post("/v1/loaders", json=spec), 422, "shard_states must be null")
+        spec = {"dataset": "dataset", "session": "s", "num_workers": 2, **field}
+        detail = refusal(client.post("/v1/loaders", json=spec), 422, f"{next(iter(field))} must be null")
         assert "map-style" in detail
 
 
@@ -306,7 +307,7 @@ def test_limits_that_nobody_could_work_with_are_refused(table: dict[str, Any], s
 def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartServer, tmp_path: Path) -> None:
     """The command line wins."""
     file = tmp_path / "loader.toml"
-    file.write_text('[limits]\nmax_window = 3\nspec_bytes = "1KiB"\n')
+    file.write_text('[limits]\nmax_batches_per_request = 3\nmax_spec_bytes = "1KiB"\n')
     server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_batches_per_request=7")
     with httpx.Client(base_url=server.url) as client:
         key = registered(client, dataset="digits-test")

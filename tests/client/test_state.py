@@ -134,7 +134,7 @@ def test_an_answer_has_a_limit() -> None:
     """A server that sends for ever is not read for ever."""
     with (
         answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,
-        pytest.raises(ProtocolError, match="more than 16,777,216"),
+        pytest.raises(ProtocolError, match="more than 4,194,304"),
     ):
         server.datasets()
 

@@ -176,7 +176,7 @@ def test_rules_ask_for_metrics_that_there_are(start_server: StartServer) -> None
         "teleloader_worker_restarts_total",
     }  # fmt: skip
     assert asked <= exported.keys()
-    assert exported["teleloader_consumers"] == {"dataset", "bound"}
+    assert exported["teleloader_consumers"] == {"dataset", "bottleneck"}
 
 
 # -- Kubernetes and systemd
@@ -197,6 +197,14 @@ def test_the_kubernetes_example_sends_no_token_in_clear() -> None:
     assert text.count("httpGet:") == text.count("scheme: HTTPS") == 3
     assert re.search(r"^    scheme: https$", (DEPLOY / "prometheus.yml").read_text(), re.MULTILINE)
     assert "http://" not in (DEPLOY / "README.md").read_text()
+
+
+def test_a_pod_has_a_limit_of_memory() -> None:
+    """A defect or an attack ends this pod, not others of its machine."""
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert text.count("      - name: server\n") == len(
+        re.findall(r"^ +limits: \{ memory: \d+Gi \}$", text, re.MULTILINE)
+    )
 
 
 def test_a_pod_has_time_to_drain() -> None:

@@ -109,6 +109,16 @@ def kills_once() -> KillsOnce:
     return KillsOnce(os.environ["KILL_MARKER"])
 
 
+def killed_while_built() -> Samples:
+    """The process that builds it is killed, as often as the environment says."""
+    marker = Path(os.environ["KILL_MARKER"])
+    with marker.open("a") as file:
+        file.write("x")
+    if marker.stat().st_size <= int(os.environ["KILLS"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Samples(int)
+
+
 class Poisoned:
     """Sample 5 ends every worker."""
 

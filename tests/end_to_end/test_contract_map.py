@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -446,3 +447,62 @@ def test_nothing_is_loaded_before_an_iterator_is_made() -> None:
     """A5: constructing a loader starts no worker and loads nothing."""
     with ours(Unused(), num_workers=2) as loader:
         assert len(loader) == 3
+
+
+# -- samplers that are changed after construction
+
+
+def _resized(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 3
+
+
+def _dropping(loader: Any) -> None:
+    loader.batch_sampler.drop_last = True
+
+
+def _sampled(loader: Any) -> None:
+    loader.batch_sampler.sampler = [5, 3, 1, 0, 2]
+
+
+def _sourced(loader: Any) -> None:
+    loader.sampler.data_source = range(7)
+
+
+CHANGES = [_resized, _dropping, _sampled, _sourced]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 2}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_samplers_decide_the_next_epoch(change: Any, options: dict[str, Any]) -> None:
+    """A loader shows the samplers that torch's holds: what is set there decides length and batches from then on."""
+
+    def epochs(loader: Any) -> list[Any]:
+        torch.manual_seed(3)
+        found = [[batch.tolist() for batch in loader]]
+        change(loader)
+        return [*found, len(loader), *([batch.tolist() for batch in loader] for _ in range(2))]
+
+    with few_cpus_are_fine():
+        expected = epochs(TorchLoader(list(range(10)), 4, **options))
+        assert epochs(DataLoader(list(range(10)), 4, **options)) == expected
+
+
+@pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": True, "seed": 5}, {"rank": 1, "world_size": 2}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_samplers_are_an_error_where_they_cannot_decide(change: Any, options: dict[str, Any]) -> None:
+    """With a seed or several ranks the order is a function that servers know: a change would have no effect on it."""
+    loader = DataLoader(list(range(10)), 4, **options)
+    expected = [batch.tolist() for batch in loader]
+    assert len(expected) == len(loader)
+    change(loader)
+    for use in (iter, len, DataLoader.state_dict):
+        with pytest.raises(ValueError, match=r"Sampler\.\w+ was changed, but .* make another loader"):
+            use(loader)
+
+
+def test_several_threads_share_an_iterator_to_its_end() -> None:
+    """Each of them is told that there are no more batches, and together they have each batch once."""
+    batches = iter(DataLoader(list(range(500)), 2, num_workers=2))
+    with ThreadPoolExecutor(5) as threads:
+        found = list(threads.map(_flat, itertools.repeat(batches, 5)))
+    assert sorted(itertools.chain(*found)) == list(range(500))

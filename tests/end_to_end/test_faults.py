@@ -17,6 +17,7 @@ from teleloader import DataLoader, LoaderTimeout, RemoteDataset, ServerUnavailab
 from teleloader_server import serve
 from tests.conftest import StartServer
 from tests.end_to_end import hosted
+from tests.end_to_end.terminal import SERVER, piped
 
 TARGET = "tests.end_to_end.hosted:"
 
@@ -230,3 +231,26 @@ def test_a_batch_over_the_limit_is_an_error_that_says_so() -> None:
         with pytest.raises(ValueError, match=r"1,048,\d+ bytes, and the limit is 262,144: use a smaller batch_size"):
             next(batches)
         assert next(batches).shape == (1, 1)
+
+
+def test_a_server_starts_although_the_process_that_builds_its_datasets_is_killed(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, by the kernel say, which was short of memory: the datasets are built once more."""
+    monkeypatch.setenv("KILL_MARKER", str(tmp_path / "builds"))
+    monkeypatch.setenv("KILLS", "2")
+    server = start_server(f"{TARGET}killed_while_built", "--num-workers", "1")
+    assert (tmp_path / "builds").read_text() == "xxx"
+    server.await_line(r"builds the datasets was killed by signal SIGKILL \(Killed\).*starting another")
+
+
+def test_a_server_whose_datasets_kill_their_process_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three attempts it says how the process ended."""
+    monkeypatch.setenv("KILL_MARKER", str(tmp_path / "builds"))
+    monkeypatch.setenv("KILLS", "9")
+    done = piped(SERVER, f"{TARGET}killed_while_built", "--port", "0")
+    assert done.code == 2
+    assert (tmp_path / "builds").read_text() == "xxx"
+    assert "builds the datasets was killed by signal SIGKILL (Killed); see its output" in done.err.splitlines()[-1]

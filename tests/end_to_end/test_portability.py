@@ -77,11 +77,12 @@ socket.TCP_KEEPALIVE = socket.TCP_KEEPIDLE
 idle = socket.TCP_KEEPIDLE
 for name in ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT"):
     delattr(socket, name)
-from teleloader import DataLoader, RemoteDataset, transport
+from teleloader import DataLoader, RemoteDataset
+from teleloader.transport import http
 
 batches = iter(DataLoader(RemoteDataset(sys.argv[1], "many"), 1000, output=sys.argv[2]))
 next(batches)
-for connection in transport._open:
+for connection in http._open:
     print(connection._socket.getsockopt(socket.IPPROTO_TCP, idle))
 """
 

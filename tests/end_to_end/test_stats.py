@@ -423,7 +423,7 @@ def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
 
 def test_the_number_of_series_is_bounded(url: str) -> None:
     """By datasets, shared workers, stages and buckets, and kinds of errors; no other label is there."""
-    allowed = {"dataset", "worker", "stage", "le", "type", "bound", "state", "version"}
+    allowed = {"dataset", "worker", "stage", "le", "type", "bottleneck", "state", "version"}
     for family in families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
             assert set(sample.labels) <= allowed, sample

@@ -58,6 +58,12 @@ def test_an_empty_file_lists_no_tokens() -> None:
         assert parse_tokens(text, "tokens.toml").entries == ()
 
 
+def test_no_token_has_the_name_of_clients_without_one() -> None:
+    """Accounts are kept by name: strangers would share the account, and count as authenticated."""
+    with pytest.raises(ConfigError, match=r"invalid token name 'anyone' in tokens\.toml"):
+        parse_tokens(f'[anyone]\ntoken = "{SECRET}"\nscopes = ["read"]\n', "tokens.toml")
+
+
 def test_an_entry_may_say_all() -> None:
     """And need not hold the token itself."""
     text = one_entry(

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,27 @@ def test_a_large_message_arrives(pair: tuple[Channel, Channel]) -> None:
     assert got == [message]
     with pytest.raises(BlockingIOError):
         ours.receive()  # it blocks no more than before
+
+
+def test_a_large_bytes_object_is_not_copied(pair: tuple[Channel, Channel]) -> None:
+    """It is sent from where it is, however many system calls that takes: the event loop has no time for copies."""
+    ours, other = pair
+    large = bytes(10_000_000)
+    tracemalloc.start()
+    try:
+        ours.put(["task", 1, large])
+        ours.put("after it")
+        assert not ours.flush()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+    got: list[Any] = []
+    reader = threading.Thread(target=lambda: got.extend(received(other, 2)))
+    reader.start()
+    while reader.is_alive():
+        ours.flush()
+    assert got == [["task", 1, large], "after it"]
 
 
 def test_what_was_put_is_sent_with_the_next_flush(pair: tuple[Channel, Channel]) -> None:

@@ -444,11 +444,20 @@ def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piec
         assert client.rest() == b""
 
 
-def test_small_chunks_are_read(start: Start) -> None:
-    """The limit of framing counts from the last byte of content: a body of many small chunks has no other limit."""
+def test_framing_is_limited_between_bytes_of_content(start: Start) -> None:
+    """The limit of chunk extensions counts from the last byte of content: a body of any length may have some."""
     with Raw(start(body_timeout=30).url) as client:
-        client.send(CHUNKED + b"1\r\n \r\n" * 2**15 + b"0\r\n\r\n")
+        client.send(CHUNKED + (b"40;" + b"x" * 100 + b"\r\n" + b" " * 64 + b"\r\n") * 2000 + b"0\r\n\r\n")
         assert client.answer().problem["detail"].startswith("the body has more values than a loader spec")
+
+
+def test_some_chunks_may_be_small(start: Start) -> None:
+    """A body has 256 chunks of any size, and one for each 64 bytes; with more of them it is refused."""
+    with Raw(start(body_timeout=30).url) as client:
+        client.send(CHUNKED + b"1\r\n \r\n" * 256 + b"0\r\n\r\n")
+        assert client.answer().problem["detail"].startswith("the body is not JSON")
+        client.send(CHUNKED + b"1\r\n \r\n" * 300 + b"0\r\n\r\n")
+        assert "send chunks of at least 64 bytes" in client.answer().problem["detail"]
 
 
 def test_trailers_are_not_headers(start: Start) -> None:
@@ -492,6 +501,19 @@ def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
         assert clients[-1].is_open()
         clients[-1].send(b"\r\n\r\n")
         assert clients[-1].answer().status == 200
+
+
+def test_header_fields_of_unfinished_heads_count(start: Start) -> None:
+    """Each header field counts as 256 bytes besides its own: a short one takes much more memory than it has bytes."""
+    running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
+    head = b"GET /v1/datasets HTTP/1.1\r\n" + HOST + b"a:\r\n" * 120
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Raw(running.url)) for _ in range(30)]
+        for client in clients:
+            client.send(head)
+        # 55 KB are counted for each, and 25 KB without their fields
+        eventually(lambda: sum(client.is_open() for client in clients) <= 20)
+        assert clients[-1].is_open()
 
 
 def test_memory_of_finished_requests_is_not_counted(start: Start) -> None:
@@ -543,8 +565,8 @@ def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> No
 
 
 def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
-    """They may take a quarter of `max_buffered_request_bytes`; one more is refused with code 1012."""
-    running = start(max_buffered_request_bytes=2**19, header_timeout=60)
+    """They may take a quarter of `max_buffered_request_bytes`. One more is refused with code 1012."""
+    running = start(max_buffered_request_bytes=2**19, header_timeout=60, body_timeout=60)
     with contextlib.ExitStack() as stack:
 
         def begin() -> Raw:
@@ -564,6 +586,37 @@ def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
         eventually(lambda: running.unfinished() == 0)
         begin()
         eventually(lambda: running.unfinished() >= 90_000)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [masked(0x02, b"x"), masked(0x01, b"x"), masked(0x82, b"x" * 1000)[:20], masked(0x82, b"x")[:1]],
+    ids=["a fragment", "a text fragment", "a part of a frame", "a part of a frame's head"],
+)
+def test_an_unfinished_message_has_a_deadline(start: Start, beginning: bytes) -> None:
+    """It must arrive at `min_body_rate`, as a body; otherwise the connection is closed with code 1008."""
+    running = start(header_timeout=60, send_timeout=60)
+    with Raw(running.url) as idle, Raw(running.url) as client:
+        open_websocket(running, idle)
+        open_websocket(running, client)
+        client.send(beginning)
+        received = b""
+        while not received.endswith((1008).to_bytes(2)):
+            received += client.socket.recv(2**16)
+        assert b"(min_body_rate)" in received
+        assert idle.is_open()
+
+
+def test_a_message_that_arrives_fast_enough_is_waited_for(start: Start) -> None:
+    """A message may take longer than `body_timeout` if its bytes go on arriving at `min_body_rate`."""
+    running = start(header_timeout=60, send_timeout=60, min_body_rate=10.0)
+    with Raw(running.url) as client:
+        open_websocket(running, client)
+        frame = masked(0x82, b"x" * 60)
+        for byte in frame:
+            client.send(bytes([byte]))
+            time.sleep(0.02)
+        assert b"an ask must be a msgpack array" in client.socket.recv(2**16)
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"text"], ids=["not UTF-8", "UTF-8"])

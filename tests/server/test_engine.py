@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 from teleloader_server.dispatch.counters import Counters
-from teleloader_server.dispatch.engine import Engine, Loader
+from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine, Loader
 from teleloader_server.dispatch.quotas import Account, Memory
 from teleloader_server.loading.pipeline import Report, Task
 from teleloader_server.workers.pool import Loss, WorkerState
@@ -98,3 +99,24 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
     assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
     assert engine._lists == {}, "and nothing is kept of it"
+
+
+async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a message to every worker: to forget thousands at once would hold the event loop."""
+    monkeypatch.setattr("teleloader_server.dispatch.dispatcher.FORGET_AFTER", -1.0)
+    pool = FakePool()
+    forgotten: list[str] = []
+    pool.forget = forgotten.append  # type: ignore[attr-defined]
+    engine = Engine(pool, Memory(BUDGET), Counters())
+    await engine.start()
+    account = Account("anyone", BUDGET, 2 * FORGOTTEN_TOGETHER)
+    for seed in range(FORGOTTEN_TOGETHER + 1):
+        spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
+        loader = Loader(spec.key, spec, 100, 100, engine)
+        async with engine.batches(loader, account, "a", 0, 0, 1, 0, {}, lambda: None):
+            pass
+    engine.forget_idle()
+    first = len(forgotten)
+    engine.forget_idle()
+    assert (first, len(set(forgotten))) == (FORGOTTEN_TOGETHER, FORGOTTEN_TOGETHER + 1)
+    await engine.close()

@@ -10,6 +10,7 @@ import pytest
 
 from teleloader_server.loading.pipeline import Began
 from teleloader_server.loading.replay import Reached
+from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure
 from tests.server.bench import Bench
 
@@ -66,6 +67,16 @@ class Unkeepable(Kept):
         return {"order": lambda: 0}
 
 
+class Consumed:
+    """Twenty numbers, each of which is given once."""
+
+    left: list[int]
+
+    def __iter__(self) -> Iterator[int]:
+        while Consumed.left:
+            yield Consumed.left.pop()
+
+
 Make = Callable[[], Any]
 
 
@@ -107,6 +118,71 @@ def test_a_replacement_that_gives_other_samples_is_an_error(make: Make, done: in
     assert "gave other samples when it was iterated again" in failure.message
     assert "torchdata's Stateful" in failure.message
     assert isinstance(again.batch(done + 1, **STREAM), End)
+
+
+@pytest.mark.parametrize("done", [5, 9, 10])
+def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
+    """What the lost worker took from a queue is lost, so the epoch must not seem to end as it should."""
+    Consumed.left = list(range(20))
+    first = Bench(Consumed())
+    taken(first, range(done))
+    again = replaced(first, Consumed)
+    failure = again.failure(done, **STREAM)
+    assert failure.type == "teleloader_shared.errors.WorkerDied"
+    assert "gave other samples when it was iterated again" in failure.message
+    assert isinstance(again.batch(done + 1, **STREAM), End)
+
+
+def in_new_session(old: Bench, make: Make, *, epoch: int = 0) -> tuple[Bench, dict[str, Any]]:
+    """Return a worker of a server that has forgotten the session, and the spec with which a client registers it."""
+    assert old.loading.reached is not None
+    return Bench(make()), {**STREAM, "delivered": delivered.pack(epoch, [old.loading.reached.shard])}
+
+
+@pytest.mark.parametrize("make", [Ordered, Kept])
+def test_a_session_that_is_registered_again_continues(make: Make) -> None:
+    """From the state of the last batch that arrived, or by iterating again."""
+    first = Bench(make())
+    before = taken(first, range(4))
+    again, spec = in_new_session(first, make)
+    after = [sample for k in range(4, 10) for sample in again.batch(k, **spec).tolist()]
+    assert sorted(before + after) == list(range(20))
+
+
+@pytest.mark.parametrize("make", [Unordered, Consumed])
+def test_a_session_that_cannot_be_repeated_is_an_error(make: Make) -> None:
+    """A server that was restarted cannot know what the client was given, so the client states it."""
+    Consumed.left = list(range(20))
+    first = Bench(make())
+    taken(first, range(4))
+    again, spec = in_new_session(first, make)
+    assert again.failure(4, **spec).type == "teleloader_shared.errors.WorkerDied"
+    assert isinstance(again.batch(5, **spec), End)
+
+
+def test_what_was_delivered_of_one_epoch_is_nothing_to_others() -> None:
+    """Persistent workers serve several epochs under one spec."""
+    first = Bench(Unordered())
+    taken(first, range(4))
+    again, spec = in_new_session(first, Unordered, epoch=7)
+    assert sorted(sample for k in range(10) for sample in again.batch(k, **spec).tolist()) == list(range(20))
+
+
+def test_a_damaged_record_of_deliveries_is_an_error() -> None:
+    """It decides what is verified, so it is not left out in silence."""
+    failure = Bench(Ordered()).failure(1, **STREAM, delivered='[0,["x",1,2,null]]')
+    assert failure.type == "teleloader_shared.errors.StateMismatch"
+    assert "invalid record of delivered batches" in failure.message
+
+
+def test_a_record_of_deliveries_may_name_a_state_that_could_not_be_kept() -> None:
+    """Then the replay is verified by the digest alone."""
+    first = Bench(Ordered())
+    taken(first, range(2))
+    assert first.loading.reached is not None
+    shard = first.loading.reached.shard._replace(state="no state")
+    spec = {**STREAM, "delivered": delivered.pack(0, [shard])}
+    assert Bench(Ordered()).batch(2, **spec).tolist() == [4, 5]
 
 
 def test_a_replacement_can_be_replaced() -> None:

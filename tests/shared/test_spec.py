@@ -48,6 +48,7 @@ def _fields(draw: st.DrawFn) -> dict[str, Any]:
         "shard_states": draw(st.none() | st.tuples(*[STATES] * max(1, num_workers)).map(list)),
         "resumed_epoch": draw(st.integers(0, MAX_EPOCH - 1)),
         "in_process": session is not None and draw(st.booleans()),
+        "delivered": draw(st.none() | st.text(max_size=20)),
     }
 
 
@@ -102,10 +103,12 @@ def test_the_key_never_changes() -> None:
 @fixed
 @given(fields, fields)
 def test_equal_specs_have_equal_keys_and_others_have_not(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The key depends on the fields' values and on nothing else, such as their order in the JSON."""
+    """The key depends on the fields' values and on nothing else, such as their order in the JSON, or `delivered`."""
     spec = LoaderSpec.from_json(one)
     assert LoaderSpec.from_json(dict(reversed(one.items()))).key == spec.key
-    assert (LoaderSpec.from_json(other).key == spec.key) == (one == other)
+    same = {**one, "delivered": None} == {**other, "delivered": None}
+    assert (LoaderSpec.from_json(other).key == spec.key) == same
+    assert (LoaderSpec.from_json(other) == spec) == same
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,8 @@ def test_a_spec_survives_json(values: dict[str, Any]) -> None:
     again = LoaderSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec
     assert again.key == spec.key
-    assert json.loads(spec.canonical()) == values
+    assert again.delivered == spec.delivered
+    assert json.loads(spec.canonical()) == {name: value for name, value in values.items() if name != "delivered"}
 
 
 def test_a_field_left_out_has_its_default() -> None:
@@ -174,7 +178,7 @@ def test_an_unknown_field_is_refused() -> None:
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec; the fields are dataset, fingerprint, batch_size, shuffle, "
         "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, session, "
-        "num_workers, shard_states, resumed_epoch, in_process"
+        "num_workers, shard_states, resumed_epoch, in_process, delivered"
     )
 
 
@@ -221,6 +225,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("shard_states", "null or a list of 2", ("", "ab", 4, [], ["a"], ["a", "b", "c"], {"a": 1, "b": 2}, True)),
     ("resumed_epoch", "a whole number in [0, 4611686018427387903]", (*NOT_NUMBERS, None, 2**62)),
     ("in_process", "true or false", NOT_FLAGS),
+    ("delivered", "null or a string of up to 196,608 characters", (4, b"f", ["f"], True)),
 ]
 
 
@@ -241,6 +246,13 @@ def test_a_value_that_no_loader_can_have_is_refused(name: str, expected: str, va
 def test_every_field_has_values_that_are_refused() -> None:
     """The rule above leaves no field out."""
     assert [name for name, _, _ in REFUSED] == [field.name for field in dataclasses.fields(LoaderSpec)]
+
+
+def test_a_record_of_deliveries_is_no_longer_than_states() -> None:
+    """A registration has room for both."""
+    assert LoaderSpec(dataset="d", delivered="x" * MAX_STATES).delivered
+    with pytest.raises(InvalidSpec, match="delivered must be null or a string of up to 196,608 characters"):
+        LoaderSpec(dataset="d", delivered="x" * (MAX_STATES + 1))
 
 
 def test_single_samples_have_no_last_batch_to_drop() -> None:
@@ -291,7 +303,7 @@ def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
 def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
     """What a frame said of it."""
-    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 786,432 characters"):
+    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 196,608 characters"):
         LoaderSpec(dataset="d", shard_states=states)
 
 
@@ -326,6 +338,6 @@ def test_states_of_all_shards_fit_in_one_spec_together() -> None:
     shards: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 4}
     part = MAX_STATES // 4
     full = LoaderSpec(**shards, shard_states=["x" * part] * 4)
-    assert len(full.canonical()) < 2**20
-    with pytest.raises(InvalidSpec, match=r"strings of up to 196,608 characters \(786,432 for all 4 shards\)"):
+    assert len(full.canonical()) < 240 * 2**10  # of the 256 KiB that a registration may have
+    with pytest.raises(InvalidSpec, match=r"strings of up to 49,152 characters \(196,608 for all 4 shards\)"):
         LoaderSpec(**shards, shard_states=["x" * (part + 1), None, None, None])

@@ -66,7 +66,7 @@ from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.text import excerpt, sentence, short
 
 MAX_PORT: Final = 65535
-MAX_JSON_BYTES: Final = 16 * 2**20
+MAX_JSON_BYTES: Final = 4 * 2**20
 """Bytes of a list of datasets, and of ``/stats``."""
 MAX_RECORD_BYTES: Final = 2**20
 """Bytes of one dataset, or one registration, as JSON."""

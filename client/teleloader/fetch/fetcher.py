@@ -14,6 +14,7 @@ from typing import Final
 from teleloader.api.backoff import Backoff
 from teleloader.api.control import Server, refusing
 from teleloader.fetch.reorder import BROKEN, Inbox
+from teleloader.fetch.shards import DeliveredShards
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.base import Range
@@ -112,6 +113,8 @@ class Source:
         self._wanted = wanted
         self._inbox = inbox
         self._is_registered = is_registered
+        self._shards = DeliveredShards(wanted.spec, wanted.epoch) if inbox.session.has_shards else None
+        """What has arrived: a server that has forgotten the session continues there."""
         self.registered_at = {servers[0]} if is_registered else set()
         """The servers that have been told of the loader."""
         self._lanes: deque[tuple[BatchConnection, Range]] = deque()
@@ -229,6 +232,8 @@ class Source:
             began = time.perf_counter()
             last_byte = time.time_ns()
             frames, nbytes = self._decode(memory, wanted), len(memory.data)
+            if self._shards is not None:
+                self._shards.add(frames, memory.data)
             del memory  # while this thread waits it must keep no batch alive
             self._inbox.decoded(time.perf_counter() - began)
             if connection.trace is not None:
@@ -250,7 +255,7 @@ class Source:
     def _register(self) -> None:
         server = self._servers[0]
         with self._calling():
-            registered = server.register(self._wanted.spec)
+            registered = server.register(self._wanted.spec if self._shards is None else self._shards.spec)
         self._heard = time.monotonic()
         self._is_registered = True
         self.registered_at.add(server)

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 from teleloader_server.config import ConfigError
-from teleloader_server.permissions import READ, STATS, Principal
+from teleloader_server.permissions import ANYONE, READ, STATS, Principal
 
 DEFAULT_SCOPES: Final = (READ, STATS)
 """Scopes of a server's only token, and of tokens that ``teleloader-server token add`` generates."""
@@ -121,6 +121,11 @@ def _entry(name: str, table: object, where: str) -> Token:
     at = f"invalid entry [{name}] in {where}"
     if not TOKEN_NAME.fullmatch(name):
         raise ConfigError(f"invalid token name {name!r} in {where}: expected {TOKEN_NAME_RULE}")
+    if name == ANYONE.name:
+        raise ConfigError(
+            f"invalid token name {name!r} in {where}: limits count clients without a token under this name. Choose "
+            "another name"
+        )
     if not isinstance(table, dict):
         raise ConfigError(f'{at}: expected a table: [{name}], followed by sha256 = "..." and scopes = ["..."]')
     for field in table:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
@@ -326,6 +326,13 @@ class ConsumerCounters:
         self.window.mark(now, self.batches, self.nbytes)
 
 
+class Marked(Protocol):
+    """Counters that derive recent rates from their totals at earlier moments."""
+
+    def mark(self, now: float) -> None:
+        """Note the totals."""
+
+
 _Who = tuple[str, str, Run]
 
 
@@ -407,12 +414,9 @@ class PoolCounters:
         """The counts of a consumer that is known."""
         return self._consumers[_who(consumer)]
 
-    def mark(self, now: float) -> None:
-        """Note all totals but those of loops and workers."""
-        for consumer in self._consumers.values():
-            consumer.mark(now)
-        for loader in self.loaders.values():
-            loader.mark(now)
+    def marked(self) -> list[Marked]:
+        """Return all counters but those of loops and workers."""
+        return [*self._consumers.values(), *self.loaders.values()]
 
 
 class Counters:
@@ -446,14 +450,15 @@ class Counters:
             self._kept.append(known)
         return known
 
-    def mark(self, now: float) -> None:
-        """Note the totals of datasets and loops; forget loops whose passes are not known any more, after a while."""
-        for dataset in self.datasets.values():
-            dataset.mark(now)
-        known = list(self._loops.values())
-        for loop in known:
-            loop.mark(now)
-        recent = sorted((loop for loop in known if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked)
+    def marked(self) -> list[Marked]:
+        """Return the counters of datasets and training loops."""
+        return [*self.datasets.values(), *self._loops.values()]
+
+    def keep_recent(self, now: float) -> None:
+        """Keep the loops that requested batches lately; others are forgotten with their last iteration."""
+        recent = sorted(
+            (loop for loop in self._loops.values() if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked
+        )
         self._kept = recent[-MAX_KEPT_LOOPS:]
 
     def pool(self) -> PoolCounters:

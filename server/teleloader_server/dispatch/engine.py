@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoad
 from teleloader_shared.messages import ConsumerReport, DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
+FORGOTTEN_TOGETHER: Final = 256
+"""Idle loaders that are forgotten in one turn of the event loop: each takes a message to every worker."""
 LONG_SECONDS: Final = 5.0
 """A batch that is worked on for longer may have to make room for those of others."""
 
@@ -369,10 +372,10 @@ class Engine:
             self._pool.submit(action.worker, task)
 
     def forget_idle(self) -> None:
-        """Forget the consumers that have probably gone."""
+        """Forget the consumers that have probably gone, and some loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
-        for key in self._loaders.keys() - in_use:
+        for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
             del self._loaders[key]
             self._dispatcher.forget_loader(key)
             self._pool.forget(key)
@@ -412,9 +415,8 @@ class Engine:
         """The places of the pool, and whether they have something to do."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
-    def mark(self, now: float) -> None:
-        """Note what was counted by now, for what is recent; about once a second."""
-        self.tally.mark(now)
+    def mark_workers(self, now: float) -> None:
+        """Note what was counted of workers by now; about once a second."""
         for state in self._pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)

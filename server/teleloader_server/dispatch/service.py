@@ -408,6 +408,8 @@ class LoaderService:
         principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
         if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
             known = None  # a session is of whoever began it: another one that asks for batches would move it on
+        if known is not None and known.loader.spec.in_process:
+            caller.authorize(ADMIN)
         if known is None:
             raise UnknownLoader(
                 f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
@@ -488,14 +490,14 @@ class LoaderService:
             raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
         if loader.spec.order == "client":
             ahead = 0
-        dataset = loader.spec.dataset
-        account = self.accounts.of(caller.authorize(READ, dataset))
+        dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
+        account = self.accounts.of(caller.authorize(need, dataset))
         asked = loader.engine.batches(
             loader, account, consumer, epoch, start, stop, ahead, indices or {},
-            lambda: caller.authorize(READ, dataset), said,
+            lambda: caller.authorize(need, dataset), said,
         )  # fmt: skip
         async with asked as stream:
-            with self.revocable(caller, READ, dataset, stream.end):
+            with self.revocable(caller, need, dataset, stream.end):
                 yield stream
 
     @contextmanager
@@ -561,11 +563,14 @@ class LoaderService:
 
     async def _keep_house(self) -> None:
         while True:
+            began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
                 engine.relieve()
             self.accounts.forget_idle(time.monotonic())
+            if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
+                continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
             for key, engine in self._session_engines().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
@@ -604,11 +609,12 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         InvalidSpec: When it does not.
     """
     if info.kind == "map":
-        if spec.shard_states is not None:
-            raise InvalidSpec(
-                f"shard_states must be null for dataset {info.name!r}, which is map-style: only iterable-style "
-                "datasets have shards"
-            )
+        for field in ("shard_states", "delivered"):
+            if getattr(spec, field) is not None:
+                raise InvalidSpec(
+                    f"{field} must be null for dataset {info.name!r}, which is map-style: only iterable-style datasets "
+                    "have shards"
+                )
         return
     if spec.session is None:
         raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")

@@ -21,8 +21,9 @@ from teleloader_server.loading.protocols import accepts
 from teleloader_server.loading.replay import Reached, Replay
 from teleloader_server.loading.shards import Outcome, Shard
 from teleloader_server.loading.worker_info import was_asked
-from teleloader_shared import shard_state
+from teleloader_shared import delivered, shard_state
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Address, End, Failure, FrameWriter
+from teleloader_shared.delivered import Delivered
 from teleloader_shared.errors import StateMismatch, WorkerDied
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
@@ -153,7 +154,7 @@ class Loading:
             padding, state, pass_ = 0, None, None
             if hosted.info.kind == "iterable":
                 pass_ = self._pass(hosted, task)
-                samples = pass_.shard.fetch(_number(task))
+                samples = _fetch_of_shard(pass_, task)
                 state = pass_.shard.state()
             else:
                 self._set_epoch(hosted, task.address.epoch)
@@ -228,9 +229,9 @@ class Loading:
         if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
             text = spec.shard_states[task.address.batch % spec.shards]
             saved += [] if text is None else [text]
-        reached = self.reached if self.reached is not None and self.reached[:2] == run else None
-        if reached is not None and reached.state is not None and _can_be_unpacked(reached.state):
-            saved.append(reached.state)
+        earlier = self._delivered_earlier(spec, task.address)
+        if earlier is not None and earlier.state is not None and _can_be_unpacked(earlier.state):
+            saved.append(earlier.state)
         shard = Shard(
             hosted.dataset,
             spec.batch_size,
@@ -241,7 +242,15 @@ class Loading:
             saved=saved,
             max_state=MAX_STATES // spec.shards,
         )
-        return _Pass(shard, Replay(reached))
+        return _Pass(shard, Replay(earlier))
+
+    def _delivered_earlier(self, spec: LoaderSpec, address: Address) -> Delivered | None:
+        """Return what an earlier worker, or an earlier session, delivered of a batch's shard in its epoch."""
+        if self.reached is not None and self.reached[:2] == address[:2]:
+            return self.reached.shard
+        if spec.delivered is None:
+            return None
+        return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: _Pass) -> None:
         """Before the dataset is iterated: each time in the same epoch, with the same random numbers."""
@@ -287,14 +296,9 @@ class Loading:
         replay, (loader, epoch, _) = pass_.replay, task.address
         if not replay.matches(_number(task), frame, checksum=task.spec.checksum):
             pass_.shard.end()
-            raise WorkerDied(
-                f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
-                f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "
-                "would be lost or repeated. Give the dataset state_dict() and load_state_dict() (torchdata's "
-                "Stateful), or derive its order from a seed and the epoch (set_epoch)"
-            )
+            raise _other_samples(task)
         if replay.next == _number(task) + 1:
-            self.reached = Reached(loader, epoch, replay.first or 0, replay.next, replay.digest, state)
+            self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         if sys.modules.get("torch") is not None:
@@ -354,6 +358,28 @@ class Loading:
 def _number(task: Task) -> int:
     """Number of the batch among those of its shard."""
     return task.address.batch // task.spec.shards
+
+
+def _fetch_of_shard(pass_: _Pass, task: Task) -> list[Any] | None:
+    """Return the samples of a batch of a shard; None when it has no more.
+
+    Raises:
+        WorkerDied: When it has fewer than were delivered.
+    """
+    samples = pass_.shard.fetch(_number(task))
+    if samples is None and pass_.replay.falls_short():
+        raise _other_samples(task)
+    return samples
+
+
+def _other_samples(task: Task) -> WorkerDied:
+    """The error of a dataset that cannot be iterated again."""
+    return WorkerDied(
+        f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
+        f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "
+        "would be lost or repeated. Give the dataset state_dict() and load_state_dict() (torchdata's "
+        "Stateful), or derive its order from a seed and the epoch (set_epoch)"
+    )
 
 
 def _can_be_unpacked(state: str) -> bool:

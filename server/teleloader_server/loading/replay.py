@@ -8,13 +8,14 @@ must come to the same digest at the same place.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from teleloader_shared.codec import PROLOGUE_SIZE
+from teleloader_shared import delivered
+from teleloader_shared.delivered import Delivered
 
 
 class Reached(NamedTuple):
@@ -22,37 +23,39 @@ class Reached(NamedTuple):
 
     loader: str
     epoch: int
-    first: int
-    """The first batch of the shard that was delivered: a resumed pass begins there."""
-    next: int
-    """The batch of the shard after the last that was delivered."""
-    digest: int
-    """Rolling digest of the frames of [first, next)."""
-    state: str | None
-    """`Shard.state` after the last."""
+    shard: Delivered
+    """What it delivered of its shard; the state is `Shard.state`."""
+
+    @classmethod
+    def from_message(cls, loader: str, epoch: int, shard: Sequence[Any]) -> Reached:
+        """Return the record that travelled as a list."""
+        return cls(loader, epoch, Delivered(*shard))
 
 
 class Replay:
     """The rolling digest of one pass.
 
     Args:
-        reached: How far an earlier worker came.
+        earlier: What earlier workers delivered.
     """
 
-    def __init__(self, reached: Reached | None = None) -> None:
-        self.first = None if reached is None else reached.first
+    def __init__(self, earlier: Delivered | None = None) -> None:
+        self.first = None if earlier is None else earlier.first
         """The first batch that was delivered."""
-        self.next = 0 if reached is None else reached.next
+        self.next = 0 if earlier is None else earlier.next
         """The batch after the last that was delivered."""
-        self.digest = 0 if reached is None else reached.digest
+        self.digest = 0 if earlier is None else earlier.digest
         """Digest before batch `next`."""
         self._saved = {self.next: self.digest}
         """Digest before the batch where an earlier worker's state begins."""
         self._current = 0
+        self._position = self.next
+        """The batch after the last one of this iteration."""
 
     def restart(self, number: int) -> None:
         """Begin again before batch `number`."""
         self._current = self._saved.get(number, 0)
+        self._position = number
 
     def covers(self, number: int) -> bool:
         """Return True if the frame of batch `number` must be computed, although no client waits for it."""
@@ -70,8 +73,17 @@ class Replay:
             self.first = number
         if number < self.first:  # a client that goes back before the place where it began: nothing to compare
             return True
-        content = frame[:PROLOGUE_SIZE] if checksum else frame
-        self._current = xxhash.xxh3_64_intdigest(content.data, seed=self._current)
+        self._current = delivered.extended(self._current, frame, checksum=checksum)
+        self._position = number + 1
         if number + 1 > self.next:
             self.next, self.digest = number + 1, self._current
         return number + 1 < self.next or self._current == self.digest
+
+    def falls_short(self) -> bool:
+        """Return True if the dataset, which has no more batches, ended before the place that was reached before.
+
+        Only once: the shard ends there.
+        """
+        is_short = self._position < self.next
+        self._position = self.next
+        return is_short

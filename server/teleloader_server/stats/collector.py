@@ -10,8 +10,8 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from teleloader_server.config import default_num_workers
 from teleloader_server.dispatch.counters import (
@@ -41,9 +41,13 @@ MARK_EVERY: Final = 1.0
 """Seconds between the moments whose totals are noted. How late that is shows how late the event loop is."""
 MARKS_PER_CPU: Final = 5
 """The processes' times are looked at more seldom: each is a file to be read."""
+SLICE: Final = 64
+"""Consumers that are looked at in one turn of the event loop: each takes some 10 us."""
 MEMORY_SHARE: Final = 0.01
 """Share of one processor that may go into measuring memory, which takes the kernel long: a measurement is used again
 for as long as that needs."""
+
+_Item = TypeVar("_Item")
 
 
 class EngineSnapshot(NamedTuple):
@@ -87,7 +91,7 @@ class StatsCollector:
             now = time.monotonic()
             self._looks += 1
             self._lateness += max(0.0, now - due)
-            self._mark(now)
+            await self._mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.look(self._pids(self._service.engine_sources()))
 
@@ -96,11 +100,15 @@ class StatsCollector:
         """Counters by dataset, of those of which something was counted."""
         return self._counters.datasets
 
-    def _mark(self, now: float) -> None:
+    async def _mark(self, now: float) -> None:
         self._late.mark(now, self._looks, self._lateness)
-        self._counters.mark(now)
-        for engine in self._service.engine_sources():
-            engine.mark(now)
+        engines = list(self._service.engine_sources())
+        for engine in engines:
+            engine.mark_workers(now)
+        marked = [*self._counters.marked(), *itertools.chain.from_iterable(engine.tally.marked() for engine in engines)]
+        async for counters in _in_slices(marked):
+            counters.mark(now)
+        self._counters.keep_recent(now)
 
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
@@ -131,7 +139,8 @@ class StatsCollector:
         now = time.monotonic()
         looks = [self._look(engine, source, now) for engine, source in self._service.engine_sources().items()]
         server = self._server(totals, looks, memory, now)
-        consumers = self._consumers(looks, server, now)
+        consumers = await self._consumers(looks, server, now)
+        page = consumers[offset : offset + limit]
         return Stats(
             server,
             datasets=[self._dataset(info, now) for info in totals.datasets.values()],
@@ -140,7 +149,7 @@ class StatsCollector:
                 for look in looks
                 for state, busy in look.workers
             ],
-            consumers=[_record(seen, by, now) for seen, by in consumers[offset : offset + limit]],
+            consumers=[_record(seen, by, now) async for seen, by in _in_slices(page)],
             consumers_total=len(consumers),
         )
 
@@ -222,18 +231,23 @@ class StatsCollector:
         )
 
     @staticmethod
-    def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
+    async def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
         """All that train, with who makes their batches; those who asked last come first.
 
         Of a training loop there is the latest pass, and those before it only while they ask for something: with short
         epochs a minute has hundreds.
         """
-        known = [(look, *pair) for look in looks for pair in look.engine.consumers() if pair[0].name != PREVIEW]
+        # all are looked up before the first pause, because a consumer may be forgotten during it
+        known = [
+            (look, *pair, look.engine.tally.of(pair[0]))
+            for look in looks
+            for pair in look.engine.consumers()
+            if pair[0].name != PREVIEW
+        ]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
         latest: dict[LoopCounters, _Seen] = {}
         found: list[tuple[Engine, _Seen]] = []
-        for look, consumer, loader in known:
-            tally = look.engine.tally.of(consumer)
+        async for look, consumer, loader, tally in _in_slices(known):
             later = latest.get(tally.loop)
             if later is not None and not consumer.asks:
                 continue
@@ -247,6 +261,14 @@ class StatsCollector:
                 loops[engine].append(seen)
         forces = {look.engine: _load(look, loops[look.engine], server) for look in looks}
         return [(seen, forces[engine]) for engine, seen in found]
+
+
+async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
+    """Yield all items; other tasks of the event loop run after each slice of them."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
 
 
 class _Seen(NamedTuple):

@@ -55,6 +55,8 @@ MAX_STRINGS: Final = 2048
 """A spec has fewer strings: its fields, and the states of up to 1,024 shards."""
 MAX_BESIDES_STRINGS: Final = 16 * 1024
 """Bytes of a spec outside of its strings."""
+MAX_ESCAPES: Final = 16 * 1024
+"""Backslashes in a spec: escapes take many times as long to parse as other characters."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MUTABLE: Final = {"cache-control": "no-store"}
@@ -252,7 +254,8 @@ def _add_loaders(router: APIRouter) -> None:
                 "release of teleloader on both sides"
             )
         async with bodies_of(request).read(request, "max_spec_bytes") as body:
-            spec = LoaderSpec.from_json(parsed_json(b"".join([piece async for piece in body])))
+            # in a thread: the states of many shards have hundreds of kilobytes
+            spec = await asyncio.to_thread(parsed_spec, b"".join([piece async for piece in body]))
         return await service_of(request).register(spec, caller_of(request))
 
     @router.get(
@@ -409,8 +412,17 @@ def bodies_of(request: Request) -> Bodies:
     return Bodies(state.service.client_limits, state.holdings)
 
 
-def parsed_json(body: bytes) -> object:
-    """The body, when it is JSON.
+def parsed_spec(body: bytes) -> LoaderSpec:
+    """Return the spec that a body holds as JSON.
+
+    Raises:
+        InvalidSpec: If it holds none.
+    """
+    return LoaderSpec.from_json(_parsed_json(body))
+
+
+def _parsed_json(body: bytes) -> object:
+    """Return the value of a JSON text.
 
     A spec is some fields and a string for each shard. What has more values would hold the event loop while they are
     made: strings are counted, and left out to see how much else there is.
@@ -424,6 +436,8 @@ def parsed_json(body: bytes) -> object:
             f"the body has more values than a loader spec: {MAX_STRINGS - 1:,} strings and {MAX_BESIDES_STRINGS:,} "
             "bytes besides them are allowed"
         )
+    if (escapes := body.count(b"\\")) > MAX_ESCAPES:
+        raise InvalidSpec(f"the body has {escapes:,} backslashes, and a loader spec has at most {MAX_ESCAPES:,}")
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -59,6 +59,10 @@ FIELD_BYTES: Final = 256
 """Memory of a header field besides its bytes, rounded up: a tuple and two bytes objects."""
 MAX_URL_BYTES: Final = 8 * 2**10
 """Bytes of a request's URL."""
+MIN_CHUNK_BYTES: Final = 64
+"""Bytes that the chunks of a body have on average: each takes the event loop as long as a kilobyte of content."""
+MAX_SMALL_CHUNKS: Final = 256
+"""Chunks of a body that may be smaller."""
 LOG_INTERVAL_S: Final = 10.0
 """Seconds between two lines on connections that were closed."""
 _VERSIONS: Final = ("1.0", "1.1")
@@ -459,6 +463,14 @@ class Connection(HttpToolsProtocol):
         self._framing = 0
         self._received += len(body)
         self._check_body(self._received)
+        self._chunks += 1
+        if self._chunks > MAX_SMALL_CHUNKS + self._received // MIN_CHUNK_BYTES:
+            raise HttpProblem(
+                400,
+                "BadRequest",
+                f"{self._chunks:,} chunks for {self._received:,} bytes of a body: send chunks of at least "
+                f"{MIN_CHUNK_BYTES} bytes",
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -538,6 +550,8 @@ class Connection(HttpToolsProtocol):
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
         self._received = 0
+        self._chunks = 0
+        """Pieces in which the parser has handed over the body: one for each chunk, or more."""
         self._framing = 0
         self._mark(self.loop.time())
 

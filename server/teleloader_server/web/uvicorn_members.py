@@ -35,9 +35,9 @@ MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
     FlowControl: ("read_paused", "resume_reading"),
     WebSocketsSansIOProtocol: (
         "client", "close_sent", "conn", "connection_lost", "connection_made", "curr_msg_data_type", "data_received",
-        "default_headers", "handle_bytes", "handle_cont", "handle_parser_exception", "handle_ping", "handle_text",
-        "handshake_complete", "handshake_initiated", "loop", "pause_writing", "queue", "read_paused", "receive",
-        "resume_writing", "scope", "send", "shutdown", "transport",
+        "default_headers", "frames", "handle_bytes", "handle_cont", "handle_parser_exception", "handle_ping",
+        "handle_text", "handshake_complete", "handshake_initiated", "loop", "pause_writing", "queue", "read_paused",
+        "receive", "resume_writing", "scope", "send", "shutdown", "transport",
     ),
     ServerProtocol: ("data_to_send", "debug", "fail", "handshake_exc", "reader"),
     uvicorn.Server: (

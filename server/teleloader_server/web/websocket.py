@@ -44,6 +44,10 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._unparsed = bytearray()
         """Received bytes that wait until the application has taken the messages before them: one read at most."""
         self._is_scheduled = False
+        self._since: float | None = None
+        """The time from which the rate of an unfinished message is measured; None where no message is unfinished."""
+        self._received = 0
+        """Bytes received since then."""
         self._takes_more = asyncio.Event()
         self._takes_more.set()
 
@@ -107,6 +111,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             del self._unparsed[:PIECE_BYTES]
             super().data_received(piece)
             self._limit_unfinished()
+            self._measure(len(piece))
         self._read_on()
 
     @property
@@ -145,13 +150,56 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if self.close_sent:
             self.break_off()
             return
-        self._unparsed.clear()
-        error = ServerUnavailable(
-            f"no memory for {nbytes:,} bytes of an unfinished message: such messages may take a quarter of "
-            "max_buffered_request_bytes together. Try again later, or send smaller messages"
+        self._refuse_message(
+            ServerUnavailable(
+                f"no memory for {nbytes:,} bytes of an unfinished message: such messages may take a quarter of "
+                "max_buffered_request_bytes together. Try again later, or send smaller messages"
+            )
         )
+
+    def _refuse_message(self, error: ServerUnavailable | HttpProblem) -> None:
+        """Have the application refuse the message that is being received, and close."""
+        self._unparsed.clear()
         message: Any = {"type": "websocket.receive", REFUSED: error}
         self.queue.put_nowait(message)
+
+    def _measure(self, nbytes: int) -> None:
+        """Measure the rate of an unfinished message or frame, from its first bytes on."""
+        if not (self.frames or self.conn.reader.buffer):
+            self._since = None
+        elif self._since is None:
+            self._mark(self.loop.time())
+        else:
+            self._received += nbytes
+
+    def _mark(self, now: float) -> None:
+        """Measure from here on."""
+        self._since = now
+        self._received = 0
+
+    def _check_rate(self, now: float) -> None:
+        """Have a message refused that arrives too slowly: the limits are those of a request's body."""
+        limits = self._watch.limits
+        if self._since is None or self.close_sent:
+            return
+        if self.read_paused:
+            self._mark(now)  # the server does not read
+            return
+        seconds = now - self._since
+        if seconds <= limits.body_timeout:
+            return
+        if self._received < seconds * limits.min_body_rate:
+            self._watch.count("408 RequestTimeout")
+            self._refuse_message(
+                HttpProblem(
+                    408,
+                    "RequestTimeout",
+                    f"a message arrived at less than {limits.min_body_rate:,.0f} bytes a second (min_body_rate): send "
+                    "whole messages",
+                )
+            )
+            self._read_on()
+        self._mark(now)
 
     def _refuse(self, why: str) -> None:
         self._watch.count("400 BadRequest")
@@ -226,10 +274,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         return False
 
     def check(self, now: float) -> None:
-        """Break the connection when its peer does not read."""
+        """Hold the connection to its limits."""
         if self._unread.too_much(now, self.account):
             self._watch.count("WebSocket not read")
             self.break_off()
+        elif not self.transport.is_closing():
+            self._check_rate(now)
 
     def break_off(self) -> None:
         """Close without sending what is left."""

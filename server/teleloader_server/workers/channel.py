@@ -11,16 +11,24 @@ import errno
 import os
 import socket
 import stat
+import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 _MAX_FDS = 64
+_MAX_PIECES = 64
+"""Pieces of messages that are sent by one system call."""
+_LARGE_BYTES = 64 * 1024
+"""Bytes objects of this size are sent from where they are: copying megabytes would hold the event loop."""
+_BIN32_HEAD = struct.Struct(">BI")
+_BIN32 = 0xC6
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -32,7 +40,7 @@ class Channel:
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
         """Descriptors that came, in order; None for one that this process had no room for."""
-        self._unsent = bytearray()
+        self._unsent: deque[memoryview] = deque()
         _open_channels.add(self)
 
     @staticmethod
@@ -77,8 +85,14 @@ class Channel:
         return found
 
     def put(self, message: Any) -> None:
-        """Keep a message for the next `flush`."""
-        self._unsent += msgpack.packb(message)
+        """Keep a message for the next `flush`; a large bytes object at the end of a list is not copied."""
+        if type(message) is list and message and type(message[-1]) is bytes and len(message[-1]) >= _LARGE_BYTES:
+            *items, last = message
+            head = msgpack.Packer().pack_array_header(len(message)) + b"".join(map(msgpack.packb, items))
+            self._unsent.append(memoryview(head + _BIN32_HEAD.pack(_BIN32, len(last))))
+            self._unsent.append(memoryview(last))
+            return
+        self._unsent.append(memoryview(msgpack.packb(message)))
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message with its file descriptors, and what was put before it, waiting until it is sent."""
@@ -91,7 +105,8 @@ class Channel:
                 data = msgpack.packb(message)
                 with suppress(BrokenPipeError, ConnectionResetError):
                     sent = socket.send_fds(self._socket, [data], list(fds))
-                    self._unsent += data[sent:]
+                    if sent < len(data):
+                        self._unsent.append(memoryview(data)[sent:])
             else:
                 self.put(message)
             self.flush()
@@ -105,7 +120,12 @@ class Channel:
         """
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
+                sent = self._socket.sendmsg(list(islice(self._unsent, _MAX_PIECES)))
+                while sent:
+                    first = self._unsent.popleft()
+                    if sent < len(first):
+                        self._unsent.appendleft(first[sent:])
+                    sent -= min(sent, len(first))
         return not self._unsent
 
     def hang_up(self) -> None:

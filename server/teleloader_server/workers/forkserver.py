@@ -41,12 +41,14 @@ _LONGEST_END: Final = 2 * _LAST_WORDS
 class Template:
     """The template process, as the server sees it: its channel and its end."""
 
-    def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
         self.channel = channel
         self.pid: int | None = None
         """None until it is built, for one that was split off."""
         self.end = -1
         """A descriptor that is readable when it has ended: the channel may outlive it in what user code has forked."""
+        self.exit_code: int | None = None
+        """As `subprocess.Popen.returncode`, once it was reaped; None for one that was split off, which is no child."""
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:
@@ -75,7 +77,7 @@ class Template:
         pid = _fork(theirs)
         if pid == 0:
             _be_forked(theirs, hosted)
-        return cls(channel, pid, lambda: os.waitpid(pid, 0))
+        return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> Template:
         """A fork of the template, with workers of its own, which see the datasets as they were built."""
@@ -95,7 +97,7 @@ class Template:
                     signal.pidfd_send_signal(self.end, signal.SIGKILL)
             if _has_ended(self.end, _LAST_WORDS):  # else the kernel cannot end it yet
                 with suppress(ChildProcessError):  # it was waited for already
-                    self._wait()
+                    self.exit_code = self._wait()
             end, self.end = self.end, -1
             os.close(end)
 

@@ -110,7 +110,7 @@ class ProcessPool:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         try:
-            self._infos = await self._start_template()
+            self._infos = await self._build()
         except OSError as error:
             raise OSError(error.errno, shortage(error)) from error
         self._checked = time.monotonic()
@@ -222,6 +222,23 @@ class ProcessPool:
             if end != -1:
                 self._loop.remove_reader(end)
 
+    async def _build(self) -> list[DatasetInfo]:
+        """Start the template. One that is killed meanwhile, as the kernel does when memory is short, is replaced.
+
+        Raises:
+            ConfigError: When the datasets cannot be built, or the third template in a row is killed.
+            OSError: When the machine lacks something for a process.
+        """
+        for attempt in itertools.count(1):
+            try:
+                return await self._start_template()
+            except ConfigError as error:
+                was_killed = self._template.exit_code is not None and self._template.exit_code < 0
+                if not was_killed or attempt == UNREADY_DEATHS:
+                    raise
+                logger.error("%s; starting another", error)
+        raise AssertionError("unreachable")
+
     async def _start_template(self) -> list[DatasetInfo]:
         template = self._template = self._make_template()
         built: asyncio.Future[list[Any]] = self._loop.create_future()
@@ -235,13 +252,13 @@ class ProcessPool:
                 for message in template.channel.receive():
                     hear(message)
             except EOFError:
-                hear(["failed", "the process that builds the datasets ended without a word; see its output", 0])
+                hear(["ended", "", 0])
 
         def ended() -> None:
             with suppress(BlockingIOError):  # when what it has forked holds its channel open
                 while not built.done():
                     receive()
-            hear(["failed", "the process that builds the datasets ended without a word; see its output", 0])
+            hear(["ended", "", 0])
 
         self._watch_template(receive, ended)
         try:
@@ -251,9 +268,9 @@ class ProcessPool:
             template.channel.hang_up()
             raise
         self._unwatch_template()
-        if word == "failed":
+        if word != "built":
             await aside(template.reap)
-            raise ConfigError(content)
+            raise ConfigError(content or f"the process that builds the datasets {_ending(template)}; see its output")
         template.is_process(pid)
         self._watch_template(self._receive_from_template, self._template_ended)
         return [DatasetInfo(**info) for info in content]
@@ -623,6 +640,14 @@ class ProcessPool:
             self._loop.remove_reader(process.channel)
             self._loop.remove_writer(process.channel)
         process.forget()
+
+
+def _ending(template: Template) -> str:
+    """How a template ended that has not built its datasets."""
+    code = template.exit_code
+    if code is None:
+        return "ended without a word"
+    return f"was {exit_reason(-code)}" if code < 0 else exit_reason(code << 8)
 
 
 def _backoff(failures: int) -> float:

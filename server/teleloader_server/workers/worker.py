@@ -142,7 +142,7 @@ class Worker:
         )
         self._loading.replace(
             None if settings.began is None else Began(*settings.began),
-            None if settings.reached is None else Reached(*settings.reached),
+            None if settings.reached is None else Reached.from_message(*settings.reached),
         )
         self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}

@@ -1,0 +1,50 @@
+"""What has arrived of the shards of an iterable-style dataset, for a server that has forgotten their session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_shared import delivered
+from teleloader_shared.codec import End, Failure, Frame
+from teleloader_shared.delivered import Delivered
+from teleloader_shared.spec import MAX_STATES, LoaderSpec
+
+
+class DeliveredShards:
+    """The record of an epoch, with which the session is registered again.
+
+    Args:
+        spec: The session's.
+        epoch: The epoch.
+    """
+
+    def __init__(self, spec: LoaderSpec, epoch: int) -> None:
+        self._spec = spec
+        self._epoch = epoch
+        self._shards: list[Delivered | None] = [None] * spec.shards
+
+    def add(self, frames: Iterable[Frame], raw: NDArray[np.uint8]) -> None:
+        """Record frames that follow those before; `raw` are their bytes."""
+        start = 0
+        for frame in frames:
+            if not isinstance(frame.content, Failure | End):
+                number, shard = divmod(frame.address.batch, self._spec.shards)
+                before = self._shards[shard] or Delivered(number, number, 0, None)
+                digest = delivered.extended(
+                    before.digest, raw[start : start + frame.nbytes], checksum=self._spec.checksum
+                )
+                self._shards[shard] = Delivered(before.first, number + 1, digest, frame.shard_state)
+            start += frame.nbytes
+
+    @property
+    def spec(self) -> LoaderSpec:
+        """The spec, with what was delivered; without states if these are too long together with those of the spec."""
+        text = delivered.pack(self._epoch, self._shards)
+        if len(text) + sum(map(len, filter(None, self._spec.shard_states or ()))) > MAX_STATES:
+            stateless = [None if shard is None else shard._replace(state=None) for shard in self._shards]
+            text = delivered.pack(self._epoch, stateless)
+        return replace(self._spec, delivered=text)

@@ -1,0 +1,90 @@
+"""What a client states of an epoch when it registers a session again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader.fetch.shards import DeliveredShards
+from teleloader_shared import codec, delivered
+from teleloader_shared.codec import Address, End, Failure, Frame, to_bytes
+from teleloader_shared.errors import StateMismatch
+from teleloader_shared.spec import MAX_STATES, LoaderSpec
+from tests.server.bench import Bench
+
+STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
+
+
+class Stating:
+    """Twenty numbers, of which one cannot be sent, and a position."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(20):
+            self.position = i + 1
+            yield i if i != 5 else object()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is continued here."""
+
+
+@pytest.mark.parametrize("options", [{}, {"checksum": False}, {"compression": "zstd"}], ids=str)
+def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> None:
+    """Of batches, and not of the failures and the end among them; whether they come alone or together."""
+    bench = Bench(Stating())
+    raw: list[tuple[Frame, Any]] = []
+    for k in range(11):
+        frame = bench.frame(k, 3, **STREAM, **options)
+        raw.append((frame, bench.places[-1][: frame.nbytes].copy()))
+    contents = [frame.content for frame, _ in raw]
+    assert isinstance(contents[2], Failure)
+    assert isinstance(contents[10], End)
+
+    shards = DeliveredShards(LoaderSpec(dataset="data", **STREAM, **options), 3)
+    shards.add([raw[0][0]], raw[0][1])
+    shards.add([frame for frame, _ in raw[1:]], np.concatenate([data for _, data in raw[1:]]))
+    assert bench.loading.reached is not None
+    assert shards.spec.delivered is not None
+    assert delivered.unpack(shards.spec.delivered, 3, 0) == bench.loading.reached.shard
+    assert delivered.unpack(shards.spec.delivered, 4, 0) is None
+
+
+def received(spec: LoaderSpec, state: str) -> DeliveredShards:
+    """The record after a batch of the second of two shards."""
+    raw = np.frombuffer(to_bytes(Address(spec.key, 0, 1), [1, 2], shard_state=state), np.uint8)
+    shards = DeliveredShards(spec, 0)
+    shards.add([codec.read(codec.Bits(raw))], raw)
+    return shards
+
+
+@pytest.mark.parametrize(
+    ("length", "resumed", "is_kept"), [(1000, None, True), (100_000, "x" * 98_000, False), (MAX_STATES, None, False)]
+)
+def test_states_are_left_out_where_a_registration_has_no_room(length: int, resumed: str | None, is_kept: bool) -> None:
+    """Then the digest is compared; a server would refuse the registration as a whole."""
+    shard_states = None if resumed is None else [None, resumed]
+    spec = LoaderSpec(dataset="d", session="s", num_workers=2, shard_states=shard_states)
+    text = received(spec, "y" * length).spec.delivered
+    assert text is not None
+    assert delivered.unpack(text, 0, 0) is None
+    shard = delivered.unpack(text, 0, 1)
+    assert shard is not None
+    assert (shard.first, shard.next) == (0, 1)
+    assert shard.state == ("y" * length if is_kept else None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[0]", "7", "[" * 100_000, "[0,5]", "[0,[1,2,3]]", '[0,["1",2,3,null]]', "[0,[1,2,3,4]]"]
+)
+def test_a_damaged_record_is_an_error(text: str) -> None:
+    """It comes from outside."""
+    with pytest.raises(StateMismatch, match="invalid record of delivered batches"):
+        delivered.unpack(text, 0, 0)
