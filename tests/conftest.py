@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.launcher import can_launch, launch
+from tests.launcher import LaunchedProcess, can_launch, launch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,7 +88,9 @@ class ServerProcess:
         everything = os.environ if environment is None else environment
         ours, theirs = os.pipe()
         if can_launch(everything):
-            self.process: Any = launch(program, arguments, folder, everything, theirs)
+            self.process: LaunchedProcess | subprocess.Popen[bytes] = launch(
+                program, arguments, folder, everything, theirs
+            )
         else:
             command = [sys.executable, "-c", program, *arguments]
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=theirs)
@@ -135,7 +137,7 @@ class ServerProcess:
         """End the server and wait for it; its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        code: int = self.process.wait(60)
+        code = self.process.wait(60)
         self._reader.join()
         self._stderr.close()
         return code

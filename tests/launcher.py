@@ -85,7 +85,9 @@ def _launcher() -> socket.socket:
     return ours
 
 
-def launch(program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], stderr: int) -> Any:
+def launch(
+    program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], stderr: int
+) -> LaunchedProcess:
     """Start `python -c program arguments` as a fork of the launcher.
 
     Args:
@@ -121,7 +123,7 @@ def serve_launches() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     running: dict[int, tuple[int, int]] = {}
     while True:
-        ready = select.select([requests, *running], [], [])[0]
+        ready: list[Any] = select.select([requests, *running], [], [])[0]
         for pidfd in set(ready) & set(running):
             pid, status = running.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
