@@ -123,7 +123,8 @@ def serve_launches() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     running: dict[int, tuple[int, int]] = {}
     while True:
-        ready: list[Any] = select.select([requests, *running], [], [])[0]
+        watched: list[Any] = [requests, *running]
+        ready = select.select(watched, [], [])[0]
         for pidfd in set(ready) & set(running):
             pid, status = running.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
