@@ -89,7 +89,7 @@ class ServerProcess:
         ours, theirs = os.pipe()
         if can_launch(everything):
             self.process: LaunchedProcess | subprocess.Popen[bytes] = launch(
-                program, arguments, folder, everything, theirs
+                program, arguments, folder, everything, 1, theirs
             )
         else:
             command = [sys.executable, "-c", program, *arguments]

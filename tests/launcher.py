@@ -86,7 +86,7 @@ def _launcher() -> socket.socket:
 
 
 def launch(
-    program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], stderr: int
+    program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], stdout: int, stderr: int
 ) -> LaunchedProcess:
     """Start `python -c program arguments` as a fork of the launcher.
 
@@ -95,12 +95,13 @@ def launch(
         arguments: For ``sys.argv[1:]``.
         folder: Working directory.
         environment: All of the environment.
+        stdout: Descriptor that becomes its standard output.
         stderr: Descriptor that becomes its standard error.
     """
     request = json.dumps([program, [*arguments], str(folder), dict(environment)]).encode()
     ours, theirs = os.pipe()
     try:
-        socket.send_fds(_launcher(), [request], [stderr, theirs])
+        socket.send_fds(_launcher(), [request], [stdout, stderr, theirs])
     finally:
         os.close(theirs)
     return LaunchedProcess(ours)
@@ -133,16 +134,17 @@ def serve_launches() -> None:
             os.close(status)
             os.close(pidfd)
         if requests in ready:
-            request, descriptors, *_ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            request, descriptors, *_ = socket.recv_fds(requests, MAX_REQUEST, 3)
             if not request:
                 os._exit(0)
-            stderr, status = descriptors
+            stdout, stderr, status = descriptors
             with warnings.catch_warnings(
                 action="ignore"
             ):  # NumPy has threads, which survive no fork and are made again
                 pid = os.fork()
             if pid == 0:
                 break
+            os.close(stdout)
             os.close(stderr)
             os.write(status, STATUS.pack(pid))
             running[os.pidfd_open(pid)] = pid, status
@@ -150,14 +152,15 @@ def serve_launches() -> None:
     for pidfd, (_, other) in running.items():
         os.close(pidfd)
         os.close(other)
-    _become(json.loads(request), stderr, status)
+    _become(json.loads(request), stdout, stderr, status)
 
 
-def _become(request: Any, stderr: int, status: int) -> None:
+def _become(request: Any, stdout: int, stderr: int, status: int) -> None:
     program, arguments, folder, environment = request
+    os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    os.close(stderr)
-    os.close(status)
+    for descriptor in (stdout, stderr, status):
+        os.close(descriptor)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
