@@ -22,11 +22,18 @@ UV: Final = ".venv-tools/bin/uv"
 NOT_AUDITED: Final = (75, "NOT AUDITED")
 """Exit status of audit.py when the advisories are unavailable."""
 
-SMOKE: Final = (
-    "tests/end_to_end/test_batches.py tests/end_to_end/test_faults.py tests/end_to_end/test_leaving.py"
-    " tests/end_to_end/test_websocket.py"
+SMOKE: Final = " ".join(
+    f"tests/end_to_end/{name}"
+    for name in (
+        "test_faults.py",
+        "test_websocket.py",
+        "test_batches.py::test_resume_at_any_batch",
+        "test_tls.py::test_an_order_of_the_clients_own_is_sent_over_tls",
+    )
 )
-"""Serving, forks, kills, resumption, TLS and WebSockets."""
+"""About 60 end-to-end tests: serving, forks, kills, resumption, TLS and WebSockets."""
+NOT_WITH_OLDEST: Final = "tests/end_to_end/test_websocket.py::test_a_handshake_that_is_not_authorized_is_refused"
+"""uvicorn before 0.52.1 sends Content-Length twice in such a response, which the test's client refuses to read."""
 NO_TORCH: Final = {"CI": ""}
 """Tests that need torch or node are skipped instead of failing: torch's wheel may not exist for every Python."""
 
@@ -49,7 +56,7 @@ def installed(venv: str, *packages: str, python_: str = "python3") -> str:
 
 def pytest(venv: str, arguments: str, jobs: int = 3) -> str:
     """Return the command that runs tests in an environment."""
-    return f"{python(venv)} -m pytest -n {jobs} {arguments}"
+    return f"{python(venv)} -m pytest -n {jobs} --dist worksteal {arguments}"
 
 
 def common() -> Iterator[Step]:
@@ -80,7 +87,7 @@ def oldest(tests: str, jobs: int) -> Iterator[Step]:
         f"{UV} pip compile --quiet --resolution lowest-direct --python-version 3.11 {extras}"
         f" --output-file build/ci/oldest.txt pyproject.toml\n"
         f"{installed(venv, '--constraint build/ci/oldest.txt')}\n"
-        f"{pytest(venv, tests, jobs)}",
+        f"{pytest(venv, f'{tests} --deselect {NOT_WITH_OLDEST}', jobs)}",
         after=("one wheel",), environment=NO_TORCH, pytest=f"{python(venv)} -m pytest", limit_s=3600,
     )  # fmt: skip
 
