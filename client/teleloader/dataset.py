@@ -97,9 +97,14 @@ class RemoteDataset:
         return self.servers[0].url
 
     @property
+    def is_here(self) -> bool:
+        """Whether the server is in this process."""
+        return local.is_served_here(self.url)
+
+    @property
     def info(self) -> DatasetInfo:
         """What the server says of the dataset: when it was connected to, or now for an object of this process."""
-        if local.is_served_here(self.url):
+        if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
 

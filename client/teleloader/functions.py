@@ -7,11 +7,17 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset
 from teleloader_shared import local
 
 
 def name_on_server(
-    owner: object, argument: str, function: Callable[..., Any] | None, dataset: RemoteDataset, *, batched: bool = True
+    owner: object,
+    argument: str,
+    function: Callable[..., Any] | None,
+    dataset: RemoteDataset | DirectDataset,
+    *,
+    batched: bool = True,
 ) -> str | None:
     """What a loader's spec says of `function`; None is the server's usual one.
 
@@ -39,7 +45,7 @@ def name_on_server(
         and dataset.info.collate == "default"
     ):
         return None
-    if local.is_served_here(dataset.url):
+    if isinstance(dataset, DirectDataset) or dataset.is_here:
         return local.lend(owner, argument)
     found, info = f"{module}:{name}", dataset.info
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):

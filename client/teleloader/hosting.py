@@ -1,52 +1,76 @@
-"""A dataset of this process needs no server that somebody has started: one is started here, while it is used."""
+"""Datasets that are objects of this process: loaded or served here, while they are used."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import entry_points
 from typing import Any, Final
 
 from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset
 from teleloader_shared import local
 from teleloader_shared.errors import TeleloaderError
 
-ENTRY_POINT_GROUP: Final = "teleloader.serve"
-"""Under which the server's part of the distribution offers its ``serve``: the client does not import it."""
 _NAME: Final = "dataset"
 
 
-def host_here(dataset: Any) -> RemoteDataset:
-    """`dataset`, served by this process for as long as the result is referred to.
+def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
+    """Return where a loader gets the samples of `dataset` from, for as long as the result is referred to.
 
-    Without workers of a loader's own it is loaded in this process itself.
+    A `RemoteDataset` is that itself. An object of this process is served by this process, or with ``num_workers=0``
+    loaded in the thread that calls, without a server. The server's part of the distribution offers both as entry
+    points, so that the client does not import it.
 
     Raises:
         TypeError: When no server is installed, or `dataset` is no dataset.
         TeleloaderError: When the server cannot start, with the cause: a package or a file descriptor is missing, say.
     """
+    if isinstance(dataset, RemoteDataset):
+        return dataset
     if not (callable(dataset) or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise TypeError(
             f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
             f"({type(dataset).__qualname__})"
         )
-    found = list(entry_points(group=ENTRY_POINT_GROUP))
+    return _load_here(dataset) if num_workers == 0 else _host_here(dataset)
+
+
+def _load_here(dataset: Any) -> DirectDataset:
+    load = _entry_point("teleloader.load", dataset)
+    with _explained(dataset):
+        return DirectDataset(load(dataset, _NAME))
+
+
+def _host_here(dataset: Any) -> RemoteDataset:
+    serving = _entry_point("teleloader.serve", dataset)({_NAME: dataset}, num_workers=0)
+    with _explained(dataset):
+        url = serving.__enter__()
+    remote = RemoteDataset(url, _NAME)
+    weakref.finalize(remote, _stop, serving, os.getpid())
+    return remote
+
+
+def _entry_point(group: str, dataset: Any) -> Any:
+    found = list(entry_points(group=group))
     if not found:
         raise TypeError(
             f"dataset must be a RemoteDataset, was {type(dataset).__qualname__}, and no server is installed that could "
             "host it here: pip install 'teleloader[server]'"
         )
-    serving = found[0].load()({_NAME: dataset}, num_workers=0)
+    return found[0].load()
+
+
+@contextmanager
+def _explained(dataset: Any) -> Iterator[None]:
     try:
-        url = serving.__enter__()
+        yield
     except Exception as error:
         kind = type(dataset).__qualname__
         raise TeleloaderError(f"a dataset of type {kind} cannot be hosted in this process: {error}") from error
-    remote = RemoteDataset(url, _NAME)
-    weakref.finalize(remote, _stop, serving, os.getpid())
-    return remote
 
 
 def _stop(serving: AbstractContextManager[str], pid: int) -> None:

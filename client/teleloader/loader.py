@@ -17,16 +17,16 @@ from typing import Any, ClassVar, Final, Literal, SupportsIndex
 from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
 from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
 from teleloader.fetch.fetcher import Wanted
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Pass, Progress
 from teleloader.fetch.length_check import Lengths
 from teleloader.fetch.receiver import Receiver
-from teleloader.fetch.reorder import Inbox
 from teleloader.fetch.scheduler import Session
 from teleloader.fetch.stager import Stager
 from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
-from teleloader.hosting import host_here
+from teleloader.hosting import find_dataset
 from teleloader.sampling import (
     PROCESS_GENERATORS,
     Batches,
@@ -90,8 +90,8 @@ class DataLoader:
     - An iterable-style dataset itself: `num_workers` shards, batch j from shard j mod `num_workers`.
 
     Args:
-        dataset: What to load: a `RemoteDataset`, or an object of this process, which a server in this process then
-            hosts for as long as it is used.
+        dataset: What to load: a `RemoteDataset`, or an object of this process, which is loaded or served here for as
+            long as it is used.
         batch_size: Samples in a batch of this rank; None for single samples, not collated.
         shuffle: Whether each epoch has an order of its own. None is False.
         sampler: Gives the indices, in place of `shuffle`.
@@ -99,7 +99,7 @@ class DataLoader:
         num_workers: Workers to ask the server for: shards of an iterable-style dataset (0: one pass, and
             ``get_worker_info()`` is None), or the workers of an object that this process serves (0: as many as
             ``serve`` was told). A configured server shares its workers among the loaders of a map-style dataset,
-            whatever is asked for.
+            whatever is asked for. An object passed as `dataset` is loaded with 0 in the thread that calls ``next()``.
         collate_fn: Makes a batch of a list of samples, on the server; None is the server's usual function, else one
             that it allows by name, or any one for a server in this process.
         pin_memory: Whether to receive into page-locked memory, from which copies to an accelerator are fastest.
@@ -178,7 +178,7 @@ class DataLoader:
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
         sharding: Any = None,
     ) -> None:
-        remote = dataset if isinstance(dataset, RemoteDataset) else host_here(dataset)
+        remote = find_dataset(dataset, num_workers)
         check(
             Arguments(
                 dataset=dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler,
@@ -271,7 +271,11 @@ class DataLoader:
         if name in ("device", "device_ahead", "sharding", "pin_memory"):
             self._check_device(name, value)
         super().__setattr__(name, value)
-        if name in ("collate_fn", "worker_init_fn") and getattr(self, "_initialised", False):
+        if not getattr(self, "_initialised", False):
+            return
+        if name == "num_workers" and self._owns_dataset and (value == 0) != isinstance(self._remote, DirectDataset):
+            self._remote = find_dataset(self.dataset, value)
+        if name in ("collate_fn", "worker_init_fn"):
             found = name_on_server(self, name, value, self._remote, batched=self._batched)
             functions: dict[str, Any] = {name.removesuffix("_fn"): found}
             self._spec = replace(self._spec, **functions)
@@ -398,22 +402,83 @@ class DataLoader:
 
     def _pass(self, order: _Order, lists: IndexLists | None, session: str | None, device: Device | None) -> Pass:
         """The pass that begins now."""
-        spec = self._spec_of_pass(order, session)
-        server, registered = self._remote.register(spec)
-        spec = replace(spec, fingerprint=registered.fingerprint)
-        stop, longest = self._extent(order, spec, registered)
+        remote, spec = self._remote, self._spec_of_pass(order, session)
+        receiver: Receiver | DirectReceiver
+        stager: Stager | DirectStager | None = None
+        to = device if self._copies else None
+        if isinstance(remote, DirectDataset):
+            progress, receiver = self._load_here(remote, order, spec, device)
+            stager = None if to is None else DirectStager(to, receiver.measures)
+        else:
+            server, registered = remote.register(spec)
+            spec = replace(spec, fingerprint=registered.fingerprint)
+            progress, receiver = self._receive(remote, server, order, spec, registered, device)
+            stager = None if to is None else Stager(receiver.inbox, to, self.device_ahead)
+        return Pass(
+            dataset=remote,
+            spec=spec,
+            progress=progress,
+            batches={"plan": range(receiver.inbox.session.stop), "client": self._index_sampler}.get(order),
+            receiver=receiver,
+            lists=lists,
+            timeout=self.timeout,
+            stays=self._keeps_workers and spec.session is not None,
+            lengths=self._lengths() if order == "iterable" else None,
+            stager=stager,
+            transform=self.device_transform,
+        )
+
+    def _progress_of(self, order: _Order, spec: LoaderSpec, length: int | None) -> tuple[Progress, int]:
+        """Return where the pass begins, and the end of its batches as far as it is known."""
+        stop, longest = self._extent(order, spec, length)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
         progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)
+        return progress, progress.batch if stop is None else stop
+
+    def _load_here(
+        self, dataset: DirectDataset, order: _Order, spec: LoaderSpec, device: Device | None
+    ) -> tuple[Progress, DirectReceiver]:
+        """Return where the pass begins, and what loads its batches in the thread that calls ``next()``."""
+        epoch, length = self._next.epoch, dataset.info.length
+        progress, stop = self._progress_of(order, spec, length)
+        pins = device is not None and device.pins and not self._copies
+        buffers = HostBuffers(self._output, self._pool, process_budget()) if pins else None
+        receiver = dataset.begin(
+            spec,
+            epoch,
+            Session(progress.batch, stop, 1, adaptive=False),
+            Plan(spec, length or 0, epoch) if order == "plan" else None,
+            Measures(epoch, buffers),
+            self._output,
+            seeded=self._seed is not None,
+            pinned=buffers,
+        )
+        return progress, receiver
+
+    def _receive(
+        self,
+        dataset: RemoteDataset,
+        server: int,
+        order: _Order,
+        spec: LoaderSpec,
+        registered: Registration,
+        device: Device | None,
+    ) -> tuple[Progress, Receiver]:
+        """Return where the pass begins, and what receives its batches."""
+        progress, stop = self._progress_of(order, spec, registered.length)
+        if order == "plan" and stop != registered.batches:
+            raise ProtocolError(
+                f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
+            )
         asking = Session(
             progress.batch,
-            progress.batch if stop is None else stop,
+            stop,
             self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
             registered.num_workers,
             adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
             shards=spec.shards if order == "iterable" else 0,
-            on_demand=registered.num_workers == 0 and spec.session is not None and self._is_served_here,
             # shards stand at a place in the stream: they are on one server at a time
-            servers=1 if order == "iterable" else len(self._remote.servers),
+            servers=1 if order == "iterable" else len(dataset.servers),
         )
         pinned = process_budget() if device is not None and device.pins else None
         buffers = HostBuffers(self._output, self._pool, pinned)
@@ -425,27 +490,12 @@ class DataLoader:
             buffers=buffers,
             device=device,
             max_batch_bytes=self._max_batch_bytes,
-            reconnect_timeout=self._remote.reconnect_timeout,
+            reconnect_timeout=dataset.reconnect_timeout,
             trace=PassTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
         )
-        stays = spec.session is not None and self._keeps_workers
         measures = Measures(self._next.epoch, buffers, self._measures.report())
-        receiver = Receiver(self._remote, server, wanted, asking, measures, stays=stays)
-        return Pass(
-            dataset=self._remote,
-            spec=spec,
-            key=registered.key,
-            progress=progress,
-            batches=None if order == "iterable" else self._index_sampler if stop is None else range(stop),
-            session=asking,
-            receiver=receiver,
-            lists=lists,
-            timeout=self.timeout,
-            stays=stays,
-            lengths=self._lengths() if order == "iterable" else None,
-            stager=self._stager(receiver.inbox, device),
-            transform=self.device_transform,
-        )
+        stays = self._keeps_workers and spec.session is not None
+        return progress, Receiver(dataset, server, wanted, asking, measures, stays=stays)
 
     def _check_device(self, name: str, value: Any) -> None:
         """Raise if an argument that says where batches go is invalid, or does not fit `output`."""
@@ -463,9 +513,10 @@ class DataLoader:
                 raise TeleloaderError(_needs_torch("device", value) + hint)
             parse_device(value)
 
-    def _stager(self, inbox: Inbox, device: Device | None) -> Stager | None:
-        copies = self._output == "jax" or parse_device(self.device) is not None
-        return Stager(inbox, device, self.device_ahead) if device is not None and copies else None
+    @property
+    def _copies(self) -> bool:
+        """Whether batches are copied to a device."""
+        return self._output == "jax" or parse_device(self.device) is not None
 
     def _accelerator(self) -> Device | None:
         """Return the accelerator to copy to or, with `pin_memory` alone, the one that page-locked memory is for."""
@@ -487,11 +538,10 @@ class DataLoader:
     def _process_generators(self) -> Iterable[str]:
         """Libraries whose global generators decide what the batches of later epochs are."""
         order = self._order
-        if self._seed is not None or (order == "plan" and not self._is_served_here):
+        if self._seed is not None or (order == "plan" and not self._remote.is_here):
             return ()
         users = self._own_sampler is not None and not is_torchs_own(self._own_sampler)
-        loads_in_process = self.num_workers == 0 and local.loads_by_itself(self._remote.url)
-        if users or loads_in_process:
+        if users or isinstance(self._remote, DirectDataset):
             return PROCESS_GENERATORS
         draws = self._own_sampler is not None or (self.generator is None and self._output == "torch")
         return ("torch",) if draws else ()
@@ -513,18 +563,15 @@ class DataLoader:
             base_seed = derive_seed("base", spec.seed, self._next.epoch)
         lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
         # an object of this process is loaded as torch would, by workers that see it as it is now
-        live = self._is_served_here and (self._seed is None or lends)
-        # nor may a server without workers load it while the loop goes on: they share the process's random numbers
-        alone = local.loads_by_itself(self._remote.url)
-        if order == "plan" and not live and not alone:
+        live = self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
+        if order == "plan" and not live:
             return replace(spec, worker_init=None)
         own = replace(
             spec,
             session=session or secrets.token_hex(16),
             # a shuffled plan is that of all ranks, which need not have drawn the same base seed
             seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
-            num_workers=self.num_workers if live or alone or order == "iterable" else 0,
-            in_process=alone and self._seed is not None and self.num_workers == 0,
+            num_workers=operator.index(self.num_workers) if live or order == "iterable" else 0,
             shard_states=self._next.shard_states,
             resumed_epoch=0 if self._next.shard_states is None else self._next.epoch,
         )
@@ -534,22 +581,20 @@ class DataLoader:
         return replace(own, order="client", shuffle=False, drop_last=False, batch_size=size)
 
     @property
-    def _is_served_here(self) -> bool:
-        return local.is_served_here(self._remote.url)
+    def _owns_dataset(self) -> bool:
+        """Whether the loader was given an object of this process, not the name of one that a server hosts."""
+        return self._remote is not self.dataset
 
-    def _extent(self, order: _Order, spec: LoaderSpec, registered: Registration) -> tuple[int | None, int | None]:
+    def _extent(self, order: _Order, spec: LoaderSpec, length: int | None) -> tuple[int | None, int | None]:
         """How many batches the epoch has for this rank, and for the one that has the most; None when it will show."""
         if order != "plan":
             return MAX_EPOCH if order == "iterable" else None, None
-        if registered.length is None:
+        if length is None:
             raise TypeError(f"object of type {self._remote.info.type!r} has no len()")
-        mine = len(Plan(spec, registered.length, self._next.epoch))
-        if mine != registered.batches:
-            raise ProtocolError(
-                f"{self._remote.url} has {registered.batches} batches for this loader, and its plan has {mine}"
-            )
         # under tail="uneven" rank 0 has the most
-        return mine, len(Plan(replace(spec, rank=0), registered.length, self._next.epoch))
+        ranks = spec, replace(spec, rank=0)
+        mine, most = (len(Plan(each, length, self._next.epoch)) for each in ranks)
+        return mine, most
 
     def _lengths(self) -> Lengths:
         samples = self._remote.info.length if self._place[1] == 1 else None
@@ -610,7 +655,7 @@ class DataLoader:
         if order == "plan":
             return {**identity, "seed": self._spec.seed, "shuffle": self._shuffle}
         if order == "iterable":
-            return {**identity, "batch_size": self.batch_size, "num_workers": self.num_workers}
+            return {**identity, "batch_size": self.batch_size, "num_workers": operator.index(self.num_workers)}
         return {**identity, "batch_size": self.batch_size}
 
     @property

@@ -115,7 +115,7 @@ class IndexLists:
         """The last list, with its number: kept, because a signal handler may raise before the list is encoded."""
         self._interruption: BaseException | None = None
         """What the sampler raised instead of a list, though nothing is wrong with it: Ctrl-C, for example."""
-        self.frames: dict[int, bytes] = {}
+        self.frames: dict[int, Any] = {}
         """Lists that were drawn and not sent, by batch number; whoever sends them replaces this by an empty one."""
         self.exhausted = False
         """Whether no more lists can be drawn."""
@@ -127,7 +127,7 @@ class IndexLists:
         """The number of the batch whose list will be drawn next."""
         return max(self._skip, self._next)
 
-    def draw(self, stop: int, encode: Callable[[int, Any], bytes]) -> None:
+    def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
         """Draw the lists up to that of batch `stop`.
 
         Args:

@@ -63,7 +63,8 @@ def serve(
         dataset: A map-style or iterable-style dataset, a function or class that makes one, or a mapping of names to
             such.
         name: What clients call it (a mapping brings its own names).
-        num_workers: Worker processes; 0 loads in a thread of this process, for debugging.
+        num_workers: Worker processes; 0 loads in a thread of this process, for debugging. The thread shares the global
+            random generators with a training loop in this process: pass the object to `DataLoader` instead.
         collate_fn: Makes a batch of a list of samples, in the workers; None is torch's default_collate.
         worker_init_fn: Called in each worker with its number, before its first batch.
         version: What you call this state of the data; see `DatasetConfig.version`.
@@ -117,7 +118,7 @@ def serve(
         ObjectHost(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
     )
     url = server.start()
-    local.begin_serving(url, server.thread, num_workers)
+    local.begin_serving(url, server.thread)
     # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
     ending = weakref.finalize(server, server.stop)
     try:

@@ -16,7 +16,7 @@ PREFIX: Final = "local:"
 
 _lenders: WeakValueDictionary[str, object] = WeakValueDictionary()
 """Weak: a function may refer to the loader that lends it, and then must not keep it in memory."""
-_served: dict[str, tuple[threading.Thread, int]] = {}
+_served: dict[str, threading.Thread] = {}
 
 
 def lend(owner: object, argument: str) -> str:
@@ -37,9 +37,9 @@ def borrowed(name: str) -> Callable[..., Any] | None:
     return None if owner is None else getattr(owner, name.split(":")[1])
 
 
-def begin_serving(url: str, thread: threading.Thread, num_workers: int) -> None:
-    """A server of this process listens at `url`, runs in that thread, and has so many workers."""
-    _served[url] = (thread, num_workers)
+def begin_serving(url: str, thread: threading.Thread) -> None:
+    """A server of this process listens at `url` and runs in that thread."""
+    _served[url] = thread
 
 
 def end_serving(url: str) -> None:
@@ -57,9 +57,4 @@ def is_server_thread() -> bool:
 
     Finalizers of a client's objects may come to run there, as in any thread.
     """
-    return any(thread is threading.current_thread() for thread, _ in _served.values())
-
-
-def loads_by_itself(url: str) -> bool:
-    """Whether the server at `url` is in this process and has no workers, so that it loads here."""
-    return url in _served and _served[url][1] == 0
+    return any(thread is threading.current_thread() for thread in _served.values())

@@ -22,9 +22,9 @@ MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
-MAX_STATES: Final = 192 * 1024
+MAX_STATES: Final = 768 * 1024
 """Characters of the states of all shards together, each of which may have an equal part: the body that registers a spec
-holds them (`max_spec_bytes`, 256 KiB by default)."""
+holds them (`max_spec_bytes`, 1 MiB by default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ def dataset(info: dict[str, Any]) -> Iterator[RemoteDataset]:
 @pytest.fixture
 def served_here(dataset: RemoteDataset) -> Iterator[RemoteDataset]:
     """The same, as if the server were in this process."""
-    local.begin_serving(dataset.url, threading.Thread(), 2)
+    local.begin_serving(dataset.url, threading.Thread())
     yield dataset
     local.end_serving(dataset.url)
 

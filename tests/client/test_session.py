@@ -116,20 +116,6 @@ def test_what_may_look_at_the_training_is_not_fetched_further_ahead() -> None:
     assert [wanted.ahead for wanted in ranges(session)] == [0]
 
 
-def test_on_demand_a_batch_is_asked_for_only_while_the_loop_waits() -> None:
-    """Then loading is never at the same time as training; a loop that is fast is given no more, and none ahead."""
-    session = Session(0, 100, prefetch_factor=2, num_workers=0, on_demand=True)
-    assert ranges(session) == []
-    for k in range(3):
-        session.waiting = True
-        assert ranges(session) == [Range(k, k + 1, 0)]
-        session.arrived(1, 10)
-        session.paced(k / 1000)
-        session.waiting = False
-        session.taken += 1
-        assert ranges(session) == []
-
-
 def test_shards_are_asked_one_range_after_another() -> None:
     """Two requests may overtake each other, and no shard goes back; what the window allows is made ahead instead."""
     session = Session(0, FOR_EVER, prefetch_factor=2, num_workers=3, adaptive=False, shards=3)
@@ -323,19 +309,16 @@ def test_without_shards_no_answer_ends_the_epoch() -> None:
 
 # --- However it goes ----------------------------------------------------------------------------------------------
 
-Figures = tuple[int, int, bool, bool]
+Figures = tuple[int, int, bool]
 
-figures = st.tuples(st.integers(1, 8), st.integers(0, 8), st.booleans(), st.booleans())
-"""prefetch_factor, num_workers, adaptive, on_demand."""
+figures = st.tuples(st.integers(1, 8), st.integers(0, 8), st.booleans())
+"""prefetch_factor, num_workers, adaptive."""
 
 
 def made(start: int, stop: int, figures: Figures, shards: int = 0, servers: int = 1) -> Session:
     """A session with those figures."""
-    prefetch_factor, num_workers, adaptive, on_demand = figures
-    session = Session(
-        start, stop, prefetch_factor, num_workers, adaptive=adaptive, on_demand=on_demand, shards=shards,
-        servers=servers,
-    )  # fmt: skip
+    prefetch_factor, num_workers, adaptive = figures
+    session = Session(start, stop, prefetch_factor, num_workers, adaptive=adaptive, shards=shards, servers=servers)
     for server in range(servers):
         session.joined(server, num_workers)
     return session
@@ -357,15 +340,14 @@ class Game:
 
     def step(self) -> list[int]:
         """Something happens; which batches arrived that had not before."""
-        prefetch_factor, num_workers, adaptive, on_demand = self._figures
+        prefetch_factor, num_workers, adaptive = self._figures
         session = self.session
         self._now += self._data.draw(st.floats(0, 0.1))
-        session.waiting = session.taken == session.received
         for server, lanes in enumerate(self._lanes):
             while len(lanes) < session.connections and (wanted := session.next_range(server, self._now)) is not None:
                 lanes.append(wanted)
         least = prefetch_factor * max(1, num_workers) * len(self._lanes)
-        assert session.window <= (1 if on_demand else max(MAX_WINDOW, least) if adaptive else least)
+        assert session.window <= (max(MAX_WINDOW, least) if adaptive else least)
         asked = [server for server, lanes in enumerate(self._lanes) if lanes]
         if not asked:
             assert session.taken < session.received, "nothing is asked for, and nothing is left to take: a deadlock"
@@ -382,7 +364,7 @@ class Game:
         session, lanes = self.session, self._lanes[server]
         first = lanes[0]
         assert first.stop + first.ahead <= session.stop
-        if session.on_demand or len(self._lanes) > 1 or not (session.adaptive or self._shards):
+        if len(self._lanes) > 1 or not (session.adaptive or self._shards):
             assert first.ahead == 0
         came = list(range(first.start, first.start + self._data.draw(st.integers(1, first.stop - first.start))))
         new = [k for k in came if session.is_missing(k)]
@@ -455,7 +437,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
     length: int, servers: int, figures: Figures, data: st.DataObject
 ) -> None:
     """Though its connections stay: the others give all batches."""
-    session = made(0, length, (*figures[:3], False), servers=servers)
+    session = made(0, length, figures, servers=servers)
     now = 0.0
     while not session.finished:
         now += 2 * HEDGE_UNKNOWN

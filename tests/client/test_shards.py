@@ -66,7 +66,7 @@ def received(spec: LoaderSpec, state: str) -> DeliveredShards:
 
 
 @pytest.mark.parametrize(
-    ("length", "resumed", "is_kept"), [(1000, None, True), (100_000, "x" * 98_000, False), (MAX_STATES, None, False)]
+    ("length", "resumed", "is_kept"), [(1000, None, True), (400_000, "x" * 390_000, False), (MAX_STATES, None, False)]
 )
 def test_states_are_left_out_where_a_registration_has_no_room(length: int, resumed: str | None, is_kept: bool) -> None:
     """Then the digest is compared; a server would refuse the registration as a whole."""

@@ -82,6 +82,13 @@ def ours(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments:
 
 
 @contextmanager
+def here(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments: Any) -> Iterator[DataLoader]:
+    """Our loader of the object itself: without workers it loads in the calling thread."""
+    assert not serve_with
+    yield DataLoader(dataset, **arguments)
+
+
+@contextmanager
 def few_cpus_are_fine() -> Iterator[None]:
     """Do not stop at torch's warning of more workers than CPUs, nor at Python's of threads when it forks."""
     with warnings.catch_warnings():
@@ -106,6 +113,8 @@ def both(
 ) -> list[list[Any]]:
     """Assert that both loaders give the same epochs under the same seed, and leave the generators in the same state.
 
+    Ours does so with a server and, without workers, also in the calling thread.
+
     Args:
         dataset: For both.
         epochs: How many to go through, one after another.
@@ -122,14 +131,15 @@ def both(
         expected = [list(loader) for _ in range(epochs)]
         state = random_states()
         del loader
-        seed_everything()
-        with ours(dataset, serve_with=serve_with, **arguments, **fresh()) as our_loader:
-            got = [list(our_loader) for _ in range(epochs)]
-            ours_state = random_states()
-    assert_same(got, expected, "epochs")
-    assert ours_state[0] == state[0], "Python's generator was drawn from differently"
-    assert ours_state[1] == state[1], "NumPy's generator was drawn from differently"
-    assert ours_state[2].equal(state[2]), "torch's generator was drawn from differently"
+        for place in (ours, here) if not arguments.get("num_workers") and not serve_with else (ours,):
+            seed_everything()
+            with place(dataset, serve_with=serve_with, **arguments, **fresh()) as our_loader:
+                got = [list(our_loader) for _ in range(epochs)]
+                ours_state = random_states()
+            assert_same(got, expected, "epochs")
+            assert ours_state[0] == state[0], "Python's generator was drawn from differently"
+            assert ours_state[1] == state[1], "NumPy's generator was drawn from differently"
+            assert ours_state[2].equal(state[2]), "torch's generator was drawn from differently"
     return got
 
 
@@ -137,11 +147,13 @@ def both_raise(kind: type[Exception], make: Callable[[Callable[..., Any], Any], 
     """Assert that `make(loader class, dataset)` raises the same in both, word for word; the message."""
     with pytest.raises(kind) as theirs:
         make(torchs, dataset)
-    with serve(dataset) as url, pytest.raises(kind) as mine:
-        make(DataLoader, RemoteDataset(url))
-    assert type(mine.value) is type(theirs.value)
-    assert str(mine.value) == str(theirs.value)
-    return str(mine.value)
+    with serve(dataset) as url:
+        for ours_too in (RemoteDataset(url), dataset):
+            with pytest.raises(kind) as mine:
+                make(DataLoader, ours_too)
+            assert type(mine.value) is type(theirs.value)
+            assert str(mine.value) == str(theirs.value)
+    return str(theirs.value)
 
 
 def workers_alive() -> list[psutil.Process]:

@@ -249,7 +249,7 @@ def test_a_loader_of_an_object_names_the_descriptors_that_it_lacks() -> None:
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 from teleloader import DataLoader
-DataLoader([1, 2, 3], output="numpy")
+DataLoader([1, 2, 3], num_workers=1, output="numpy")
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]

@@ -186,6 +186,22 @@ def test_copies_are_measured(gpu: Any) -> None:
     assert stats.unpinned == 0
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_batches_of_the_calling_thread_are_copied(gpu: Any, size: str) -> None:
+    """Without workers, a batch is copied when the loop takes it, and is used at once and dropped."""
+    samples = rows(20, SIZES[size] // 3)
+    loader = DataLoader(samples, 2, device=gpu.name, device_transform=lambda batch: {"batch": batch})
+    seen = []
+    for batch in loader:
+        assert gpu.is_on_device(batch["batch"])
+        gpu.delay()
+        seen.append(gpu.snapshot(batch["batch"]))
+        del batch
+    gpu.finish()
+    assert b"".join(map(gpu.host, seen)) == bytes_of(samples)
+    assert loader.stats().copy > 0
+
+
 def test_devices_are_named_in_any_way(gpu: Any) -> None:
     """A string, a torch.device or an index; "cpu" and None are main memory; it can be changed between epochs."""
     import torch

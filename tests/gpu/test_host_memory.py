@@ -47,6 +47,18 @@ def moved_by_lightning(batch: Any, device: str) -> Any:
     return move_data_to_device(batch, torch.device(device))
 
 
+def seen_on_device(gpu: Any, loader: DataLoader, move: Callable[[Any, str], Any]) -> bytes:
+    """What arrives of an epoch whose pinned batches are moved behind queued kernels, and dropped at once."""
+    seen = []
+    for batch in loader:
+        assert batch.is_pinned()
+        gpu.delay()
+        seen.append(gpu.snapshot(move(batch, gpu.name)))
+        del batch
+    gpu.finish()
+    return b"".join(map(gpu.host, seen))
+
+
 IDIOMS = [moved_by_hand] + [
     idiom
     for module, idiom in (("accelerate", moved_by_accelerate), ("lightning", moved_by_lightning))
@@ -63,14 +75,17 @@ def test_a_copy_may_run_long_after_its_batch_was_dropped(
     """With pin_memory=True and non_blocking copies behind queued kernels, every byte arrives as it was sent."""
     samples = rows(40, SIZES[size])
     with serve(samples, num_workers=1) as url:
-        seen = []
-        for batch in DataLoader(RemoteDataset(url), 2, pin_memory=True, compression=compression):
-            assert batch.is_pinned()
-            gpu.delay()
-            seen.append(gpu.snapshot(move(batch, gpu.name)))
-            del batch
-        gpu.finish()
-    assert b"".join(map(gpu.host, seen)) == b"".join(sample.tobytes() for sample in samples)
+        loader = DataLoader(RemoteDataset(url), 2, pin_memory=True, compression=compression)
+        assert seen_on_device(gpu, loader, move) == b"".join(sample.tobytes() for sample in samples)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_batches_of_the_calling_thread_are_pinned(gpu: Any, size: str) -> None:
+    """Without workers, too: copies behind queued kernels read what was loaded, and stats() has the memory."""
+    samples = rows(20, SIZES[size])
+    loader = DataLoader(samples, 2, pin_memory=True)
+    assert seen_on_device(gpu, loader, moved_by_hand) == b"".join(sample.tobytes() for sample in samples)
+    assert loader.stats().max_pinned_bytes > 0
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -23,13 +23,15 @@ def loaded(program: str) -> set[str]:
     ("program", "unwanted"),
     [
         ("import teleloader_server", WEB + TORCH),
+        ("import teleloader_server.loading.direct", WEB + TORCH),
+        ("from teleloader import DataLoader; list(DataLoader([1], output='numpy'))", WEB + TORCH),
         ("import teleloader_server.workers.worker", WEB + TORCH),
         ("import teleloader_server.workers.forkserver", WEB + TORCH),
         ("import teleloader", WEB + TORCH + SERVER),
         ("import teleloader_shared", WEB + TORCH + SERVER),
         ("import teleloader_server.cli", TORCH),
     ],
-    ids=["server", "worker", "template", "client", "shared", "command"],
+    ids=["server", "load", "loader without workers", "worker", "template", "client", "shared", "command"],
 )
 def test_an_import_loads_no_more_than_it_needs(program: str, unwanted: tuple[str, ...]) -> None:
     """In a fresh interpreter."""

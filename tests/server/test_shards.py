@@ -539,7 +539,7 @@ def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
     ("also", "reason"),
     [
         ({"file": object()}, r"state\['dataset'\]\['also'\]\['file'\] is a object"),
-        ("x" * MAX_STATES, "it takes [0-9,]+ characters, and the limit is 196,608"),
+        ("x" * MAX_STATES, "it takes [0-9,]+ characters, and the limit is 786,432"),
     ],
     ids=["object", "long"],
 )

@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("shard_states", "null or a list of 2", ("", "ab", 4, [], ["a"], ["a", "b", "c"], {"a": 1, "b": 2}, True)),
     ("resumed_epoch", "a whole number in [0, 4611686018427387903]", (*NOT_NUMBERS, None, 2**62)),
     ("in_process", "true or false", NOT_FLAGS),
-    ("delivered", "null or a string of up to 196,608 characters", (4, b"f", ["f"], True)),
+    ("delivered", "null or a string of up to 786,432 characters", (4, b"f", ["f"], True)),
 ]
 
 
@@ -251,7 +251,7 @@ def test_every_field_has_values_that_are_refused() -> None:
 def test_a_record_of_deliveries_is_no_longer_than_states() -> None:
     """A registration has room for both."""
     assert LoaderSpec(dataset="d", delivered="x" * MAX_STATES).delivered
-    with pytest.raises(InvalidSpec, match="delivered must be null or a string of up to 196,608 characters"):
+    with pytest.raises(InvalidSpec, match="delivered must be null or a string of up to 786,432 characters"):
         LoaderSpec(dataset="d", delivered="x" * (MAX_STATES + 1))
 
 
@@ -303,7 +303,7 @@ def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
 @pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
 def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
     """What a frame said of it."""
-    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 196,608 characters"):
+    with pytest.raises(InvalidSpec, match="shard_states must hold nulls and strings of up to 786,432 characters"):
         LoaderSpec(dataset="d", shard_states=states)
 
 
@@ -338,6 +338,6 @@ def test_states_of_all_shards_fit_in_one_spec_together() -> None:
     shards: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 4}
     part = MAX_STATES // 4
     full = LoaderSpec(**shards, shard_states=["x" * part] * 4)
-    assert len(full.canonical()) < 240 * 2**10  # of the 256 KiB that a registration may have
-    with pytest.raises(InvalidSpec, match=r"strings of up to 49,152 characters \(196,608 for all 4 shards\)"):
+    assert len(full.canonical()) < 1000 * 2**10  # of the 1 MiB that a registration may have
+    with pytest.raises(InvalidSpec, match=r"strings of up to 196,608 characters \(786,432 for all 4 shards\)"):
         LoaderSpec(**shards, shard_states=["x" * (part + 1), None, None, None])

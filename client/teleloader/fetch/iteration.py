@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.errors import exception_of
+from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager, Raised
 from teleloader.fetch.length_check import Lengths
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, Inbox, timed_out
 from teleloader.fetch.scheduler import Session
 from teleloader.fetch.stager import Stager
-from teleloader.sampling import IndexLists, index_frame
+from teleloader.sampling import IndexLists
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import is_out_of_memory
@@ -35,8 +36,8 @@ class Delivery(NamedTuple):
 
     frame: Frame
     batch: Any = None
-    error: BaseException | None = None
-    """Raised in place of the batch."""
+    raised: Raised | None = None
+    """In place of the batch."""
 
 
 @dataclass(slots=True)
@@ -98,16 +99,13 @@ class Progress:
 class Pass:
     """All that a pass through an epoch is made of."""
 
-    dataset: RemoteDataset
+    dataset: RemoteDataset | DirectDataset
     """Kept: the server of an object of this process goes with it."""
     spec: LoaderSpec
-    key: str
-    """The spec's."""
     progress: Progress
     batches: Sized | None
     """Its length is that of the epoch, in batches; None for an iterable-style dataset."""
-    session: Session
-    receiver: Receiver
+    receiver: Receiver | DirectReceiver
     lists: IndexLists | None
     """For an order of the client's own."""
     timeout: float
@@ -115,13 +113,18 @@ class Pass:
     """Whether the loader's own workers are kept when the epoch is over."""
     lengths: Lengths | None
     """For an iterable-style dataset."""
-    stager: Stager | None
+    stager: Stager | DirectStager | None
     """Copies batches to a device."""
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread."""
 
     @property
-    def inbox(self) -> Inbox:
+    def session(self) -> Session:
+        """Which batches the loop took, and which come next."""
+        return self.receiver.inbox.session
+
+    @property
+    def inbox(self) -> Inbox | DirectReceiver:
         """Where its batches arrive."""
         return self.receiver.inbox
 
@@ -149,9 +152,9 @@ class Pass:
         goal = self.progress.batch + taking + window
         if goal - lists.drawn < step:
             return
-        key, epoch = self.key, self.progress.next.epoch
+        key, epoch = self.receiver.key, self.progress.next.epoch
         try:
-            lists.draw(goal, lambda k, indices: index_frame(Address(key, epoch, k), indices))
+            lists.draw(goal, lambda k, indices: self.receiver.index_list(Address(key, epoch, k), indices))
         finally:
             self._send_lists(lists)
 
@@ -240,7 +243,7 @@ class LoaderIterator:
                 delivery = self._delivery(current)
                 before, after = progress.state, progress.after(delivery.frame, current.spec.shards)
                 self._settle(current, delivery)
-                batch, error = delivery.batch, delivery.error
+                batch, raised = delivery.batch, delivery.raised
                 progress.state = after
         except BaseException:
             # releasing the lock is a call, after which a signal may have been handled
@@ -248,9 +251,14 @@ class LoaderIterator:
                 progress.state = before
             raise
         # no call from here on: what is committed is delivered
-        if error is not None:
+        if raised is None:
+            return batch
+        error = raised.error
+        del raised.error
+        try:
             raise error
-        return batch
+        finally:
+            del error
 
     def _settle(self, current: Pass, delivery: Delivery) -> None:
         """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
@@ -259,7 +267,7 @@ class LoaderIterator:
         if current.stager is not None:
             current.stager.discard(delivery.frame)
         current.measures.step(number)
-        if current.lengths is not None and delivery.error is None:
+        if current.lengths is not None and delivery.raised is None:
             current.lengths.yielded(number, delivery.batch)
 
     def _delivery(self, current: Pass) -> Delivery:
@@ -278,7 +286,7 @@ class LoaderIterator:
             self._wait(current)
         if current.over():
             self._finish(current)
-        if not current.session.on_demand:
+        if current.receiver.loads_ahead:
             current.feed(taking=True)
         arrived = current.inbox.peek()
         if arrived is None:  # the batch waits for its copy to a device once more
@@ -299,17 +307,19 @@ class LoaderIterator:
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):
-            return Delivery(frame, error=exception_of(frame.content, frame.address, arrived.url))
+            return Delivery(frame, raised=Raised(exception_of(frame.content, frame.address, arrived.url)))
+        if isinstance(frame.content, Raised):
+            return Delivery(frame, raised=frame.content)
         try:
             batch = frame.content if current.stager is None else current.stager.use(frame)
             return Delivery(frame, batch if current.transform is None else current.transform(batch))
         except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
             stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
             stopped.__cause__ = error
-            return Delivery(frame, error=stopped)
+            return Delivery(frame, raised=Raised(stopped))
         except BaseException as error:
             if isinstance(error, Exception) and not is_out_of_memory(error):
-                return Delivery(frame, error=error)
+                return Delivery(frame, raised=Raised(error))
             if current.stager is not None:
                 current.stager.discard(frame)  # the transform may have changed it
             raise
@@ -332,7 +342,7 @@ class LoaderIterator:
                     with current.measures.waiting():
                         async with asyncio.timeout(current.timeout or None):
                             while not self._is_there(current):
-                                await _arrival(current.inbox)
+                                await current.inbox.arrival()
             except TimeoutError:
                 raise timed_out(current.timeout) from None
         try:
@@ -342,7 +352,7 @@ class LoaderIterator:
 
     @property
     def _current(self) -> Pass | None:
-        if self.is_copy:
+        if self.is_copy and (self._pass is None or self._pass.receiver.loads_ahead):
             raise TeleloaderError(
                 f"this iterator belongs to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
                 "iter(loader) makes another one here"
@@ -401,23 +411,6 @@ class AsyncLoaderIterator:
         if self._iterator is None:
             self._iterator = await asyncio.to_thread(self._begin)
         return await self._iterator.__anext__()
-
-
-async def _arrival(inbox: Inbox) -> None:
-    """Wait without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
-    loop = asyncio.get_running_loop()
-    arrived = asyncio.Event()
-
-    def tell() -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(arrived.set)
-
-    inbox.call_when_arrived(tell)
-    try:
-        await arrived.wait()
-    finally:
-        inbox.call_when_arrived(None)
-    inbox.wait(0)  # raises what has come in place of a batch
 
 
 _passes: set[Pass] = set()

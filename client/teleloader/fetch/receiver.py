@@ -9,6 +9,7 @@ from teleloader.dataset import RemoteDataset
 from teleloader.fetch.fetcher import Source, Wanted
 from teleloader.fetch.reorder import Inbox
 from teleloader.fetch.scheduler import Session
+from teleloader.sampling import index_frame
 from teleloader.stats import Measures
 from teleloader_shared import local
 
@@ -31,6 +32,11 @@ class Receiver:
         stays: Whether the workers of a loader's own are to be kept until `close`, though all has arrived.
     """
 
+    loads_ahead: Final = True
+    """Whether batches are loaded before the training loop waits for them."""
+    index_list = staticmethod(index_frame)
+    """Returns what `Inbox.feed` takes for a batch's address and what the sampler yielded for it."""
+
     def __init__(
         self,
         dataset: RemoteDataset,
@@ -51,7 +57,7 @@ class Receiver:
             stays=stays,
         )
         groups = [[server] for server in servers] if session.shared else [servers]
-        self._key = wanted.key
+        self.key = wanted.key
         self._sources = [
             Source(number, group, wanted, self.inbox, is_registered=number == 0) for number, group in enumerate(groups)
         ]
@@ -69,6 +75,6 @@ class Receiver:
         for source in self._sources:
             for server in source.registered_at.copy():
                 if local.is_server_thread():  # it must not wait for its own answer
-                    threading.Thread(target=server.end_session, args=(self._key,), daemon=True).start()
+                    threading.Thread(target=server.end_session, args=(self.key,), daemon=True).start()
                 else:
-                    server.end_session(self._key)
+                    server.end_session(self.key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from teleloader.fetch.scheduler import HEDGE_LEAST, Session
@@ -115,14 +117,30 @@ class Inbox:
         with self.lock:
             if callback is None:
                 self._callback = None
-                self.starved = self.session.waiting = False
+                self.starved = False
                 return
             # said before it is looked: the other thread looks after it has delivered
             self._callback = callback
-            self.starved = self.session.waiting = True
+            self.starved = True
             self.changed.notify_all()
             if self._is_available() or self._error or self.closed:
                 self._wake()
+
+    async def arrival(self) -> None:
+        """Wait like `wait`, without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(arrived.set)
+
+        self.call_when_arrived(tell)
+        try:
+            await arrived.wait()
+        finally:
+            self.call_when_arrived(None)
+        self.wait(0)  # raises what has come in place of a batch
 
     def take(self, number: int) -> None:
         """Remove the batch that `peek` returned; does nothing if it was removed before.
@@ -167,7 +185,7 @@ class Inbox:
             while True:
                 with self.lock:
                     self._weigh()
-                    self.starved = self.session.waiting = True
+                    self.starved = True
                     if self._is_staged or (self._sated and self.session.has_room):
                         self.changed.notify_all()
                     if self._is_available():
@@ -182,7 +200,7 @@ class Inbox:
                 # not a condition: a signal handler that raised in its wait() could leave the lock in any state
                 self._bell.acquire(timeout=left)
         finally:
-            self.starved = self.session.waiting = False
+            self.starved = False
 
     # -- in the thread that copies to a device
 
@@ -351,7 +369,7 @@ class Inbox:
             self._bell.release()
         if self._callback is not None:
             callback, self._callback = self._callback, None
-            self.starved = self.session.waiting = False
+            self.starved = False
             callback()
 
     def _end(self) -> None:

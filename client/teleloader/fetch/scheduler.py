@@ -73,8 +73,6 @@ class Session:
         num_workers: The workers of each server, as far as it is known: `joined` tells more.
         adaptive: Whether to fetch further ahead for a fast loop, and have the server work ahead of that.
         shards: From how many shards of an iterable-style dataset the batches come in turn; 0 for a map-style one.
-        on_demand: Whether to ask for a batch only while the loop waits for it: loading is then never at the same time
-            as training, as with torch's ``num_workers=0``.
         servers: How many servers there are to ask; they are numbered from 0.
     """
 
@@ -87,7 +85,6 @@ class Session:
         *,
         adaptive: bool = True,
         shards: int = 0,
-        on_demand: bool = False,
         servers: int = 1,
     ) -> None:
         self.taken = start
@@ -95,9 +92,6 @@ class Session:
         self.received = start
         """The next batch that has not arrived."""
         self.stop = stop
-        self.waiting = False
-        """Whether the loop waits for a batch."""
-        self.on_demand = on_demand
         self.stuffed = False
         """Whether what has arrived takes so much memory that no more is to be asked for."""
         self.hedges = 0
@@ -147,8 +141,6 @@ class Session:
     @property
     def window(self) -> int:
         """How many batches may be asked for beyond those that the loop took."""
-        if self.on_demand:
-            return 1
         least = self._prefetch_factor * sum(max(1, server.num_workers) for server in self._servers)
         if not self.adaptive:
             return least
@@ -160,7 +152,7 @@ class Session:
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
-        if self.stuffed or (self.on_demand and not self.waiting):
+        if self.stuffed:
             return False
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
@@ -218,7 +210,7 @@ class Session:
     @property
     def _ahead(self) -> int:
         """How many batches the server shall make beyond those that are asked for."""
-        if self.on_demand or self.shared:
+        if self.shared:
             return 0
         if self._shards:  # shards make them in turn, so they are asked for one range after another
             return max(0, self.taken + self.window - self._asked)

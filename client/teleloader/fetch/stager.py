@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import deque
-from dataclasses import replace
 from typing import Any, Final
 
 from teleloader.fetch.reorder import Inbox
-from teleloader.tensors.devices import Copy, Device, is_out_of_memory
+from teleloader.tensors.devices import Copy, CopyTimes, Device, is_out_of_memory
 from teleloader_shared.codec import End, Failure, Frame
 
 _IN_NEXT: Final = 4
@@ -41,8 +39,7 @@ class Stager:
         self._ahead = ahead
         self._copies: dict[int, Copy | Exception] = {}
         """By batch number: copies that the loop has not taken, or why there is none."""
-        self._measured: deque[Copy] = deque()
-        """Copies without their batches, whose duration is not known yet."""
+        self._times = CopyTimes(device)
         self._late: int | None = None
         """The last batch that was counted as copied late."""
         self._warning: str | None = None
@@ -105,7 +102,9 @@ class Stager:
                     continue
                 copy = error
             self._put(frame, copy)
-            self._measure(copy)
+            if isinstance(copy, Copy):
+                self._times.add(copy)
+            self._inbox.measures.copy += self._times.collect()
             del frame, copy  # while this thread waits it must keep no batch alive
 
     def _next(self) -> Frame | None:
@@ -135,16 +134,6 @@ class Stager:
             if self._inbox.closed is None:
                 self._copies[frame.address.batch] = copy
                 self._inbox.staged()
-
-    def _measure(self, copy: Copy | Exception) -> None:
-        if isinstance(copy, Copy):
-            self._measured.append(replace(copy, batch=None, tensors=[]))
-        try:
-            while self._measured and (seconds := self._device.seconds(self._measured[0])) is not None:
-                self._inbox.measures.copy += seconds
-                self._measured.popleft()
-        except Exception:  # noqa: BLE001 - the device failed, which the next copy or the loop itself will find
-            self._measured.clear()
 
     def _stop_ahead(self, error: Exception) -> None:
         """Copy each batch only when the loop waits for it, from now on: by then it may have freed memory."""

@@ -12,8 +12,9 @@ import os
 import sys
 import time
 import warnings
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -167,6 +168,34 @@ class JaxDevice:
         if self._sharding is None:
             return jax.numpy.asarray(own)
         return jax.make_array_from_process_local_data(self._sharding, own)
+
+
+class CopyTimes:
+    """Sums up how long copies took, as soon as that is known.
+
+    Args:
+        device: Where to.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pending: deque[Copy] = deque()
+        """Copies without their batches."""
+
+    def add(self, copy: Copy) -> None:
+        """Note a copy that was started."""
+        self._pending.append(replace(copy, batch=None, tensors=[]))
+
+    def collect(self) -> float:
+        """Return the seconds that copies took of which this did not return them before."""
+        total = 0.0
+        try:
+            while self._pending and (seconds := self._device.seconds(self._pending[0])) is not None:
+                total += seconds
+                self._pending.popleft()
+        except Exception:  # noqa: BLE001 - the device failed, which the next copy or the loop itself will find
+            self._pending.clear()
+        return total
 
 
 def check_sharding(sharding: Any) -> None:

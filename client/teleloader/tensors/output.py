@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,30 +34,44 @@ def choose_output(output: Output | None) -> Output:
     return output
 
 
-def map_leaves(batch: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return a decoded batch with `function` applied to its leaves of type `kind`; containers are rebuilt.
+def map_leaves(batch: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """Return a batch with `function` applied to its leaves of type `kind`.
 
-    Covers every container that a frame can describe. Keys and the elements of sets hold no arrays.
+    Covers every container that a frame can describe, and rebuilds it. Keys and the elements of sets hold no arrays.
     """
     if isinstance(batch, kind):
         return function(batch)
+    parts = _parts(batch)
+    return batch if parts is None else _rebuilt(batch, [map_leaves(part, kind, function) for part in parts])
+
+
+def has_leaves(batch: Any, kind: type | tuple[type, ...]) -> bool:
+    """Return True if `map_leaves` would find a leaf of type `kind`."""
+    return isinstance(batch, kind) or any(has_leaves(part, kind) for part in _parts(batch) or ())
+
+
+def _parts(batch: Any) -> list[Any] | None:
+    """Return what a container holds; None if `batch` is no container."""
     if isinstance(batch, Mapping):
-        return _refilled(batch, {key: map_leaves(value, kind, function) for key, value in batch.items()})
+        return list(batch.values())
+    if isinstance(batch, list | tuple | deque):
+        return list(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return None
+
+
+def _rebuilt(batch: Any, parts: list[Any]) -> Any:
+    """Return a copy of a container that holds `parts` in place of its own."""
+    if isinstance(batch, Mapping):
+        other: Any = copy.copy(batch)
+        items = dict(zip(batch, parts, strict=True))
+        other.update(items) if type(batch).__name__ != "Counter" else dict.update(other, items)
+        return other
     if isinstance(batch, list):
-        return [map_leaves(value, kind, function) for value in batch]
+        return parts
     if isinstance(batch, tuple):
-        return tuple.__new__(type(batch), [map_leaves(value, kind, function) for value in batch])
+        return tuple.__new__(type(batch), parts)
     if isinstance(batch, deque):
-        return deque([map_leaves(value, kind, function) for value in batch], batch.maxlen)
-    if is_dataclass(batch):
-        names = [field.name for field in fields(batch)]
-        values = [map_leaves(getattr(batch, name), kind, function) for name in names]
-        return instance(type(batch), names, values)
-    return batch
-
-
-def _refilled(mapping: Any, items: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping of any type with other values under the same keys."""
-    other = mapping.copy()
-    other.update(items) if type(mapping).__name__ != "Counter" else dict.update(other, items)
-    return other
+        return deque(parts, batch.maxlen)
+    return instance(type(batch), [field.name for field in fields(batch)], parts)

@@ -33,6 +33,10 @@ class HostedDataset:
     """What a client may choose in place of `collate` and `worker_init`, by name."""
     indices: IndexKind = "any"
     """See `DatasetConfig.indices`."""
+    default_collate: Callable[[list[Any]], Any] = lazy_collate
+    """Makes a batch where there is no collate function."""
+    default_convert: Callable[[Any], Any] = default_convert
+    """Makes of a single sample what ``batch_size=None`` gives, where there is no collate function."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
         """The batch of `samples`, by the usual collate function or the one of that name."""
@@ -40,7 +44,7 @@ class HostedDataset:
         if collate is not None:
             return collate(samples)
         try:
-            return lazy_collate(samples)
+            return self.default_collate(samples)
         except TypeError as error:
             # torch's text says what was found, and not where
             place = path_to_uncollatable(samples[0])
@@ -62,7 +66,7 @@ class HostedDataset:
     def convert_sample(self, sample: Any, name: str | None = None) -> Any:
         """What ``batch_size=None`` makes of one sample."""
         collate = self.collate if name is None else self.functions[name]
-        return default_convert(sample) if collate is None else collate(sample)
+        return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
         """The usual worker-init function, or the one of that name."""

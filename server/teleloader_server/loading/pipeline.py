@@ -81,6 +81,17 @@ class _Pass:
     """The random state in which it began."""
 
 
+class Fetched(NamedTuple):
+    """The samples of a batch."""
+
+    samples: list[Any] | None
+    """None after the last batch of an iterable-style dataset."""
+    state: str | None = None
+    """Where the shard of an iterable-style dataset stands after the batch, if it can say so."""
+    iteration: _Pass | None = None
+    """For an iterable-style dataset."""
+
+
 class Loading:
     """Makes the frames of tasks.
 
@@ -150,27 +161,16 @@ class Loading:
         count = 0
         failed = False
         try:
-            hosted = self._hosted[task.spec.dataset]
-            padding, state, pass_ = 0, None, None
-            if hosted.info.kind == "iterable":
-                pass_ = self._pass(hosted, task)
-                samples = _fetch_of_shard(pass_, task)
-                state = pass_.shard.state()
-            else:
-                self._set_epoch(hosted, task.address.epoch)
-                indices, padding = self._indices(hosted, task)
-                samples = self._fetch(hosted, task, indices)
+            indices, padding = self._indices(task)
+            found = self.fetch(task, indices)
             fetched = collated = time.perf_counter()
-            if samples is None:
-                batch: Any = End(0 if pass_ is None else pass_.shard.samples, replica=not was_asked())
-            else:
-                count, batch = _collate(hosted, task, indices, samples)
+            count, batch = self.collate(task, indices, found)
             collated = time.perf_counter()
-            writer = self._writer(task, batch, padding, state)
+            writer = self._writer(task, batch, padding, found.state)
             frame = place(writer.nbytes)
             writer.write(frame)
-            if pass_ is not None and samples is not None:
-                self._deliver(pass_, task, frame[: writer.nbytes], state)
+            if found.iteration is not None and found.samples is not None:
+                self._deliver(found.iteration, task, frame[: writer.nbytes], found.state)
         except BaseException as error:  # KeyboardInterrupt too: a real one does not come here
             if isinstance(error, SystemExit) and self._exits:
                 raise
@@ -183,6 +183,30 @@ class Loading:
         )  # fmt: skip
         return writer.nbytes, report
 
+    def fetch(self, task: Task, indices: Indices) -> Fetched:
+        """Return the samples of a batch.
+
+        Args:
+            task: The batch.
+            indices: What it holds; empty for an iterable-style dataset.
+
+        Raises:
+            Exception: What the dataset raises.
+        """
+        hosted = self._hosted[task.spec.dataset]
+        if hosted.info.kind == "iterable":
+            pass_ = self._pass(hosted, task)
+            samples = _fetch_of_shard(pass_, task)
+            return Fetched(samples, pass_.shard.state(), pass_)
+        self._set_epoch(hosted, task.address.epoch)
+        return Fetched(self._fetch(hosted, task, indices))
+
+    def collate(self, task: Task, indices: Indices, fetched: Fetched) -> tuple[int, Any]:
+        """Return how many samples a batch has, and the batch; an `End` in its place after the last one."""
+        if fetched.samples is None:
+            return 0, End(0 if fetched.iteration is None else fetched.iteration.shard.samples, replica=not was_asked())
+        return _collate(self._hosted[task.spec.dataset], task, indices, fetched.samples)
+
     def _set_epoch(self, hosted: HostedDataset, epoch: int) -> None:
         """Set the epoch of a map-style dataset that has one, where it is another than that of the batch before."""
         name = hosted.info.name
@@ -194,8 +218,11 @@ class Loading:
             hosted.dataset.set_epoch(epoch)
         self._epochs[name] = epoch
 
-    def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
-        """What the batch holds, and how many of it are padding."""
+    def _indices(self, task: Task) -> tuple[Indices, int]:
+        """What the batch holds, and how many of it are padding; nothing for an iterable-style dataset."""
+        hosted = self._hosted[task.spec.dataset]
+        if hosted.info.kind == "iterable":
+            return [], 0
         if task.indices is not None:
             listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
             if hosted.indices == "integers":
@@ -301,7 +328,7 @@ class Loading:
             self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
-        if sys.modules.get("torch") is not None:
+        if not self._seeds or sys.modules.get("torch") is not None:
             return self._fetch_seeded(hosted, task, indices)
         try:
             samples = self._fetch_seeded(hosted, task, indices)
@@ -438,6 +465,15 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
     if torch is not None and torch_too:
         # torch.manual_seed looks for every accelerator besides, which takes 80 us, for each batch
         torch.default_generator.manual_seed(seed)
+
+
+def seed_worker(base_seed: int, worker: int) -> None:
+    """Seed as torch seeds its workers: with base seed + worker ID, and NumPy with what torch derives from both."""
+    seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
+    if sys.modules.get("torch") is not None:
+        from torch.utils.data._utils.worker import _generate_state
+
+        np.random.seed(_generate_state(base_seed, worker))
 
 
 class OwnRandomState:

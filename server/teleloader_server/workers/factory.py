@@ -147,6 +147,5 @@ class ObjectHost:
 
     def _pool(self, hosted: Mapping[str, HostedDataset], limits: Limits, session: LoaderSpec | None) -> Pool:
         if limits.num_workers == 0:
-            as_caller = session is not None and not session.in_process
-            return InProcessPool(lambda: hosted, limits, as_caller=as_caller)
+            return InProcessPool(lambda: hosted, limits)
         return ProcessPool(lambda: Template.fork(hosted), limits, session)

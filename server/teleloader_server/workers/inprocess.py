@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
@@ -30,17 +30,12 @@ class InProcessPool:
     Args:
         open_datasets: Called once, in the pool's own thread.
         limits: What the pool may take.
-        as_caller: Whether the trainer is this process too, and waits while a batch is made: then random numbers are
-            drawn from its generators as they stand, as with torch's ``num_workers=0``.
     """
 
-    def __init__(
-        self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits, *, as_caller: bool = False
-    ) -> None:
+    def __init__(self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
         self._open_datasets = open_datasets
         self._limits = limits
-        self._as_caller = as_caller
-        self._random_state: AbstractContextManager[None] = nullcontext() if as_caller else OwnRandomState()
+        self._random_state = OwnRandomState()
         self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
         """Tasks, keys of loaders to forget, and None at the end."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
@@ -111,7 +106,7 @@ class InProcessPool:
                 self._loop.call_soon_threadsafe(opened.set_exception, error)
                 return
             self._loop.call_soon_threadsafe(opened.set_result, hosted)
-            loading = Loading(hosted, -1, self._limits.max_batch_bytes, seeds=not self._as_caller)
+            loading = Loading(hosted, -1, self._limits.max_batch_bytes)
             while (task := self._tasks.get()) is not None:
                 if isinstance(task, str):
                     loading.forget(task)

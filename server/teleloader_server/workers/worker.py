@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all
+from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all, seed_worker
 from teleloader_server.loading.protocols import accepts
 from teleloader_server.loading.replay import Reached
 from teleloader_server.loading.worker_info import set_worker_info
@@ -196,7 +196,10 @@ class Worker:
             if self._session is not None and name != self._session.dataset:
                 continue
             self._set_info(hosted)
-            self._seed_for_session()
+            if self._session is None:
+                seed_all(self._worker_seed)
+            else:
+                seed_worker(self._session.seed, self._id)
             worker_init = hosted.worker_init_of(None if self._session is None else self._session.worker_init)
             if worker_init is not None:
                 self._call(worker_init, name)
@@ -230,14 +233,6 @@ class Worker:
         if self._session is None:
             return derive_seed("worker", self._number)
         return (self._session.seed + self._id) % 2**63  # an int64, as torch's
-
-    def _seed_for_session(self) -> None:
-        """Seed as torch seeds its workers: base seed plus number, and for NumPy what torch derives from both."""
-        seed_all(self._worker_seed)
-        if self._session is not None and sys.modules.get("torch") is not None:
-            from torch.utils.data._utils.worker import _generate_state
-
-            np.random.seed(_generate_state(self._session.seed, self._id))
 
     def _adopt_torch(self) -> None:
         """Do to torch what torch's own workers do, when it is there."""

@@ -1,0 +1,332 @@
+"""Loading in the thread that calls ``next()``: ``num_workers=0`` for an object of this process.
+
+In place of a server, a receiver and an inbox: the server's part of the distribution makes each batch when the training
+loop waits for it, so all that is in force in the loop's thread is in force in the dataset, as with torch. The batches
+are never encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from teleloader.fetch.reorder import Arrived
+from teleloader.fetch.scheduler import Session
+from teleloader.stats import Measures
+from teleloader.tensors.devices import CopyTimes, Device
+from teleloader.tensors.memory import HostBuffers, ordinary_memory
+from teleloader.tensors.output import Output, has_leaves, map_leaves
+from teleloader_shared import dtypes
+from teleloader_shared.codec import Address, End, Frame
+from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.orders.plan import Plan
+from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.tree import Tensor, flatten
+
+_HERE: Final = "this process"
+"""In place of a server's URL."""
+
+
+class Epoch(Protocol):
+    """One pass through an epoch, as the entry point ``teleloader.load`` offers it."""
+
+    def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
+        """Return a batch, or the `End` in its place, and the state of an iterable-style dataset after it."""
+
+    def close(self) -> None:
+        """Release the dataset's iterator."""
+
+
+class Loader(Protocol):
+    """What the entry point ``teleloader.load`` returns for an object."""
+
+    @property
+    def info(self) -> DatasetInfo:
+        """The dataset as it is now."""
+
+    def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
+        """Return what loads the batches of an epoch."""
+
+
+class DirectDataset:
+    """An object of this process that is loaded in the thread that calls; in place of a `RemoteDataset`.
+
+    Args:
+        loader: Loads the object.
+    """
+
+    is_here: Final = True
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        info = loader.info
+        self.name = info.name
+        self.iterable = info.kind == "iterable"
+        self.cpus = info.cpus
+
+    @property
+    def info(self) -> DatasetInfo:
+        """The dataset as it is now."""
+        return self._loader.info
+
+    def begin(
+        self,
+        spec: LoaderSpec,
+        epoch: int,
+        session: Session,
+        plan: Plan | None,
+        measures: Measures,
+        output: Output,
+        *,
+        seeded: bool,
+        pinned: HostBuffers | None,
+    ) -> DirectReceiver:
+        """Return what loads the batches of one pass through an epoch.
+
+        Args:
+            spec: The loader.
+            epoch: The epoch.
+            session: The position of the training loop.
+            plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
+            measures: Where to count batches.
+            output: The library of their arrays.
+            seeded: See the server's `DirectLoader.begin`.
+            pinned: Page-locked memory to copy tensors into; None leaves them where they are.
+        """
+        batches = self._loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
+        convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
+        return DirectReceiver(batches, Address(spec.key, epoch, 0), session, plan, measures, convert, self.iterable)
+
+
+class Raised:
+    """An exception in the place of a batch.
+
+    Whoever raises it deletes it here first: its traceback refers to frames that refer to this, and a reference cycle
+    would keep the dataset in memory until the garbage collector runs.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class DirectReceiver:
+    """Makes the batches of one pass when the training loop waits for them; its own inbox.
+
+    Args:
+        epoch: Loads them.
+        address: Loader and epoch of the batches.
+        session: The position of the training loop.
+        plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
+        measures: Where to count batches.
+        convert: Makes of a batch what the user is to have.
+        iterable: Whether the dataset is iterable-style.
+    """
+
+    loads_ahead: Final = False
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        address: Address,
+        session: Session,
+        plan: Plan | None,
+        measures: Measures,
+        convert: Callable[[Any], Any],
+        iterable: bool,
+    ) -> None:
+        self.session = session
+        self.measures = measures
+        self._epoch = epoch
+        self._address = address
+        self._plan = plan
+        self._convert = convert
+        self._iterable = iterable
+        self._lists: dict[int, Any] = {}
+        """Indices of batches that were not taken, in an order of the client's own."""
+        self._lock = threading.RLock()
+        """Held while a batch is made: the loop may be in another thread the next time, as with asyncio."""
+        self._arrived: Arrived | None = None
+        self._interruption: str | None = None
+        """Class of what stopped an iterable-style dataset in the middle of a batch."""
+
+    @property
+    def inbox(self) -> DirectReceiver:
+        """Itself."""
+        return self
+
+    @property
+    def key(self) -> str:
+        """The loader's key."""
+        return self._address.loader
+
+    def peek(self) -> Arrived | None:
+        """Return the next batch, or what is in its place, if it was made."""
+        return self._arrived
+
+    def wait(self, timeout: float = 0) -> None:
+        """Make the next batch in this thread, unless it was made. There is no timeout without workers.
+
+        Raises:
+            BaseException: What interrupts the dataset, Ctrl-C for example; the next call makes the batch anew.
+            TeleloaderError: After such an interruption, if the dataset is iterable-style.
+        """
+        with self._lock:
+            if self._arrived is not None:
+                return
+            if self._interruption is not None:
+                raise _interrupted(self.session.taken, self._interruption)
+            try:
+                self._arrived = Arrived(self._frame(), _HERE, 0)
+            except BaseException as error:
+                if self._iterable and self._arrived is None:  # samples were taken from the dataset, and are lost
+                    self._interruption = type(error).__name__
+                raise
+
+    async def arrival(self) -> None:
+        """Make the next batch in another thread, so that the event loop goes on."""
+        await asyncio.to_thread(self.wait)
+
+    def take(self, number: int) -> None:
+        """Remove the batch that `peek` returned; does nothing if it was removed before."""
+        if self._arrived is not None and self._arrived.frame.address.batch == number:
+            self.session.taken = number + 1
+            self._lists.pop(number, None)
+            self._arrived = None
+
+    @staticmethod
+    def index_list(address: Address, indices: Any) -> Any:
+        """Return what the sampler yielded as it is: nothing travels."""
+        return indices
+
+    def feed(self, indices: dict[int, Any]) -> None:
+        """Tell what further batches hold, in an order of the client's own."""
+        if indices:
+            self._lists.update(indices)
+            self.session.extend(max(indices) + 1)
+
+    def complete(self) -> None:
+        """Do nothing: the session knows the end."""
+
+    def close(self, why: BaseException | None = None) -> None:
+        """Release the dataset's iterator."""
+        self._epoch.close()
+
+    def end_session(self) -> None:
+        """Do nothing: no server keeps workers."""
+
+    def _frame(self) -> Frame:
+        address = self._address._replace(batch=self.session.taken)
+        state = None
+        try:
+            content, state = self._epoch.batch(address.batch, self._indices(address.batch))
+            if isinstance(content, End):
+                self.session.stop = address.batch + 1
+            else:
+                content = self._convert(content)
+                self.measures.batches += 1
+        except StopIteration as stop:  # torch lets it end the epoch silently, and samples are lost
+            return Frame(address, _stopped(stop), 0, 0, state)
+        except Exception as error:  # noqa: BLE001 - raised in the place of the batch
+            return Frame(address, Raised(error), 0, 0, state)
+        return Frame(address, content, 0, 0, state)
+
+    def _indices(self, number: int) -> Any:
+        if self._iterable:
+            return ()
+        return self._lists[number] if self._plan is None else self._plan[number]
+
+
+def _stopped(stop: StopIteration) -> Raised:
+    error = RuntimeError("the dataset or the collate function raised StopIteration")
+    error.__cause__ = stop
+    return Raised(error)
+
+
+def _interrupted(number: int, kind: str) -> TeleloaderError:
+    return TeleloaderError(
+        f"{kind} interrupted the iterable-style dataset in batch {number}: this iterator cannot know "
+        "which samples come next. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), which "
+        "continues with that batch"
+    )
+
+
+class DirectStager:
+    """Copies each batch to a device in the training loop's thread, when the loop takes it.
+
+    Args:
+        device: Where to copy batches.
+        measures: Where to count the time that it takes.
+    """
+
+    def __init__(self, device: Device, measures: Measures) -> None:
+        self._device = device
+        self._times = CopyTimes(device)
+        self._measures = measures
+
+    def use(self, frame: Frame) -> Any:
+        """Return a batch on the device, for the current stream."""
+        copy = self._device.copy(frame.content)
+        self._times.add(copy)
+        self._measures.copy += self._times.collect()
+        return self._device.use(copy)
+
+    def warn(self) -> None:
+        """Do nothing: nothing is copied ahead."""
+
+    def discard(self, frame: Frame) -> None:
+        """Do nothing: no copy is kept."""
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Callable[[Any], Any]:
+    """Return the function that makes of a collated batch one of arrays of the library `output`.
+
+    Args:
+        output: The library.
+        walk: Whether to look for arrays that are not of the library. torch's own collate functions make none.
+        pinned: Page-locked memory to copy tensors into, if any.
+    """
+
+    def convert(batch: Any) -> Any:
+        if walk:
+            torch = None if output == "torch" else sys.modules.get("torch")
+            kinds = (Tensor,) if torch is None else (Tensor, torch.Tensor)
+            if has_leaves(batch, kinds):  # else it is handed out as it is, whatever it is
+                batch = map_leaves(batch, kinds, lambda leaf: _array_of(output, leaf))
+        return batch if pinned is None else _pinned(batch, pinned)
+
+    return convert
+
+
+def _pinned(batch: Any, buffers: HostBuffers) -> Any:
+    """Return a batch whose tensors are in page-locked memory; as in torch, a class of the user's may do that itself."""
+    import torch
+
+    def pin(tensor: Any) -> Any:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or name not in dtypes.NAMES:
+            return tensor
+        leaf = buffers.allocate(tensor.nbytes).leaf(0, name, tuple(tensor.shape), "tensor")
+        return leaf.copy_(tensor.detach())
+
+    if hasattr(batch, "pin_memory") and not isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    return map_leaves(batch, torch.Tensor, pin)
+
+
+def _array_of(output: Output, value: Any) -> Any:
+    """Return a torch tensor, or an array that stands for one, as an array of the library."""
+    _, (leaf,) = flatten(value)
+    bits = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
+    leaf.write(bits)
+    return ordinary_memory(output, bits.reshape(-1).view(np.uint8)).leaf(0, leaf.dtype_name, leaf.shape, "tensor")
