@@ -34,6 +34,8 @@ from teleloader.sampling import (
     RandomState,
     ShownSamplers,
     draw_base_seed,
+    end_epoch,
+    initial_state,
     is_torchs_own,
     make_samplers,
     torchs_collate,
@@ -54,7 +56,7 @@ from teleloader.tensors.memory import HostBuffers
 from teleloader.tensors.output import Output, choose_output
 from teleloader.tensors.pinned import process_budget
 from teleloader.transport.tracing import PassTrace
-from teleloader_shared import local, shard_state, tracing
+from teleloader_shared import local, tracing
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.errors import ProtocolError, TeleloaderError
@@ -373,7 +375,11 @@ class DataLoader:
         if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
             # frameworks try whether there is an iterator, and drop it: that was no epoch
             self._next = self._progress.next
+        elif self._progress is not None and self._progress.following.epoch == self._next.epoch:
+            self._next = self._progress.following
         begun = self._next = self._next._replace(batch=max(self._next.batch, first_batch))
+        if order == "client" and begun.sampler is None:
+            begun = self._next = begun._replace(sampler=initial_state(self._index_sampler))
         random_state = self._random_state
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
         if order == "client" and begun.random is None:
@@ -381,13 +387,13 @@ class DataLoader:
             drawn = {"draws_base_seed": draws, "drawn": self.num_workers > 0}
             self._next = begun._replace(random={**random_state.save(), **drawn})
         with random_state.as_saved(begun.random) if begun.random else nullcontext():
-            lists = IndexLists(self._index_sampler, begun.batch) if order == "client" else None
+            lists = IndexLists(self._index_sampler, begun.batch, begun.sampler) if order == "client" else None
             if begun.random and begun.random["draws_base_seed"]:
                 self._draw_base_seed()  # it is known; what is drawn next is the order
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            passing = self._pass(order, lists, iterator.session, device)
+            passing = self._pass(order, lists, iterator.spec, device)
             iterator.begin(passing)
             if begun.random and begun.random["drawn"]:
                 passing.feed()
@@ -395,14 +401,14 @@ class DataLoader:
         if self.num_workers > 0:
             passing.feed()
         if self._keeps_workers:
-            iterator.base_seed, iterator.session = self._next.base_seed, passing.spec.session
+            iterator.base_seed, iterator.spec = self._next.base_seed, passing.spec
         self._progress, self._last = passing.progress, weakref.ref(iterator)
         self._measures = passing.measures
         self._next = Position(begun.epoch + 1)
 
-    def _pass(self, order: _Order, lists: IndexLists | None, session: str | None, device: Device | None) -> Pass:
+    def _pass(self, order: _Order, lists: IndexLists | None, before: LoaderSpec | None, device: Device | None) -> Pass:
         """The pass that begins now."""
-        remote, spec = self._remote, self._spec_of_pass(order, session)
+        remote, spec = self._remote, self._spec_of_pass(order, before)
         receiver: Receiver | DirectReceiver
         stager: Stager | DirectStager | None = None
         to = device if self._copies else None
@@ -414,6 +420,7 @@ class DataLoader:
             spec = replace(spec, fingerprint=registered.fingerprint)
             progress, receiver = self._receive(remote, server, order, spec, registered, device)
             stager = None if to is None else Stager(receiver.inbox, to, self.device_ahead)
+        progress.sampler_states = None if lists is None else lists.states
         return Pass(
             dataset=remote,
             spec=spec,
@@ -428,11 +435,13 @@ class DataLoader:
             transform=self.device_transform,
         )
 
-    def _progress_of(self, order: _Order, spec: LoaderSpec, length: int | None) -> tuple[Progress, int]:
+    def _progress_of(
+        self, order: _Order, spec: LoaderSpec, length: int | None, *, keeps_dataset: bool
+    ) -> tuple[Progress, int]:
         """Return where the pass begins, and the end of its batches as far as it is known."""
         stop, longest = self._extent(order, spec, length)
         begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
-        progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers)
+        progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers, keeps_dataset=keeps_dataset)
         return progress, progress.batch if stop is None else stop
 
     def _load_here(
@@ -440,7 +449,7 @@ class DataLoader:
     ) -> tuple[Progress, DirectReceiver]:
         """Return where the pass begins, and what loads its batches in the thread that calls ``next()``."""
         epoch, length = self._next.epoch, dataset.info.length
-        progress, stop = self._progress_of(order, spec, length)
+        progress, stop = self._progress_of(order, spec, length, keeps_dataset=True)
         pins = device is not None and device.pins and not self._copies
         buffers = HostBuffers(self._output, self._pool, process_budget()) if pins else None
         receiver = dataset.begin(
@@ -465,7 +474,9 @@ class DataLoader:
         device: Device | None,
     ) -> tuple[Progress, Receiver]:
         """Return where the pass begins, and what receives its batches."""
-        progress, stop = self._progress_of(order, spec, registered.length)
+        progress, stop = self._progress_of(
+            order, spec, registered.length, keeps_dataset=self._keeps_workers or registered.num_workers == 0
+        )
         if order == "plan" and stop != registered.batches:
             raise ProtocolError(
                 f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
@@ -556,8 +567,13 @@ class DataLoader:
             return draw_base_seed(self.generator)
         return derive_seed("base", 0, self._next.epoch)
 
-    def _spec_of_pass(self, order: _Order, session: str | None) -> LoaderSpec:
-        """What the server is asked for in this epoch."""
+    def _spec_of_pass(self, order: _Order, before: LoaderSpec | None) -> LoaderSpec:
+        """Return what the server is asked for in this epoch.
+
+        Args:
+            order: Who decides the order.
+            before: What it was asked for in the last epoch, if the loader keeps its workers.
+        """
         spec, base_seed = self.spec, self._next.base_seed
         if base_seed is None:
             base_seed = derive_seed("base", spec.seed, self._next.epoch)
@@ -566,14 +582,19 @@ class DataLoader:
         live = self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
         if order == "plan" and not live:
             return replace(spec, worker_init=None)
+        # replicas that this loader has iterated stand where they are
+        shard_states = self._next.shard_states if self._progress is None else None
+        resumed_epoch = 0 if shard_states is None else self._next.epoch
+        if before is not None:  # another spec would start other workers
+            shard_states, resumed_epoch = before.shard_states, before.resumed_epoch  # type: ignore[assignment]
         own = replace(
             spec,
-            session=session or secrets.token_hex(16),
+            session=(before and before.session) or secrets.token_hex(16),
             # a shuffled plan is that of all ranks, which need not have drawn the same base seed
             seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
             num_workers=operator.index(self.num_workers) if live or order == "iterable" else 0,
-            shard_states=self._next.shard_states,
-            resumed_epoch=0 if self._next.shard_states is None else self._next.epoch,
+            shard_states=shard_states,
+            resumed_epoch=resumed_epoch,
         )
         if order != "client":
             return own
@@ -613,6 +634,7 @@ class DataLoader:
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
         if self._progress is not None and self._progress.position.epoch != epoch:
+            self._next = self._next._replace(sampler=self._progress.following.sampler)
             self._progress = None
         tell = getattr(self._own_sampler, "set_epoch", None)
         if tell is not None:
@@ -630,9 +652,9 @@ class DataLoader:
             StateMismatch: If an iterable-style dataset's own state cannot be saved; the message names the value.
         """
         position = self._next if self._progress is None else self._progress.position
-        for text in position.shard_states or ():
-            if text is not None:
-                shard_state.check(text)
+        if self._order == "client" and position == Position():
+            position = Position(sampler=initial_state(self._index_sampler))
+        position.check()
         return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -643,9 +665,11 @@ class DataLoader:
                 global batch of this loader.
         """
         position, generators = state.load(state_dict, self._identity, self._global_batch_size)
+        if position.sampler is not None:
+            end_epoch(self._index_sampler, position.sampler)
         self._random_state.restore(generators)
         self._next = position
-        self._progress = None
+        self._progress = self._iterator = None
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from teleloader_shared import user_state
 from teleloader_shared.codec import Address, to_bytes
 from teleloader_shared.errors import EncodeError, StateMismatch, TeleloaderError
+from teleloader_shared.protocols import is_stateful
 from teleloader_shared.tree import Tensor
 
 
@@ -51,14 +53,18 @@ class Batches:
         self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
-        iterator = iter(self.sampler)
-        while batch := list(islice(iterator, self.batch_size)):
-            if len(batch) == self.batch_size or not self.drop_last:
-                yield batch
+        yield from batched(iter(self.sampler), self.batch_size, drop_last=self.drop_last)
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.sampler), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
+
+
+def batched(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+    """Yield lists of `size` indices; the last one may be shorter, unless `drop_last`."""
+    while batch := list(islice(indices, size)):
+        if len(batch) == size or not drop_last:
+            yield batch
 
 
 def draw_base_seed(generator: Any) -> int:
@@ -73,6 +79,121 @@ def is_torchs_own(sampler: object) -> bool:
     inner = getattr(sampler, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.")
     return own and (inner is None or is_torchs_own(inner))
+
+
+class _Draws:
+    """Index lists of a sampler, whose own state and that of its iterator can be saved (torchdata's ``Stateful``).
+
+    torch's BatchSampler hides the iterator of the sampler that it batches, so that one is batched here instead.
+
+    Args:
+        sampler: As of `IndexLists`.
+        states: What `states` returned: the sampler continues there.
+
+    Raises:
+        StateMismatch: If the sampler cannot load a state that another one saved.
+    """
+
+    def __init__(self, sampler: Any, states: Mapping[str, Any]) -> None:
+        self._states = states
+        self._keepers: dict[str, Any] = {}
+        source = _source(sampler)
+        self._keep("sampler", source)
+        # as torch does it: a sampler that is batched is iterated no sooner than its first list is requested
+        self.iterator = self._begin(source) if source is sampler else self._batches(source, sampler)
+
+    def _begin(self, source: Any) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(source)
+        if iterator is not source:
+            self._keep("iterator", iterator)
+        return iterator
+
+    def _batches(self, source: Any, batching: Any) -> Iterator[list[Any]]:
+        yield from batched(self._begin(source), batching.batch_size, drop_last=batching.drop_last)
+
+    def _keep(self, name: str, keeper: Any) -> None:
+        if is_stateful(keeper):
+            self._keepers[name] = keeper
+        if name in self._states:
+            if name not in self._keepers:
+                raise StateMismatch(
+                    f"the state was saved with a sampler that keeps a state, and {type(keeper).__name__} has no "
+                    "state_dict() and load_state_dict(): resume with the loader's old arguments"
+                )
+            keeper.load_state_dict(self._states[name])
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the sampler and of its iterator, as far as they keep one."""
+        return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
+
+
+def _source(sampler: Any) -> Any:
+    """Return what torch's BatchSampler or `Batches` batch, but not what classes derived from them do."""
+    torch = sys.modules.get("torch")
+    batches = type(sampler) is Batches or (torch is not None and type(sampler) is torch.utils.data.BatchSampler)
+    return sampler.sampler if batches else sampler
+
+
+class SamplerStates:
+    """The states of a sampler before lists that the training loop may stop at, and at the end of the epoch.
+
+    A sampler draws ahead of the training loop, so its current state is not that of the loop's position. Each state is
+    a dictionary of JSON values: `text` (see `user_state`), `next` (the number of the list that is drawn next) and
+    `draws` (empty in mid-epoch; at the end of an epoch what `end_epoch` repeats, one number for each iteration).
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[str, Any]] = {}
+        self.exhausted = False
+        """Whether the sampler came to its end."""
+
+    def put(self, number: int, state: dict[str, Any] | None) -> None:
+        """Note the state before list `number`; None for a sampler that keeps none."""
+        if state is not None:
+            self._states[number] = state
+
+    def release(self, number: int) -> None:
+        """Forget the states before lists below `number`, except those that `end` needs."""
+        for k in sorted(self._states)[:-2]:
+            if k < number:
+                del self._states[k]
+
+    def before(self, number: int) -> dict[str, Any] | None:
+        """Return the last state that is known before list `number`, or before an earlier one."""
+        return self._states.get(max((k for k in self._states if k <= number), default=-1))
+
+    def end(self) -> dict[str, Any] | None:
+        """Return the state at the end of this epoch, in which the sampler may not have come to its own end.
+
+        It is the state before the last list, and how many draws follow. The state of that moment itself would not do: a
+        sampler that counts what it has yielded takes it for the place where the next epoch begins.
+        """
+        last = sorted(self._states)[-2:]
+        if not last:
+            return None
+        state, draws = self._states[last[0]], len(last) - 1 + self.exhausted
+        return {**state, "draws": [*state["draws"], draws]} if draws else state
+
+
+def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+    """Return an entry of `SamplerStates` before list `number`; None if there are no states."""
+    return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
+
+
+def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
+    """Return the state of a sampler that no loader has iterated."""
+    source = _source(sampler)
+    return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
+
+
+def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
+    """Bring a sampler to where an epoch left it in another process."""
+    states = user_state.unpack(state["text"])
+    for draws in state["draws"]:
+        iterator = _Draws(sampler, states).iterator
+        for _ in range(draws):
+            next(iterator, None)
+        states = {}
 
 
 class ShownSamplers:
@@ -104,13 +225,18 @@ class IndexLists:
     Args:
         sampler: Yields an index list for each batch; for ``batch_size=None`` an index for each sample.
         skip: How many of them were drawn by an earlier process.
+        state: The sampler's state at the position of the loader, an entry of `SamplerStates`.
     """
 
-    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
-        self._iterator = iter(sampler)
+    def __init__(self, sampler: Iterable[Any], skip: int, state: dict[str, Any] | None = None) -> None:
+        saved = None if state is None or state["draws"] else state
+        self._draws = _Draws(sampler, {} if saved is None else user_state.unpack(saved["text"]))
+        self._iterator = self._draws.iterator
         self._skip = skip
-        self._next = 0
+        self._next = 0 if saved is None else saved["next"]
         """The number of the list that the sampler yields next, or has yielded and that is in `_yielded`."""
+        self.states = SamplerStates()
+        self.states.put(self._next, state)
         self._yielded: list[tuple[int, Any]] = []
         """The last list, with its number: kept, because a signal handler may raise before the list is encoded."""
         self._interruption: BaseException | None = None
@@ -138,11 +264,13 @@ class IndexLists:
             k = self._next
             try:
                 if not self._yield(k):
-                    self.exhausted = True
                     self.error = None if self._interruption is None else _interrupted(k, self._interruption)
+                    self.states.exhausted = self.error is None
+                    self.exhausted = True
                     return
                 if k >= self._skip:
                     self.frames[k] = encode(k, self._yielded[0][1])
+                self.states.put(k + 1, sampler_state(self._draws.states(), k + 1))
             except Exception as error:  # noqa: BLE001 - raised in the training loop, when it comes to that batch
                 self.error, self.exhausted = error, True
                 return

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Final, NamedTuple
 
+from teleloader_shared import user_state
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.text import short
 
@@ -24,6 +25,18 @@ class Position(NamedTuple):
     """The base seed of an epoch that was begun before."""
     shard_states: tuple[str | None, ...] | None = None
     """Where the shards of an iterable-style dataset stand, as far as they can say so."""
+    sampler: dict[str, Any] | None = None
+    """For a client-side sampler that keeps a state: where it stands, see `sampling.SamplerStates`."""
+
+    def check(self) -> None:
+        """Raise if a state of the user's objects could not be kept.
+
+        Raises:
+            StateMismatch: With a message that names the value.
+        """
+        texts = [*(self.shard_states or ()), self.sampler and self.sampler["text"]]
+        for text in filter(None, texts):
+            user_state.check(text)
 
 
 def save(
@@ -47,6 +60,8 @@ def save(
         return {**state, "samples": position.batch * global_batch_size}
     if position.shard_states is not None:
         state["shard_states"] = list(position.shard_states)
+    if position.sampler is not None:
+        state["sampler"] = position.sampler
     return {**state, "batch": position.batch, "random": position.random}
 
 
@@ -83,8 +98,19 @@ def load(
         _optional(state, "random", dict),
         _optional(state, "base_seed", int),
         None if shard_states is None else tuple(shard_states),
+        _sampler(state),
     )
     return position, _optional(state, "generators", dict) or {}
+
+
+def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = _optional(state, "sampler", dict)
+    match found:
+        case None:
+            return None
+        case {"text": str(), "next": int(), "draws": [*draws]} if all(isinstance(number, int) for number in draws):
+            return found
+    raise StateMismatch(f"invalid sampler state {short(found)}: pass what state_dict() returned")
 
 
 def _optional(state: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:

@@ -311,7 +311,7 @@ def _() -> str:
 
 @meets("An object, and no server to host it")
 def _() -> str:
-    return without("uvloop", "from teleloader import DataLoader; DataLoader([1, 2])")
+    return without("uvloop", "from teleloader import DataLoader; DataLoader([1, 2], num_workers=1)")
 
 
 @meets("torch is missing")

@@ -123,7 +123,8 @@ def test_an_extra_that_is_not_installed(folder: Path, program: str, module: str,
 def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, module: str) -> None:
     """The same, in the process that wanted to load from it; it does not wait for a server that will not come."""
     text = said(
-        folder, f"import sys; sys.modules[{module!r}] = None; from teleloader import DataLoader; DataLoader([1])"
+        folder,
+        f"import sys; sys.modules[{module!r}] = None; from teleloader import DataLoader; DataLoader([1], num_workers=1)",
     )
     assert text.endswith(f"{module}, which comes with: pip install 'teleloader[server]'")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 from teleloader import DataLoader, RemoteDataset, StateMismatch
 from teleloader_server import serve
 from tests.end_to_end.contract import (
+    IterableDataset,
     Made,
     Noisy,
     Numbers,
     assert_same,
     few_cpus_are_fine,
+    get_worker_info,
     seed_everything,
     torch,
     torch_is_there,
@@ -51,8 +54,96 @@ CASES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
     ),
     "persistent workers": _numbers("shuffled", num_workers=2, persistent_workers=True),
     "random augmentation": (AUGMENTED, lambda: {"batch_size": 4, "num_workers": 2}),
-    "iterable-style, 2 workers": (Noisy(4, 2), lambda: {"batch_size": 2, "num_workers": 2}),
 }  # fmt: skip
+
+
+class Counter(IterableDataset):  # type: ignore[misc]
+    """Each worker gives some numbers, with random ones; the dataset counts them, and how often it was iterated."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.place = 0
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        while self.place < self.sizes[number]:
+            self.place += 1
+            yield number, self.place, self.passes, random.random(), np.random.normal(), torch.rand(2)
+        self.place = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, and how often the dataset was iterated."""
+        return {"place": self.place, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.place, self.passes = state["place"], state["passes"]
+
+
+class OneTime(Counter):
+    """A dataset that is its own iterator, and is over after one pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        info = get_worker_info()
+        number = 0 if info is None else info.id
+        if self.place >= self.sizes[number]:
+            self.passes += 1
+            raise StopIteration
+        self.place += 1
+        return number, self.place, self.passes, random.random()
+
+
+class Buffered(IterableDataset):  # type: ignore[misc]
+    """Its iterators keep the state: an order that is drawn when the iteration begins, and a place in it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return _BufferedIterator(self.length)
+
+
+class _BufferedIterator:
+    def __init__(self, length: int) -> None:
+        self.order = random.sample(range(length), length)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.order:
+            raise StopIteration
+        return self.order.pop(), random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+
+STREAMS: dict[str, Any] = {
+    "iterable-style": Noisy(3, 2, 1),
+    "Stateful": Counter(3, 2, 1),
+    "own iterator": OneTime(3, 2, 1),
+    "Stateful iterator": Buffered(3),
+}
+CASES.update(
+    {
+        f"{name}, {n} workers{', persistent' * persistent}": (
+            dataset, lambda n=n, persistent=persistent: {  # type: ignore[misc]
+                "batch_size": 2, "num_workers": n, "persistent_workers": persistent
+            }
+        )
+        for name, dataset in STREAMS.items() for n in range(4) for persistent in {False, n == 2}
+    }
+)  # fmt: skip
 
 
 class DrawsFrom:
@@ -86,8 +177,111 @@ CASES.update(
 )  # fmt: skip
 
 
-def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[Any]:
-    """Train from epoch `first` on; the training step draws random numbers, too.
+class Hidden:
+    """A sampler whose generator is not found, and cannot be repeated without a seed: its state leads to its order."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        source = random.Random(os.urandom(8) if seed is None else seed)
+        self._draw: Callable[[], int] = lambda: source.randrange(10)  # no attribute is a generator
+        self._state, self._set_state = source.getstate, source.setstate
+        self.left = 10
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            self.left -= 1
+            yield self._draw()
+        self.left = 10
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state, a tuple, and how many indices are left."""
+        return {"source": self._state(), "left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self._set_state(state["source"])
+        self.left = state["left"]
+
+
+class Lists(Hidden):
+    """The same as a batch sampler."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in super().__iter__():
+            yield [index] * 2
+
+
+class Counted:
+    """A sampler that counts what it yields, as torchdata's StatefulDistributedSampler does."""
+
+    def __init__(self) -> None:
+        self.yielded = 0
+        self.next_yielded: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded = 0
+        if self.next_yielded is not None:
+            self.yielded, self.next_yielded = self.next_yielded, None
+        for index in range(self.yielded, 10):
+            self.yielded += 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many indices the current iteration has yielded, or the last one did."""
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Leave out as many in the next iteration."""
+        self.next_yielded = state["yielded"]
+
+
+class KeepsIterators:
+    """A sampler whose iterators keep the state."""
+
+    def __init__(self) -> None:
+        self._source = Hidden(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return _HiddenIterator(self._source)
+
+
+class _HiddenIterator:
+    def __init__(self, source: Hidden) -> None:
+        self._source = source
+        self._iterator = iter(source)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+STATEFUL_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sampler": lambda: {"batch_size": 4, "sampler": Hidden()},
+    "sampler, 2 workers": lambda: {"batch_size": 4, "sampler": Hidden(), "num_workers": 2},
+    "sampler, last batch dropped": lambda: {"batch_size": 4, "sampler": Hidden(), "drop_last": True},
+    "sampler, single samples": lambda: {"batch_size": None, "sampler": Hidden()},
+    "sampler, NumPy": lambda: {"batch_size": 4, "sampler": Hidden(), "output": "numpy"},
+    "sampler that counts": lambda: {"batch_size": 4, "sampler": Counted()},
+    "sampler that counts, 2 workers": lambda: {"batch_size": 3, "sampler": Counted(), "num_workers": 2},
+    "iterator of a sampler": lambda: {"batch_size": 4, "sampler": KeepsIterators(), "num_workers": 1},
+    "batch sampler": lambda: {"batch_sampler": Lists()},
+    "sampler, one batch": lambda: {"batch_size": 16, "sampler": Counted()},
+}
+CASES.update({f"Stateful {name}": (Numbers(), fresh) for name, fresh in STATEFUL_SAMPLERS.items()})
+
+
+def _run(loader: DataLoader, epochs: range, states: list[tuple[int, str]]) -> list[Any]:
+    """Train; the training step draws random numbers, too.
 
     Returns:
         All batches. `states` receives the loader's state at each position, after the number of batches before it.
@@ -97,7 +291,7 @@ def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[
     def save() -> None:
         states.append((len(batches), json.dumps(loader.state_dict())))
 
-    for _ in range(first, EPOCHS):
+    for _ in epochs:
         save()
         iterator = iter(loader)
         save()
@@ -108,26 +302,48 @@ def _run(loader: DataLoader, first: int, states: list[tuple[int, str]]) -> list[
     return batches
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
-    """From a state of any position, a new process whose generators are seeded otherwise yields all remaining batches.
+def assert_resumes(dataset: Any, fresh: Callable[[], dict[str, Any]], epochs: int = EPOCHS) -> None:
+    """Assert that a loader resumes from the states of all positions but those within the last epoch.
 
-    The positions are: before `iter()`, between `iter()` and the first batch, after each batch, and after StopIteration,
-    of each of three epochs.
+    The positions are: before `iter()`, between `iter()` and the first batch, after each batch, and after StopIteration.
     """
-    dataset, fresh = CASES[name]
     with few_cpus_are_fine(), serve(dataset, num_workers=2) as url:
         remote = RemoteDataset(url)
         seed_everything()
         states: list[tuple[int, str]] = []
-        whole = _run(DataLoader(remote, **fresh()), 0, states)
-        for taken, saved in states:
+        whole = _run(DataLoader(remote, **fresh()), range(epochs), states)
+        for taken, saved in dict.fromkeys(states):
+            state = json.loads(saved)
+            if state["epoch"] == epochs - 1 and (state.get("batch") or state.get("samples")):
+                break
             seed_everything(OTHER_SEED)
             loader = DataLoader(remote, **fresh())
-            state = json.loads(saved)
             loader.load_state_dict(state)
-            rest = _run(loader, state["epoch"], [])
+            rest = _run(loader, range(state["epoch"], epochs), [])
             assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
+    """From a state of any position, a loader whose process is seeded otherwise yields all remaining batches."""
+    dataset, fresh = CASES[name]
+    # where no generator is drawn from in each epoch and no workers stay, all later epochs are alike
+    epochs = 2 if dataset in STREAMS.values() and not fresh()["persistent_workers"] else EPOCHS
+    assert_resumes(dataset, fresh, epochs)
+
+
+@pytest.mark.parametrize("name", ["iterable-style", "Stateful iterator"])
+def test_a_process_that_loads_by_itself_continues_with_its_random_numbers(name: str) -> None:
+    """What iterating up to the place draws is not drawn from the generators that the training loop goes on with."""
+    seed_everything()
+    states: list[tuple[int, str]] = []
+    whole = _run(DataLoader(STREAMS[name], batch_size=2), range(2), states)
+    for taken, saved in states[2:6]:
+        seed_everything(OTHER_SEED)
+        loader = DataLoader(STREAMS[name], batch_size=2)
+        loader.load_state_dict(json.loads(saved))
+        rest = _run(loader, range(json.loads(saved)["epoch"], 2), [])
+        assert_same(rest, whole[taken:], f"{taken} batches before: batches")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)

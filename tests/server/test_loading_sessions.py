@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from teleloader_server.loading.pipeline import Task, indices_of
+from teleloader_shared import user_state
 from teleloader_shared.codec import Address, End, to_bytes
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.tree import Tensor
@@ -206,11 +207,22 @@ def test_a_shard_that_keeps_its_place_says_where_it_is() -> None:
             self.position = state["position"]
 
     first = Bench(Keeping(0))
-    states = [first.frame(k, num_workers=2, **STREAM).shard_state for k in (1, 3)]
+    states = [first.frame(k, 4, num_workers=2, **STREAM).shard_state for k in (1, 3)]
     assert None not in states
     resumed = {"num_workers": 2, "shard_states": [None, states[1]], "resumed_epoch": 4, **STREAM}
     assert Bench(Keeping(0)).batch(5, 4, **resumed).tolist() == [4, 5]
     assert Bench(Keeping(0)).batch(1, 5, **resumed).tolist() == [0, 1], "the next epoch begins at the beginning"
+
+
+def test_a_random_state_that_no_generator_has_is_an_error() -> None:
+    """It comes from a client, and NumPy would read memory beyond its generator."""
+    legacy: list[Any] = list(np.random.get_state())
+    legacy[2] = 10**6
+    place = {"epoch": 0, "next": 0, "samples": 0, "ended": False}
+    state = user_state.pack({**place, "generators": (random.getstate(), tuple(legacy), None)})
+    failure = Bench(Stream(0)).failure(0, shard_states=[state], **STREAM)
+    assert failure.type == "teleloader_shared.errors.StateMismatch"
+    assert "invalid random state of a shard" in failure.message
 
 
 # --- What a batch should have held --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.shards import Shard
+from teleloader_server.loading.shards import RandomNumbers, Shard
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.spec import MAX_STATES
 from tests.conftest import need
@@ -70,15 +70,16 @@ def shard(
     state: str | None = None,
 ) -> Shard:
     """A pass through `dataset`; `restart` is called when it is iterated again."""
-    begun = False
 
-    def prepare() -> None:
-        nonlocal begun
-        if begun:
-            restart()
-        begun = True
+    class Watched(RandomNumbers):
+        begun = False
 
-    return Shard(dataset, batch_size, drop_last, prepare=prepare, saved=[] if state is None else [state])
+        def begin(self, saved: Any) -> None:
+            if self.begun:
+                restart()
+            self.begun = True
+
+    return Shard(dataset, batch_size, drop_last, random_numbers=Watched(), saved=[] if state is None else [state])
 
 
 def outcome(of: Shard, number: int) -> Outcome:
@@ -556,7 +557,7 @@ def test_a_state_that_cannot_be_kept_is_an_error_that_names_the_reason(also: Any
 @pytest.mark.parametrize("text", ["", "{}", "AAAA", "\u00e9", "VExGMQ=="])
 def test_a_damaged_state_is_an_error(text: str) -> None:
     """States come from clients, so nothing about them is believed."""
-    with pytest.raises(StateMismatch, match="invalid state of a shard"):
+    with pytest.raises(StateMismatch, match="invalid state of a dataset or sampler"):
         shard(Stating(5), state=text).fetch(1)
 
 

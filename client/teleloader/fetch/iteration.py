@@ -21,7 +21,7 @@ from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, Inbox, timed_out
 from teleloader.fetch.scheduler import Session
 from teleloader.fetch.stager import Stager
-from teleloader.sampling import IndexLists
+from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import is_out_of_memory
@@ -52,8 +52,12 @@ class Progress:
     """The next batch, and its delivery if that has begun."""
     longest: int | None = None
     """Batches of the rank that has the most, where that is known."""
+    sampler_states: SamplerStates | None = None
+    """For a client-side sampler."""
     keeps_base_seed: bool = False
     """Whether the next epoch has the same base seed, as torch's persistent workers have."""
+    keeps_dataset: bool = False
+    """Whether the next epoch iterates the same replicas of the dataset."""
     finished: bool = False
     """Whether the loop was told that there are no more."""
     is_unused: bool = True
@@ -89,10 +93,23 @@ class Progress:
         """What comes next; after the last batch, the beginning of the next epoch."""
         position = self.next
         if self.finished or (self.longest is not None and position.batch >= self.longest):
-            return Position(position.epoch + 1, base_seed=position.base_seed if self.keeps_base_seed else None)
+            return self.following
         if position.random is not None and not self.is_unused:
-            return position._replace(random={**position.random, "drawn": True})
+            position = position._replace(random={**position.random, "drawn": True})
+        if self.sampler_states is not None:
+            position = position._replace(sampler=self.sampler_states.before(position.batch))
         return position
+
+    @property
+    def following(self) -> Position:
+        """The beginning of the next epoch, if this one is left where it stands."""
+        position = self.next
+        return Position(
+            position.epoch + 1,
+            base_seed=position.base_seed if self.keeps_base_seed else None,
+            shard_states=position.shard_states if self.keeps_dataset and self.finished else None,
+            sampler=None if self.sampler_states is None else self.sampler_states.end(),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +178,7 @@ class Pass:
     def _send_lists(self, lists: IndexLists) -> None:
         self.inbox.feed(lists.frames)
         lists.frames = {}
+        lists.states.release(self.progress.batch)
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
             self.inbox.complete()
@@ -188,8 +206,8 @@ class LoaderIterator:
     def __init__(self) -> None:
         self.base_seed: int | None = None
         """With persistent workers: drawn once, as by torch."""
-        self.session: str | None = None
-        """With persistent workers: whose they are."""
+        self.spec: LoaderSpec | None = None
+        """With persistent workers: what they were started for."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
         """Of next(), for training loops of several threads."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any
 
 from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate
@@ -16,9 +15,6 @@ from teleloader_shared import local
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
-
-_NEEDED: Final = ("fastapi", "httptools", "psutil", "uvicorn", "uvloop", "websockets")
-"""Packages of the extra `server` that loaders of the same object import for ``num_workers`` above 0."""
 
 
 class DirectLoader:
@@ -104,11 +100,8 @@ def load(dataset: Any, name: str) -> DirectLoader:
     """Return what loads `dataset` in the thread that calls.
 
     Raises:
-        ConfigError: If `dataset` is no dataset, or a package is missing that the same object needs with workers.
+        ConfigError: If `dataset` defines neither __getitem__ nor __iter__.
     """
-    missing = next((package for package in _NEEDED if find_spec(package) is None), None)
-    if missing is not None:
-        raise ConfigError(f"loading needs {missing}, which comes with: pip install 'teleloader[server]'")
     loader = DirectLoader(dataset, name)
     loader.info  # noqa: B018 - what is no dataset is refused here
     return loader

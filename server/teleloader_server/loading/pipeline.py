@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_server.loading.protocols import accepts
 from teleloader_server.loading.replay import Reached, Replay
-from teleloader_server.loading.shards import Outcome, Shard
+from teleloader_server.loading.shards import Outcome, RandomNumbers, Shard
 from teleloader_server.loading.worker_info import was_asked
-from teleloader_shared import delivered, shard_state
+from teleloader_shared import delivered, user_state
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Address, End, Failure, FrameWriter
 from teleloader_shared.delivered import Delivered
 from teleloader_shared.errors import StateMismatch, WorkerDied
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
+from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
+from teleloader_shared.text import short
 
 Indices = NDArray[np.int64] | list[Any]
 """What a batch holds: an array of the plan's, or whatever a client's own order lists."""
@@ -69,6 +70,8 @@ class Began(NamedTuple):
     epoch: int
     generators: str
     """What `_random_state` returned, packed."""
+    initial: str
+    """The same before the worker's first pass."""
 
 
 @dataclass(slots=True)
@@ -79,6 +82,60 @@ class _Pass:
     replay: Replay
     generators: Any = None
     """The random state in which it began."""
+
+    def state(self, number: int) -> str | None:
+        """Return the shard's state after its batch `number`; after the first one with that before it."""
+        return self.shard.state(with_beginning=self.replay.first in (None, number))
+
+
+class _RandomNumbers(RandomNumbers):
+    """The generators of a worker, as the dataset of a pass draws from them.
+
+    Args:
+        prepare: Called before the dataset is iterated, with the random state that is known of the epoch's beginning.
+        initial: The random state in which any worker in the place of this one starts; None if they start in others.
+    """
+
+    def __init__(self, prepare: Callable[[Any], object], initial: Any) -> None:
+        self._prepare = prepare
+        self._initial = initial
+
+    def begin(self, saved: Any) -> None:
+        """Prepare for iterating the dataset."""
+        self._prepare(saved)
+
+    def restore(self, saved: Any) -> None:
+        """Set the generators."""
+        if saved is not None:
+            _set_random_state(saved)
+
+    def state(self) -> Any:
+        """Return the states of all generators."""
+        now = _random_state()
+        return None if self._initial is not None and _are_equal(now, self._initial) else now
+
+
+class _CallersRandomNumbers(_RandomNumbers):
+    """The generators of a training process that loads by itself: the loader saves and restores them."""
+
+    _before: Any = None
+
+    def begin(self, saved: Any) -> None:
+        """Prepare for iterating the dataset."""
+        self._before = _random_state()
+        super().begin(saved)
+
+    def restore(self, saved: Any) -> None:
+        """Undo what iterating the dataset anew drew."""
+        if self._before is not None:
+            _set_random_state(self._before)
+
+    def passed(self) -> None:
+        """Undo what batches drew that were not delivered."""
+        _set_random_state(self._before)
+
+    def state(self) -> Any:
+        """Return nothing."""
 
 
 class Fetched(NamedTuple):
@@ -117,6 +174,8 @@ class Loading:
         seeds: bool = True,
     ) -> None:
         self._seeds = seeds
+        self._initial: Any = None
+        """For a worker: the random state before its first pass."""
         self._torch_loaded = torch_loaded
         self._skipped = skipped
         self._tell_began = began
@@ -139,6 +198,8 @@ class Loading:
     def replace(self, began: Began | None, reached: Reached | None) -> None:
         """Continue the pass that another worker has begun, from where it came to."""
         self._began, self.reached = began, reached
+        if began is not None:  # what frames say of generators must not depend on which worker computes them
+            self._initial = user_state.unpack(began.initial)
 
     def forget(self, loader: str) -> None:
         """Release what is kept of a loader."""
@@ -197,7 +258,7 @@ class Loading:
         if hosted.info.kind == "iterable":
             pass_ = self._pass(hosted, task)
             samples = _fetch_of_shard(pass_, task)
-            return Fetched(samples, pass_.shard.state(), pass_)
+            return Fetched(samples, pass_.state(_number(task)), pass_)
         self._set_epoch(hosted, task.address.epoch)
         return Fetched(self._fetch(hosted, task, indices))
 
@@ -256,6 +317,8 @@ class Loading:
         if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
             text = spec.shard_states[task.address.batch % spec.shards]
             saved += [] if text is None else [text]
+        if self._initial is None and self._exits:
+            self._initial = _random_state()
         earlier = self._delivered_earlier(spec, task.address)
         if earlier is not None and earlier.state is not None and _can_be_unpacked(earlier.state):
             saved.append(earlier.state)
@@ -263,8 +326,11 @@ class Loading:
             hosted.dataset,
             spec.batch_size,
             spec.drop_last,
+            epoch=task.address.epoch,
             # not the pass itself, which refers to the shard: a reference cycle would keep the dataset in memory
-            prepare=lambda: self._prepare(hosted, task, self._passes[run]),
+            random_numbers=(_RandomNumbers if self._seeds else _CallersRandomNumbers)(
+                lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
+            ),
             passed=lambda number, outcome: self._passed_over(hosted, task, self._passes[run], number, outcome),
             saved=saved,
             max_state=MAX_STATES // spec.shards,
@@ -279,7 +345,7 @@ class Loading:
             return None
         return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
 
-    def _prepare(self, hosted: HostedDataset, task: Task, pass_: _Pass) -> None:
+    def _prepare(self, hosted: HostedDataset, task: Task, pass_: _Pass, saved: Any) -> None:
         """Before the dataset is iterated: each time in the same epoch, with the same random numbers."""
         loader, epoch, _ = task.address
         if accepts(hosted.dataset, "set_epoch", epoch):
@@ -287,13 +353,16 @@ class Loading:
         pass_.replay.restart(pass_.shard.next - 1)
         if not self._seeds:
             return
-        if pass_.generators is None and self._began is not None and self._began[:2] == (loader, epoch):
-            pass_.generators = shard_state.unpack(self._began.generators)
+        if saved is not None:
+            pass_.generators = saved
+        elif pass_.generators is None and self._began is not None and self._began[:2] == (loader, epoch):
+            pass_.generators = user_state.unpack(self._began.generators)
         if pass_.generators is not None:
             _set_random_state(pass_.generators)
             return
         pass_.generators = _random_state()
-        self._tell_began(Began(loader, epoch, shard_state.pack(pass_.generators)))
+        texts = (user_state.pack(generators) for generators in (pass_.generators, self._initial))
+        self._tell_began(Began(loader, epoch, *texts))
 
     def _passed_over(self, hosted: HostedDataset, task: Task, pass_: _Pass, number: int, outcome: Outcome) -> None:
         """Do for a batch on the way what was done when it was delivered: collate functions draw random numbers, too."""
@@ -306,7 +375,7 @@ class Loading:
             _, content = _collate(hosted, there, [], outcome)
             if not pass_.replay.covers(number):
                 return
-            state = pass_.shard.state()
+            state = pass_.state(number)
             writer = self._writer(there, content, 0, state)
             frame = np.empty(writer.nbytes, np.uint8)
             writer.write(frame)
@@ -411,7 +480,7 @@ def _other_samples(task: Task) -> WorkerDied:
 
 def _can_be_unpacked(state: str) -> bool:
     try:
-        shard_state.unpack(state)
+        user_state.unpack(state)
     except StateMismatch:
         return False
     return True
@@ -504,11 +573,36 @@ def _random_state() -> _RandomState:
 
 
 def _set_random_state(state: _RandomState) -> None:
-    python, legacy, torch_state = state
-    random.setstate(python)
-    np.random.set_state(legacy)
-    if torch_state is not None:
-        sys.modules["torch"].set_rng_state(torch_state)
+    """Set all generators.
+
+    Raises:
+        StateMismatch: If the state, which may come from a client, is not one of `_random_state`.
+    """
+    try:
+        python, legacy, torch_state = state
+        range(_WORDS + 1).index(legacy[2])
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch = sys.modules.get("torch")
+        if torch_state is not None and torch is not None:
+            torch.set_rng_state(torch_state)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, OverflowError) as error:
+        raise StateMismatch(
+            f"invalid random state of a shard: {short(error)}. Resume from an undamaged checkpoint"
+        ) from None
+
+
+_WORDS: Final = 624
+"""Words of a Mersenne Twister. NumPy does not check that the position is within them, and reads beyond them."""
+
+
+def _are_equal(one: _RandomState, other: _RandomState) -> bool:
+    (python, legacy, tensor), (other_python, other_legacy, other_tensor) = one, other
+    if python != other_python or legacy[2:] != other_legacy[2:] or not np.array_equal(legacy[1], other_legacy[1]):
+        return False
+    if tensor is None or other_tensor is None:
+        return tensor is other_tensor
+    return bool(tensor.equal(other_tensor))
 
 
 def _collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[Any]) -> tuple[int, Any]:

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all, seed_worker
-from teleloader_server.loading.protocols import accepts
 from teleloader_server.loading.replay import Reached
 from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
 from teleloader_shared.codec import Address, FrameWriter
 from teleloader_shared.orders.seeding import derive_seed
+from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
 
 REPORT_EVERY: Final = 0.002

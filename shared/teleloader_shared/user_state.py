@@ -1,4 +1,4 @@
-"""Text form of a shard's state: what ``state_dict()`` of a dataset returned, as a frame in base64.
+"""Text form of a user's state: what ``state_dict()`` of a dataset or sampler returned, as a frame in base64.
 
 JSON would change tuples, tensors, NumPy numbers and integer keys without an error, so states use the tree of batches
 (docs/protocol.md, "The tree"), which keeps the types of all values or names the path of the value that it cannot keep.
@@ -22,12 +22,12 @@ from teleloader_shared.spec import MAX_STATES
 _NO_BATCH: Final = Address("", 0, 0)
 """States are frames of no batch."""
 _CANNOT_BE_KEPT: Final = (
-    "the state of an iterable-style dataset cannot be saved: {}. Return a smaller or plainer state_dict(), or remove "
-    "the method: then a resumed loader iterates from the beginning"
+    "the state of {} cannot be saved: {}. Return a smaller or plainer state_dict(), or remove the method: then a "
+    "resumed loader iterates from the beginning"
 )
 
 
-def pack(state: object, limit: int = MAX_STATES) -> str:
+def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterable-style dataset") -> str:
     """Encode a state.
 
     A state that cannot be kept becomes a text that `unpack` refuses with the reason: the batches that it travels with
@@ -35,14 +35,15 @@ def pack(state: object, limit: int = MAX_STATES) -> str:
 
     Args:
         state: Any value that can be in a batch.
-        limit: Characters that the text may have.
+        limit: Characters that the text may have; None for any number.
+        owner: The object whose state it is, for the error message.
     """
     try:
         text = _encode(state)
     except (EncodeError, BatchTooLarge) as error:
-        return _encode_error(str(error))
-    if len(text) > limit:
-        return _encode_error(f"it takes {len(text):,} characters, and the limit is {limit:,}")
+        return _encode_error(owner, str(error))
+    if limit is not None and len(text) > limit:
+        return _encode_error(owner, f"it takes {len(text):,} characters, and the limit is {limit:,}")
     return text
 
 
@@ -67,9 +68,11 @@ def check(text: str) -> None:
 def _read(text: str, kind: type[Bits]) -> Any:
     try:
         raw = np.frombuffer(bytearray(base64.b64decode(text, validate=True)), np.uint8)
-        found = codec.read(kind(raw), MAX_STATES).content
+        found = codec.read(kind(raw), max(MAX_STATES, len(raw))).content
     except (binascii.Error, ValueError, ProtocolError, CorruptFrame) as error:
-        raise StateMismatch(f"invalid state of a shard: {error}. Resume from an undamaged checkpoint") from None
+        raise StateMismatch(
+            f"invalid state of a dataset or sampler: {error}. Resume from an undamaged checkpoint"
+        ) from None
     if isinstance(found, Failure):
         raise StateMismatch(found.message)
     return found
@@ -79,5 +82,5 @@ def _encode(content: object) -> str:
     return base64.b64encode(codec.to_bytes(_NO_BATCH, content, name="state")).decode()
 
 
-def _encode_error(reason: str) -> str:
-    return _encode(Failure(StateMismatch.__name__, _CANNOT_BE_KEPT.format(reason), "", [], -1))
+def _encode_error(owner: str, reason: str) -> str:
+    return _encode(Failure(StateMismatch.__name__, _CANNOT_BE_KEPT.format(owner, reason), "", [], -1))
