@@ -58,8 +58,7 @@ class Result:
     """Outcome of a step: "passed", "failed", "skipped" (a step before it failed) or that of a tolerated exit status."""
 
     outcome: str
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
+    seconds: float = 0.0
     tests: dict[str, Any] | None = None
 
     @property
@@ -106,10 +105,10 @@ class Steps:
 
     def table(self) -> str:
         """Return a line for each step, and the sums of pytest's results."""
-        lines = [f"{'step':24}{'result':14}{'seconds':>8}{'CPU s':>8}  tests"]
+        lines = [f"{'step':24}{'result':14}{'seconds':>8}  tests"]
         for name, result in self.results.items():
             tests = summary(result.tests) if result.tests else ""
-            lines.append(f"{name:24}{result.outcome:14}{result.wall_s:8.0f}{result.cpu_s:8.0f}  {tests}")
+            lines.append(f"{name:24}{result.outcome:14}{result.seconds:8.0f}  {tests}")
         return "\n".join([*lines, "", summary(self.totals())])
 
     def record(self) -> dict[str, Any]:
@@ -151,15 +150,15 @@ class Steps:
         say(f"{step.name} starts")
 
     def _await_one(self) -> None:
-        pid, status, usage = os.wait4(-1, 0)
+        pid, status = os.wait()
         step, process, started = self._running.pop(pid)
         process.returncode = code = os.waitstatus_to_exitcode(status)
         tests = json.loads(step.report.read_text()) if step.report.exists() else None
         tolerated = step.tolerated is not None and code == step.tolerated[0]
         outcome = step.tolerated[1] if step.tolerated and tolerated else "failed" if code else "passed"
-        result = Result(outcome, time.monotonic() - started, usage.ru_utime + usage.ru_stime, tests)
+        result = Result(outcome, time.monotonic() - started, tests)
         self.results[step.name] = result
-        say(f"{step.name} {outcome} after {result.wall_s:.0f} s" + (" (time limit)" if code == 124 else ""))
+        say(f"{step.name} {outcome} after {result.seconds:.0f} s" + (" (time limit)" if code == 124 else ""))
         if outcome == "failed":
             if step.pytest and may_run_again(tests):
                 self._again.append(step)
@@ -176,8 +175,7 @@ class Steps:
         if again.outcome == "passed":
             self.flaky += names
             first.tests = {**first.tests, "passed": first.tests["passed"] + len(names), "failed": []}
-        wall_s, cpu_s = first.wall_s + again.wall_s, first.cpu_s + again.cpu_s
-        self.results[step.name] = Result(again.outcome, wall_s, cpu_s, first.tests)
+        self.results[step.name] = Result(again.outcome, first.seconds + again.seconds, first.tests)
 
 
 def may_run_again(tests: Mapping[str, Any] | None) -> bool:
