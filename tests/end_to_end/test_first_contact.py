@@ -124,7 +124,7 @@ def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, mod
     """The same, in the process that wanted to load from it; it does not wait for a server that will not come."""
     text = said(
         folder,
-        f"import sys; sys.modules[{module!r}] = None; from teleloader import DataLoader; DataLoader([1], num_workers=1)",
+        f"import sys; sys.modules[{module!r}] = None; import teleloader; teleloader.DataLoader([1], num_workers=1)",
     )
     assert text.endswith(f"{module}, which comes with: pip install 'teleloader[server]'")
 
