@@ -29,6 +29,8 @@ PRELOADED: Final = (
     "uvicorn.protocols.http.httptools_impl", "uvicorn.protocols.websockets.websockets_sansio_impl", "uvloop",
     "watchfiles", "websockets", "xxhash",
 )  # fmt: skip
+ENVIRONMENT: Final = dict(os.environ)
+"""The launcher's: tests may have changed it when it starts."""
 MAX_REQUEST: Final = 2**18
 STATUS: Final = struct.Struct("i")
 
@@ -81,7 +83,7 @@ def _launcher() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", Path(__file__).read_text() + "\nserve_launches()", str(theirs.fileno())]
     with theirs:
-        subprocess.run(command, check=True, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        subprocess.run(command, check=True, pass_fds=[theirs.fileno()], env=ENVIRONMENT, stdin=subprocess.DEVNULL)
     return ours
 
 
@@ -109,9 +111,8 @@ def launch(
 
 def can_launch(environment: Mapping[str, str]) -> bool:
     """Return True if the interpreter itself would start alike in this environment."""
-    return all(
-        environment.get(name) == os.environ.get(name) for name in {*environment, *os.environ} if "PYTHON" in name
-    )
+    names = {name for name in (*environment, *ENVIRONMENT) if "PYTHON" in name}
+    return all(environment.get(name) == ENVIRONMENT.get(name) for name in names)
 
 
 def serve_launches() -> None:
