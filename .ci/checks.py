@@ -32,8 +32,6 @@ SMOKE: Final = " ".join(
     )
 )
 """About 60 end-to-end tests: serving, forks, kills, resumption, TLS and WebSockets."""
-NOT_WITH_OLDEST: Final = "tests/end_to_end/test_websocket.py::test_a_handshake_that_is_not_authorized_is_refused"
-"""uvicorn before 0.52.1 sends Content-Length twice in such a response, which the test's client refuses to read."""
 NO_TORCH: Final = {"CI": ""}
 """Tests that need torch or node are skipped instead of failing: torch's wheel may not exist for every Python."""
 
@@ -87,7 +85,7 @@ def oldest(tests: str, jobs: int) -> Iterator[Step]:
         f"{UV} pip compile --quiet --resolution lowest-direct --python-version 3.11 {extras}"
         f" --output-file build/ci/oldest.txt pyproject.toml\n"
         f"{installed(venv, '--constraint build/ci/oldest.txt')}\n"
-        f"{pytest(venv, f'{tests} --deselect {NOT_WITH_OLDEST}', jobs)}",
+        f"{pytest(venv, tests, jobs)}",
         after=("one wheel",), environment=NO_TORCH, pytest=f"{python(venv)} -m pytest", limit_s=3600,
     )  # fmt: skip
 
