@@ -57,7 +57,7 @@ wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
 	$(BIN)/python .ci/check_wheel.py
 
 lock: $(VENV)/.lock  ## Choose and pin anew, with hashes, the packages that the container images have.
-	echo 'hatchling' | $(PIN) --output-file docker/requirements/build.txt -
+	printf 'hatchling\nhatch-fancy-pypi-readme\n' | $(PIN) --output-file docker/requirements/build.txt -
 	$(PIN) --extra server --output-file docker/requirements/server.txt pyproject.toml
 	$(PIN) --extra demo --output-file docker/requirements/trainer.txt pyproject.toml
 

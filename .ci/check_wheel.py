@@ -11,7 +11,9 @@ import sys
 import tempfile
 import time
 import venv
+from email import message_from_bytes
 from pathlib import Path
+from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(
@@ -93,6 +95,16 @@ def check_reproducible(folder: Path) -> Path:
     return next(file for name, file in here.items() if name.endswith(".whl"))
 
 
+def check_description(wheel: Path) -> None:
+    """Fail if the published description has a relative link, which leads nowhere on a package index."""
+    with ZipFile(wheel) as files:
+        name = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        description = message_from_bytes(files.read(name)).get_payload()
+    assert description, "the wheel has no long description"
+    relative = re.findall(r"\]\((?!https?:)[^)]*\)", str(description))
+    assert not relative, f"relative links in the long description: {relative}"
+
+
 def installer(environment: Path) -> tuple[Path | str, ...]:
     """The command that installs into a new environment."""
     venv.create(environment, with_pip=True)
@@ -123,6 +135,7 @@ def main() -> None:
         folder = Path(name)
         client, server = folder / "client", folder / "server"
         wheel = check_reproducible(folder)
+        check_description(wheel)
         run(*installer(client), wheel)
         print(run(client / "bin" / "python", "-W", "error", "-c", CLIENT_ALONE), end="")
         for command, extra in (("teleloader-server", "server"), ("teleloader", "cli")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +30,7 @@ def announce(facts: Mapping[str, str], heading: str = "") -> Console:
 def describe() -> dict[str, str]:
     """Its properties by name, in the order in which they are printed."""
     facts = {
+        "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{len(os.sched_getaffinity(0))} x {_cpu_model()}",
         "kernel": platform.release(),
         "tcp_congestion_control": _read("/proc/sys/net/ipv4/tcp_congestion_control"),

@@ -69,7 +69,7 @@ def message(lines: Sequence[str]) -> str:
         "  make gpu TORCH=torch                                          torch for the GPUs of this machine\n"
         "  make gpu VENV_ARGS=--system-site-packages                     packages of this Python's environment\n"
         "  make gpu PIP_ARGS='--no-index --find-links DIR'               a folder of wheels. To fill it elsewhere:\n"
-        f"    pip download --dest DIR 'pip>=25.1' hatchling '{EDITABLE}' . --group {GROUP}\n"
+        f"    pip download --dest DIR 'pip>=25.1' hatchling hatch-fancy-pypi-readme '{EDITABLE}' . --group {GROUP}\n"
         "after `rm -rf .venv` where the environment exists already."
     )
 

@@ -22,7 +22,7 @@ from teleloader_server.config import (
     default_memory_budget,
 )
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import shortage
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -115,7 +115,7 @@ def serve(
 
     hosted_now()  # what cannot be hosted is refused here
     server = _LocalServer(
-        ObjectHost(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
+        ObjectPools(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
     )
     url = server.start()
     local.begin_serving(url, server.thread)
@@ -134,7 +134,7 @@ class _LocalServer:
 
     def __init__(
         self,
-        host: ObjectHost,
+        host: ObjectPools,
         limits: Limits,
         client_limits: ClientLimits,
         address: str,

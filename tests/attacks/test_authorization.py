@@ -25,7 +25,7 @@ from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import READ, UNCHECKED, needs
 from teleloader_server.web.app import create_app
 from teleloader_server.web.authentication import GuardedRoute
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
@@ -311,7 +311,7 @@ def routes(listed: list[Any]) -> Iterator[Any]:
 def app() -> FastAPI:
     """A server's application."""
     limits = Limits()
-    return create_app(LoaderService(ObjectHost(lambda: {"x": host([1], name="x")}, limits), limits))
+    return create_app(LoaderService(ObjectPools(lambda: {"x": host([1], name="x")}, limits), limits))
 
 
 def test_all_routes_are_known(app: FastAPI) -> None:

@@ -25,7 +25,7 @@ from teleloader_server.config import DatasetConfig, Limits
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
-from teleloader_server.workers.factory import ConfiguredHost
+from teleloader_server.workers.factory import ConfiguredPools
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.tree import Tensor
@@ -73,7 +73,7 @@ class Measured:
         limits = Limits(num_workers=1)
         numbers = DatasetConfig(name="numbers", factory="tests.end_to_end.hosted:numbers")
         anything = DatasetConfig(name="anything", factory="tests.end_to_end.hosted:numbers", indices="any")
-        service = LoaderService(ConfiguredHost([numbers, anything], limits), limits)
+        service = LoaderService(ConfiguredPools([numbers, anything], limits), limits)
         listening = bind("127.0.0.1", 0)
         server = Server(service, "127.0.0.1", 0, grace=1)
         await service.start()
@@ -192,7 +192,7 @@ SPECS: Final[dict[str, bytes]] = {
     }).encode(),
     "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
 }  # fmt: skip
-"""Bodies of registrations, of almost 1 MiB."""
+"""BodyReader of registrations, of almost 1 MiB."""
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -247,7 +247,7 @@ LISTS: Final[dict[str, Callable[[str], bytes]]] = {
     "a name that is a list": lambda key: in_frame({**HEADER, "loader": [[]] * (500 * KIB)}),
     "nested": lambda key: in_frame(None, msgpack.packb(HEADER)[:-1] + b"\x91" * (500 * KIB)),
 }
-"""Bodies that list indices, or seem to, for a loader's key."""
+"""BodyReader that list indices, or seem to, for a loader's key."""
 
 
 def in_frame(header: Any, raw: bytes | None = None) -> bytes:

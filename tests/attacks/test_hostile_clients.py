@@ -243,7 +243,7 @@ def own_order(client: httpx.Client) -> Iterator[str]:
 
 
 def hostile_lists(key: str) -> dict[str, bytes]:
-    """Bodies that list no indices."""
+    """BodyReader that list no indices."""
     frame = index_lists(key, 1, 4)
     address = codec.Address(key, 0, 0)
     return {

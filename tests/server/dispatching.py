@@ -13,15 +13,15 @@ import pytest
 
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
-from teleloader_server.dispatch.quotas import Account, Memory
-from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.quotas import Memory, Quota
+from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
 from teleloader_server.dispatch.store import Evict
-from teleloader_server.workers.pool import Blame
+from teleloader_server.workers.pool import Attribution
 from teleloader_shared.codec import Address
 
-TRAIN: Run = ("train", 0)
-OTHER: Run = ("other", 0)
-THIRD: Run = ("third", 0)
+TRAIN: Epoch = ("train", 0)
+OTHER: Epoch = ("other", 0)
+THIRD: Epoch = ("third", 0)
 PLENTY = 10**9
 BATCHES = 10**6
 SLOW = 0.1
@@ -35,7 +35,7 @@ class Service:
 
     def __init__(self, budget: int = PLENTY, workers: int = 1, in_turn: int = 0) -> None:
         self.memory = Memory(budget)
-        self.accounts: dict[str, Account] = {}
+        self.quotas: dict[str, Quota] = {}
         self.dispatcher = Dispatcher(self.memory, in_turn)
         self.queues: dict[int, list[Address]] = {}
         self.worn: set[int] = set()
@@ -47,17 +47,19 @@ class Service:
         for worker in range(workers):
             self.worker_ready(worker)
 
-    def account(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Account:
-        """A principal's account; it may take all the memory unless told otherwise when it is new."""
-        if of not in self.accounts:
-            self.accounts[of] = Account(of, self.memory.budget if memory is None else memory, max_consumers)
-        return self.accounts[of]
+    def quota(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Quota:
+        """A principal's quota; it may take all the memory unless told otherwise when it is new."""
+        if of not in self.quotas:
+            self.quotas[of] = Quota(of, self.memory.budget if memory is None else memory, max_consumers)
+        return self.quotas[of]
 
     def ask(
-        self, who: str, run: Run, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
-    ) -> Ask:
+        self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
+    ) -> PendingRange:
         """A client of a principal asks for [start, stop)."""
-        return self.dispatcher.ask(self.account(of), who, run, batches, start, stop, ahead, self.now)
+        key, epoch = run
+        request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
+        return self.dispatcher.ask(self.quota(of), request, batches, self.now)
 
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
@@ -95,7 +97,7 @@ class Service:
                 done += 1
         return done
 
-    def answer(self, ask: Ask, limit: int = BATCHES) -> list[int]:
+    def answer(self, ask: PendingRange, limit: int = BATCHES) -> list[int]:
         """Send what is ready of a request, in its order."""
         sent: list[int] = []
         while ask.next < ask.stop and Address(*ask.consumer.run, ask.next) in self.ready and len(sent) < limit:
@@ -113,11 +115,11 @@ class Service:
     def wear_out(self, worker: int = 0) -> None:
         """The worker is to be replaced when it has done what it has."""
         self.worn.add(worker)
-        self.dispatcher.worker_worn(worker)
+        self.dispatcher.worker_recycling(worker)
 
     def hold_up(self, worker: int, waiting: list[Address]) -> bool:
         """What the worker makes takes long, and these wait behind it; whether they are taken back."""
-        if not self.dispatcher.worker_held_up(worker, waiting):
+        if not self.dispatcher.worker_stalled(worker, waiting):
             return False
         self.held_up.add(worker)
         for address in waiting:
@@ -127,20 +129,20 @@ class Service:
     def go_on(self, worker: int) -> None:
         """It has finished that batch."""
         self.held_up.discard(worker)
-        self.dispatcher.worker_goes_on(worker)
+        self.dispatcher.worker_resumed(worker)
 
-    def lose(self, worker: int = 0, blame: Blame = "unknown") -> list[Address]:
+    def lose(self, worker: int = 0, attribution: Attribution = "unknown") -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
         del self.queues[worker]
         self.worn.discard(worker)
         self.held_up.discard(worker)
-        given_up = self.dispatcher.worker_lost(worker, blame)
+        given_up = self.dispatcher.worker_lost(worker, attribution)
         for address in given_up:
             self.ready[address] = 1
             self.dispatcher.finished(None, address, 1)
         return given_up
 
-    def teach(self, *runs: Run, nbytes: int = 1, seconds: float = SLOW) -> None:
+    def teach(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:
         """At the start: have one batch of each loader made, and let go of, so that size and time are known."""
         for loader, _ in runs:
             ask = self.ask("teacher", (loader, 99), 0, 1)
@@ -172,7 +174,7 @@ class Service:
         return found
 
 
-def numbers(addresses: Iterable[Address], run: Run = TRAIN) -> list[int]:
+def numbers(addresses: Iterable[Address], run: Epoch = TRAIN) -> list[int]:
     """The batch numbers of those addresses that are of a run."""
     return [address.batch for address in addresses if (address.loader, address.epoch) == run]
 
@@ -182,7 +184,7 @@ def names(addresses: Iterable[Address]) -> list[str]:
     return [f"{address.loader} {address.batch}" for address in addresses]
 
 
-def run_through(service: Service, ask: Ask, nbytes: int = 1) -> list[int]:
+def run_through(service: Service, ask: PendingRange, nbytes: int = 1) -> list[int]:
     """Make and send all that a request asks for, and close it; what was begun for it."""
     before = service.begun.copy()
     while ask.next < ask.stop:

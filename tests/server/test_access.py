@@ -26,7 +26,7 @@ from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ANYONE, Principal, allows
 from teleloader_server.web.app import create_app
 from teleloader_server.web.authentication import GuardedRoute
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.errors import Forbidden, Unauthorized
 
 SECRET = "a-token-of-a-test"
@@ -59,7 +59,7 @@ def test_an_empty_file_lists_no_tokens() -> None:
 
 
 def test_no_token_has_the_name_of_clients_without_one() -> None:
-    """Accounts are kept by name: strangers would share the account, and count as authenticated."""
+    """Quotas are kept by name: strangers would share the quota, and count as authenticated."""
     with pytest.raises(ConfigError, match=r"invalid token name 'anyone' in tokens\.toml"):
         parse_tokens(f'[anyone]\ntoken = "{SECRET}"\nscopes = ["read"]\n', "tokens.toml")
 
@@ -218,7 +218,7 @@ def test_what_a_page_of_another_site_causes_is_refused(
 def app() -> FastAPI:
     """A server's application."""
     limits = Limits()
-    return create_app(LoaderService(ObjectHost(lambda: {"x": host([1], name="x")}, limits), limits))
+    return create_app(LoaderService(ObjectPools(lambda: {"x": host([1], name="x")}, limits), limits))
 
 
 def endpoints(routes: list[Any]) -> Iterator[Route]:

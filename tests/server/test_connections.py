@@ -26,9 +26,10 @@ from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ANYONE
 from teleloader_server.web.app import Server, bind, url_of
-from teleloader_server.web.guard import Watched, connections_for
+from teleloader_server.web.guard import Connection
+from teleloader_server.web.guard_manager import ManagedConnection, connections_for
 from teleloader_server.web.websocket import PIECE_BYTES, WebSocketConnection
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from tests.conftest import eventually
 from tests.raw import HOST, Raw
 
@@ -61,7 +62,7 @@ class Running:
         self.limits = limits
         pool = Limits(num_workers=0)
         hosted = host(Images(), name="images", collate=lambda samples: samples[0])
-        self.service = LoaderService(ObjectHost(lambda: {"images": hosted}, pool), pool, limits)
+        self.service = LoaderService(ObjectPools(lambda: {"images": hosted}, pool), pool, limits)
         bound = bind("127.0.0.1", 0)
         self.url = url_of(bound)
         self._server = Server(self.service, "127.0.0.1", 0, grace=1)
@@ -76,13 +77,13 @@ class Running:
         key = httpx.post(f"{self.url}/v1/loaders", json=spec).raise_for_status().json()["key"]
         return f"/v1/loaders/{key}/epochs/0/batches"
 
-    def connections(self) -> list[Watched]:
+    def connections(self) -> list[ManagedConnection]:
         """Those that are open."""
-        return list(self._server._watch.connections)
+        return list(self._server._connections.connections)
 
     def unfinished(self) -> int:
         """Bytes that count as unfinished WebSocket messages."""
-        return self._server._watch.unfinished._held.total()
+        return self._server._connections.unfinished._held.total()
 
     def stop(self) -> None:
         """Stop it."""
@@ -324,7 +325,7 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         time.sleep(0.6)
         assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
         monkeypatch.setattr("teleloader_server.dispatch.quotas.MIN_SENDING", 2**20)
-        running.service.accounts.of(ANYONE).memory = 2**20
+        running.service.quotas.of(ANYONE).memory = 2**20
         eventually(lambda: running.service._sending == 0)
 
 
@@ -558,7 +559,9 @@ def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> No
     with Raw(running.url, buffer=4096) as client:
         open_websocket(running, client)
         client.send(masked(0x82, msgpack.packb([0, 0, 1])) * 100_000)
-        connection: Any = next(one for one in running.connections() if isinstance(one, WebSocketConnection))
+        eventually(lambda: len(running.connections()) == 1)
+        connection: Any = running.connections()[0]
+        assert isinstance(connection, WebSocketConnection), "it has taken the place of the connection that it was"
         eventually(lambda: connection.read_paused and connection._unparsed)
         assert connection.queue.qsize() <= PIECE_BYTES // 6
         assert len(connection._unparsed) < 2**20
@@ -668,12 +671,13 @@ def test_a_connection_that_cannot_be_checked_is_broken_off(
     with Raw(running.url) as client, Raw(running.url) as other:
         assert client.get("/healthz").status == other.get("/healthz").status == 200
         one, _ = running.connections()
-        monkeypatch.setattr(one, "check", lambda now: 1 / 0)
+        check = Connection.check
+        monkeypatch.setattr(Connection, "check", lambda self, now: 1 / 0 if self is one else check(self, now))
         eventually(lambda: client.is_open() != other.is_open())
         left = client if client.is_open() else other
         left.send(b"GET /hea")
         assert left.answer().status == 408
-    assert "could not be held to its limits" in caplog.text
+    assert "cannot enforce the limits of a connection" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -697,6 +701,27 @@ def test_bodies_are_not_unpacked(url: str) -> None:
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n")
         assert client.answer().status == 415
+
+
+def test_a_head_that_has_begun_ends_idleness(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is not idle while a head arrives: only `header_timeout` applies then."""
+    monkeypatch.setattr("teleloader_server.web.app.KEEP_ALIVE", 1)
+    with Raw(start(header_timeout=30).url) as client:
+        assert client.get("/healthz").status == 200
+        client.send(b"GET /healthz HTTP/1.1\r\n")
+        time.sleep(1.5)
+        client.send(HOST + b"\r\n")
+        assert client.answer().status == 200
+        assert client.rest() == b"", "an idle connection is closed"
+
+
+def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
+    """A body that comes with a request for another protocol could be data of that protocol."""
+    with Raw(url) as client:
+        fields = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n"
+        client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + fields)
+        assert client.answer().problem["detail"].startswith("the body is not JSON")
+        assert client.rest() == b""
 
 
 def test_another_upgrade_is_not_taken(url: str) -> None:
@@ -726,7 +751,7 @@ def test_the_log_has_one_line_for_many_breaches(
 ) -> None:
     """The first breach is logged at once, all others of the next 10 s in one line, with nothing that a client sent."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("teleloader_server.web.guard.LOG_INTERVAL_S", 600.0)
+    monkeypatch.setattr("teleloader_server.web.guard_manager.LOG_INTERVAL_S", 600.0)
     running = start(header_timeout=0.04)
     for _ in range(20):
         with Raw(running.url) as client:

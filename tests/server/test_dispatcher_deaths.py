@@ -1,4 +1,4 @@
-"""Workers that die: nothing is lost, and who is to blame is found out."""
+"""Workers that die: nothing is lost, and who is to attribution is found out."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import Ask, Run
+from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
 from tests.conftest import examples
 from tests.server.dispatching import Service, containers, let_go_of_all
@@ -40,7 +40,7 @@ class Game(RuleBasedStateMachine):
         self.budget = budget
         self.service = Service(budget, 0)
         self.workers = range(workers)
-        self.asks: list[Ask] = []
+        self.asks: list[PendingRange] = []
         self.due: dict[int, int] = {}
         """The batch that each open request must be sent next."""
         self.sizes: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Game(RuleBasedStateMachine):
         length=st.integers(1, 6),
         ahead=st.integers(0, 6),
     )
-    def ask(self, who: str, run: Run, start: int, length: int, ahead: int) -> None:
+    def ask(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
         """A client asks for some batches, anywhere."""
         stop = min(EPOCH, start + length)
         ask = self.service.ask(who, run, start, stop, ahead, batches=EPOCH)
@@ -75,7 +75,7 @@ class Game(RuleBasedStateMachine):
         """A client takes what is ready for it, or some of it."""
         self.answer(self.asks[pick % len(self.asks)], most)
 
-    def answer(self, ask: Ask, most: int = EPOCH) -> None:
+    def answer(self, ask: PendingRange, most: int = EPOCH) -> None:
         """Each batch comes once and in its place, as what it is or as an error."""
         for k in self.service.answer(ask, most):
             assert k == self.due[id(ask)]
@@ -96,7 +96,7 @@ class Game(RuleBasedStateMachine):
         for ask in [ask for ask in self.asks if ask.consumer.name == who]:
             self.drop(ask)
 
-    def drop(self, ask: Ask) -> None:
+    def drop(self, ask: PendingRange) -> None:
         """The request is over."""
         self.asks.remove(ask)
         del self.due[id(ask)]

@@ -8,7 +8,7 @@ import pytest
 
 from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_ASKED
-from teleloader_server.dispatch.records import Run
+from teleloader_server.dispatch.records import Epoch
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     BATCHES,
@@ -313,7 +313,7 @@ def test_a_pause_is_no_credit() -> None:
     assert len(numbers(order, TRAIN)) >= 15
 
 
-def begun_in_turns_once(service: Service, who: str, run: Run) -> None:
+def begun_in_turns_once(service: Service, who: str, run: Epoch) -> None:
     """A consumer asks for its first batch, gets it, and asks for no more."""
     ask = service.ask(who, run, 0, 1)
     begun_in_turns(service, 1)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import Ask, Run
+from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
 from tests.conftest import examples
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
-NEXT_EPOCH: Run = (TRAIN[0], TRAIN[1] + 1)
+NEXT_EPOCH: Epoch = (TRAIN[0], TRAIN[1] + 1)
 
 
 def sharded(shards: int, budget: int = 10**9) -> Service:
@@ -193,7 +193,7 @@ def test_only_what_a_worker_had_alone_is_to_blame() -> None:
 
 
 def test_a_suspect_has_its_worker_to_itself() -> None:
-    """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely to blame."""
+    """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely to attribution."""
     service = sharded(1)
     service.ask("a", TRAIN, 0, 3)
     service.decide()
@@ -219,7 +219,7 @@ class Game(RuleBasedStateMachine):
         self.shards = shards
         self.service = Service(budget, 0, shards)
         self.position = start
-        self.request: Ask | None = None
+        self.request: PendingRange | None = None
         self.made: dict[int, int] = {}
         """The last batch that each worker was given, since it lives."""
 

@@ -18,7 +18,7 @@ def test_a_batch_that_hung_is_given_up_at_once() -> None:
     ask = service.ask("a", TRAIN, 0, 8)
     service.decide()
     service.finish(seconds=QUICK)
-    assert numbers(service.lose(blame=Address(*TRAIN, 1))) == [1]
+    assert numbers(service.lose(attribution=Address(*TRAIN, 1))) == [1]
     service.worker_ready(0)
     assert numbers(service.decide()) == [2, 3, 4, 5, 6, 7]
     service.finish_all(seconds=QUICK)
@@ -33,7 +33,7 @@ def test_what_is_nobodys_fault_is_never_held_against_a_batch() -> None:
     ask = service.ask("a", TRAIN, 0, 2)
     for _ in range(2 * MAX_ATTEMPTS):
         assert numbers(service.decide()) == [0]
-        assert service.lose(blame="nobody") == []
+        assert service.lose(attribution="nobody") == []
         service.worker_ready(0)
     assert run_through(service, ask) == [0, 1]
 
@@ -44,7 +44,7 @@ def test_what_is_nobodys_fault_makes_no_suspects() -> None:
     service.teach(TRAIN, seconds=QUICK)
     service.ask("a", TRAIN, 0, 8)
     service.decide()
-    service.lose(blame="nobody")
+    service.lose(attribution="nobody")
     service.worker_ready(0)
     assert numbers(service.decide()) == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -59,7 +59,7 @@ def test_a_suspect_stays_one_whatever_happens_to_others() -> None:
         assert service.lose() == []
         service.worker_ready(0)
     service.decide()
-    assert numbers(service.lose(blame="nobody")) == []
+    assert numbers(service.lose(attribution="nobody")) == []
     service.worker_ready(0)
     service.decide()
     assert numbers(service.lose()) == [0]
@@ -141,15 +141,15 @@ def test_a_fresh_worker_is_not_held_up() -> None:
     assert numbers(service.decide()) == [0]
 
 
-@pytest.mark.parametrize("blame", ["unknown", "nobody"])
-def test_the_place_of_a_lost_worker_is_like_new(blame: str) -> None:
+@pytest.mark.parametrize("attribution", ["unknown", "nobody"])
+def test_the_place_of_a_lost_worker_is_like_new(attribution: str) -> None:
     """Worn and held up are processes, not places."""
     service = Service()
     service.ask("a", TRAIN, 0, 1)
     service.decide()
     service.hold_up(0, [])
     service.wear_out(0)
-    service.lose(0, "unknown" if blame == "unknown" else "nobody")
+    service.lose(0, "unknown" if attribution == "unknown" else "nobody")
     assert service.decide() == []
     service.worker_ready(0)
     assert numbers(service.decide()) == [0]

@@ -10,9 +10,10 @@ import pytest
 
 from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine, Loader
-from teleloader_server.dispatch.quotas import Account, Memory
+from teleloader_server.dispatch.quotas import Memory, Quota
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.loading.pipeline import Report, Task
-from teleloader_server.workers.pool import Loss, WorkerState
+from teleloader_server.workers.pool import WorkerExit, WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
@@ -78,7 +79,8 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
         engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
 
     lists = {k: f"list {k}".encode() for k in range(4)}
-    async with engine.batches(loader, Account("anyone", BUDGET, 10), "a", 0, 0, 4, 0, lists, lambda: None) as stream:
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=4, indices=lists)
+    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         assert [(worker, task.address.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]
@@ -86,7 +88,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
             finish(*pair)
         await begun()
         pool.tasks.clear()
-        engine.worker_lost(0, [task for _, task in lost], Loss("killed"))
+        engine.worker_lost(0, [task for _, task in lost], WorkerExit("killed"))
         engine.worker_ready(0)
         taken = 0
         while taken < len(lists):
@@ -109,11 +111,12 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
     pool.forget = forgotten.append  # type: ignore[attr-defined]
     engine = Engine(pool, Memory(BUDGET), Counters())
     await engine.start()
-    account = Account("anyone", BUDGET, 2 * FORGOTTEN_TOGETHER)
+    quota = Quota("anyone", BUDGET, 2 * FORGOTTEN_TOGETHER)
     for seed in range(FORGOTTEN_TOGETHER + 1):
         spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
         loader = Loader(spec.key, spec, 100, 100, engine)
-        async with engine.batches(loader, account, "a", 0, 0, 1, 0, {}, lambda: None):
+        request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
+        async with engine.batches(loader, quota, request, lambda: None):
             pass
     engine.forget_idle()
     first = len(forgotten)

@@ -23,8 +23,8 @@ from teleloader_server.dispatch.counters import (
     PoolCounters,
     Recent,
 )
-from teleloader_server.dispatch.quotas import Account
-from teleloader_server.dispatch.records import Consumer, Holder, RunState
+from teleloader_server.dispatch.quotas import Quota
+from teleloader_server.dispatch.records import Consumer, EpochState, PrincipalShare
 from teleloader_server.loading.pipeline import Report, Task
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
@@ -170,7 +170,7 @@ def report_at(elapsed: float, waited: float) -> ConsumerReport:
 
 def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str = SPEC.key) -> Consumer:
     """A pass through an epoch."""
-    return Consumer(Holder(Account(principal, 2**20, 10), 0.0), name, (loader, epoch), RunState(), 0, 0.0, 0.0)
+    return Consumer(PrincipalShare(Quota(principal, 2**20, 10), 0.0), name, (loader, epoch), EpochState(), 0, 0.0, 0.0)
 
 
 def _mark(metrics: Counters, now: float) -> None:

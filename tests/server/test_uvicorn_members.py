@@ -9,13 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from teleloader_server import serve
 from teleloader_server.config import ConfigError
 from teleloader_server.web.app import Server
-from teleloader_server.web.guard import Connection
 from teleloader_server.web.uvicorn_members import MEMBERS, TESTED, members_of
 from teleloader_server.web.websocket import WebSocketConnection
 from tests.conftest import ROOT
@@ -32,7 +30,7 @@ def named_in(owner: type) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(Connection, HttpToolsProtocol), (WebSocketConnection, WebSocketsSansIOProtocol), (Server, uvicorn.Server)],
+    [(WebSocketConnection, WebSocketsSansIOProtocol), (Server, uvicorn.Server)],
 )
 def test_all_members_that_are_used_are_listed(ours: type, theirs: type) -> None:
     """A member of uvicorn that a subclass overrides or uses is in the list, so that its absence is noticed."""
@@ -40,7 +38,7 @@ def test_all_members_that_are_used_are_listed(ours: type, theirs: type) -> None:
     assert used <= set(MEMBERS[theirs])
 
 
-@pytest.mark.parametrize(("owner", "name"), [(HttpToolsProtocol, "on_header"), (uvicorn.Server, "on_tick")])
+@pytest.mark.parametrize(("owner", "name"), [(WebSocketsSansIOProtocol, "handle_cont"), (uvicorn.Server, "on_tick")])
 def test_a_missing_member_is_named_when_the_server_starts(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from teleloader_server.loading.pipeline import Task
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.handle import WorkerProcess, _without_our_callers
+from teleloader_server.workers.handle import WorkerHandle, _without_our_callers
 from teleloader_server.workers.worker import BEGUN, REVOKED, Worker
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
@@ -22,10 +22,10 @@ def task(batch: int) -> Task:
 
 
 @pytest.fixture
-def process() -> Iterator[WorkerProcess]:
+def process() -> Iterator[WorkerHandle]:
     """One that is ready and has the batches 7, 8 and 9 to make, as tasks of the same numbers."""
     channel, theirs = Channel.pair()
-    found = WorkerProcess(0, channel)
+    found = WorkerHandle(0, channel)
     notes = os.memfd_create("notes")
     os.write(notes, BEGUN.pack(-1) + REVOKED.pack(-1))
     found.take_notes(notes)
@@ -55,13 +55,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def begin(process: WorkerProcess, task_id: int) -> None:
+def begin(process: WorkerHandle, task_id: int) -> None:
     """What the worker notes."""
     assert process._notes is not None
     os.pwrite(process._notes, BEGUN.pack(task_id), 0)
 
 
-def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerProcess) -> None:
+def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerHandle) -> None:
     """Not always the first of its tasks: that may be finished, and its report late."""
     assert process.task_at_hand() is None
     begin(process, 8)
@@ -72,7 +72,7 @@ def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerProcess) -> No
     assert process.waiting() == [task(7), task(8), task(9)]
 
 
-def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerProcess) -> None:
+def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> None:
     """It leaves out all up to the last of them that it has not begun; the server forgets them."""
     begin(process, 7)
     process.revoke(process.waiting())
@@ -81,7 +81,7 @@ def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerProcess) -> N
     assert process.tasks == {7: task(7)}
 
 
-def test_time_counts_from_the_last_progress(process: WorkerProcess, clock: Clock) -> None:
+def test_time_counts_from_the_last_progress(process: WorkerHandle, clock: Clock) -> None:
     """Only while there is something to wait for."""
     process.got_on()
     clock.now += 5
@@ -98,7 +98,7 @@ def test_time_counts_from_the_last_progress(process: WorkerProcess, clock: Clock
     assert process.is_overdue(4), "it does not start"
 
 
-def test_time_in_which_the_server_did_not_run_does_not_count(process: WorkerProcess, clock: Clock) -> None:
+def test_time_in_which_the_server_did_not_run_does_not_count(process: WorkerHandle, clock: Clock) -> None:
     """And is never a credit for the time to come."""
     process.got_on()
     clock.now += 5
@@ -113,7 +113,7 @@ def test_time_in_which_the_server_did_not_run_does_not_count(process: WorkerProc
 async def test_a_worker_that_had_not_started_has_no_stack() -> None:
     """The sentence says so."""
     channel, theirs = Channel.pair()
-    process = WorkerProcess(0, channel)
+    process = WorkerHandle(0, channel)
     assert await process.stacks() == "(it had not started to run)"
     process.forget()
     theirs.close()

@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from teleloader_server.dispatch.quotas import PATIENCE, Accounts, delayed, note
+from teleloader_server.dispatch.quotas import PATIENCE, Quotas, delayed, note
 from teleloader_server.permissions import Principal
 from teleloader_server.problems import HttpProblem
 from teleloader_shared.units import number
@@ -27,30 +27,30 @@ class RateLimiter:
     """Holds requests beyond their principal's rate, and begins those of all principals in turn.
 
     Args:
-        accounts: What principals have taken.
+        quotas: What principals have taken.
         rate: Requests a second that each may make.
     """
 
-    def __init__(self, accounts: Accounts, rate: float) -> None:
-        self._accounts = accounts
+    def __init__(self, quotas: Quotas, rate: float) -> None:
+        self._quotas = quotas
         self._rate = rate
         self._turns = FairQueue()
 
     async def come(self, scope: Scope, principal: Principal) -> None:
-        """Wait until the time of a request has come; its scope has the principal's account then.
+        """Wait until the time of a request has come; its scope has the principal's quota then.
 
         Raises:
             HttpProblem: When it would have to wait for long.
         """
-        account = self._accounts.of(principal)
-        note(scope, account)
+        quota = self._quotas.of(principal)
+        note(scope, quota)
         now = time.monotonic()
         await _hold(
-            account.delay(now, self._rate),
-            f"{account.name!r} makes more requests a second than {number(self._rate)}, its limit on this server "
+            quota.delay(now, self._rate),
+            f"{quota.name!r} makes more requests a second than {number(self._rate)}, its limit on this server "
             "(max_requests_per_second): ask less often",
         )
-        await self._turns.come(account.name, now)
+        await self._turns.come(quota.name, now)
 
 
 class AddressLimit:

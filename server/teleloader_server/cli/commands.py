@@ -41,8 +41,8 @@ from teleloader_server.config import (
 )
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.web.app import Server, bind, url_of
-from teleloader_server.web.guard import raise_file_limit
-from teleloader_server.workers.factory import ConfiguredHost
+from teleloader_server.web.guard_manager import raise_file_limit
+from teleloader_server.workers.factory import ConfiguredPools
 from teleloader_shared.version import VERSION
 
 DEMO: Final = (
@@ -67,7 +67,7 @@ class ConfigFile(NamedTuple):
     datasets: list[DatasetConfig]
 
 
-class Door(NamedTuple):
+class Listener(NamedTuple):
     """Where clients come in, and which."""
 
     host: str
@@ -186,7 +186,7 @@ def _door(
     ssl_keyfile: Path | None,
     ssl_keyfile_password: str | None,
     ssl_ca_certs: Path | None,
-) -> Door:
+) -> Listener:
     tls = None
     if ssl_certfile is not None:
         tls = TlsFiles(
@@ -197,7 +197,7 @@ def _door(
     sources = [] if tokens is None else [TokenFile.table(tokens)]
     if token_file is not None:
         sources.append(TokenFile.single(token_file))
-    return Door(host, port, insecure, Authenticator(sources, host=host, allowed_hosts=allowed_host), tls)
+    return Listener(host, port, insecure, Authenticator(sources, host=host, allowed_hosts=allowed_host), tls)
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
@@ -413,12 +413,12 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
     return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
-def _run(configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Door, grace: float) -> int:
+def _run(configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Listener, grace: float) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(configs, limits, of_clients, door, grace))
 
 
-def _bound(door: Door) -> socket.socket:
+def _bound(door: Listener) -> socket.socket:
     """A socket that is bound where others may come in, or only this machine."""
     try:
         bound = bind(door.host, door.port)
@@ -443,7 +443,7 @@ def _bound(door: Door) -> socket.socket:
 
 
 async def _serve(
-    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Door, grace: float
+    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Listener, grace: float
 ) -> int:
     host, port = door.host, door.port
     try:
@@ -451,7 +451,7 @@ async def _serve(
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
-    service = LoaderService(ConfiguredHost(configs, limits), limits, of_clients)
+    service = LoaderService(ConfiguredPools(configs, limits), limits, of_clients)
     raise_file_limit()
     try:
         web = Server(service, host, port, grace, door.authenticator, door.tls)

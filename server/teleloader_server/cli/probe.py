@@ -26,11 +26,12 @@ import uvloop
 from numpy.typing import NDArray
 
 from teleloader_server.config import ConfigError, DatasetConfig, Limits
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, leave_signals_to_the_server
 from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
@@ -307,7 +308,7 @@ class Probe:
 
     async def _make(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> Made:
         """A pass by fresh workers, over these batches, or as many of them as can be had in `PASS_SECONDS`."""
-        service = LoaderService(ObjectHost(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
+        service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
         await service.start()
         try:
             spec = LoaderSpec(
@@ -327,7 +328,8 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for asked in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        async with service.batches(ANYONE, "check", key, 0, asked.start, asked.stop, 0) as stream:
+        request = RangeRequest(consumer="check", key=key, epoch=0, start=asked.start, stop=asked.stop)
+        async with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
                 frames.append(np.array(ready.raw))

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
-from teleloader_server.dispatch.records import Consumer, Run
+from teleloader_server.dispatch.records import Consumer, Epoch
 from teleloader_server.loading.pipeline import Report, Task, indices_of
 from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
@@ -152,7 +152,7 @@ class DatasetCounters:
         ]
 
 
-class LoaderTally:
+class LoaderCounters:
     """What was done for one loader."""
 
     __slots__ = ("batches", "dataset", "seconds", "window")
@@ -333,7 +333,7 @@ class Marked(Protocol):
         """Note the totals."""
 
 
-_Who = tuple[str, str, Run]
+_Who = tuple[str, str, Epoch]
 
 
 class PoolCounters:
@@ -344,7 +344,7 @@ class PoolCounters:
         self.workers: defaultdict[int, WorkerCounters] = defaultdict(
             lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0))
         )
-        self.loaders: dict[str, LoaderTally] = {}
+        self.loaders: dict[str, LoaderCounters] = {}
         self._consumers: dict[_Who, ConsumerCounters] = {}
 
     # -- what happened
@@ -359,9 +359,9 @@ class PoolCounters:
             known = self._consumers[who] = ConsumerCounters(self._metrics.dataset(dataset), loop, time.monotonic())
         return known
 
-    def _loader(self, key: str, dataset: str) -> LoaderTally:
+    def _loader(self, key: str, dataset: str) -> LoaderCounters:
         if key not in self.loaders:
-            self.loaders[key] = LoaderTally(self._metrics.dataset(dataset), time.monotonic())
+            self.loaders[key] = LoaderCounters(self._metrics.dataset(dataset), time.monotonic())
         return self.loaders[key]
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
@@ -443,7 +443,7 @@ class Counters:
 
         Clients number their passes: what stands before the last ``#`` of their names is the loop's.
         """
-        key = consumer.holder.account.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
+        key = consumer.principal_share.quota.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
         if known is None:
             known = self._loops[key] = LoopCounters(time.monotonic())
@@ -468,7 +468,7 @@ class Counters:
 
 def _who(consumer: Consumer) -> _Who:
     """Names are what clients say, so they count within a principal."""
-    return consumer.holder.account.name, consumer.name, consumer.run
+    return consumer.principal_share.quota.name, consumer.name, consumer.run
 
 
 def _log(task: Task, failure: Failure) -> None:

@@ -21,10 +21,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from teleloader_server.dispatch.quotas import Account, Memory, too_many
-from teleloader_server.dispatch.records import Ask, Batch, Consumer, Holder, Run, Urgency
+from teleloader_server.dispatch.quotas import Memory, Quota, too_many
+from teleloader_server.dispatch.records import (
+    Batch,
+    Consumer,
+    Epoch,
+    PendingRange,
+    PrincipalShare,
+    RangeRequest,
+    Urgency,
+)
 from teleloader_server.dispatch.store import Evict, Store
-from teleloader_server.workers.pool import Blame
+from teleloader_server.workers.pool import Attribution
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
@@ -68,13 +76,13 @@ class Dispatcher:
         """The batches that there are, and who wants them; others only look."""
         self._queues: dict[int, deque[Address]] = {}
         """What each worker has to do, in its order."""
-        self._worn: set[int] = set()
+        self._recycling: set[int] = set()
         """Workers that finish what they have, and will be replaced then."""
-        self._held_up: set[int] = set()
+        self._stalled: set[int] = set()
         """Workers whose batch takes long: nothing is given to them that would wait behind it."""
-        self._consumers: dict[tuple[str, str, Run], Consumer] = {}
+        self._consumers: dict[tuple[str, str, Epoch], Consumer] = {}
         """By their principal's name, their own, and what they go through."""
-        self._holders: dict[str, Holder] = {}
+        self._principal_shares: dict[str, PrincipalShare] = {}
         """The principals of the consumers that are known."""
         self._level = 0.0
         """What the principal for which a batch was begun last had been served: who comes anew starts there."""
@@ -83,50 +91,45 @@ class Dispatcher:
 
     # -- what happened: consumers
 
-    def ask(
-        self, account: Account, name: str, run: Run, batches: int, start: int, stop: int, ahead: int, now: float
-    ) -> Ask:
-        """A client asks for [start, stop) of a run that has so many batches, and will want `ahead` more after them.
+    def ask(self, quota: Quota, request: RangeRequest, batches: int, now: float) -> PendingRange:
+        """A client requests batches of an epoch.
 
         Args:
-            account: Its principal's.
-            name: What the principal calls it.
-            run: The run.
-            batches: Batches of the run.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            now: When.
+            quota: The quota of the client's principal.
+            request: The request.
+            batches: Number of batches in the epoch.
+            now: The time.
 
         Raises:
-            ServerUnavailable: When the principal has too many consumers with open requests.
+            ServerUnavailable: If the principal has too many consumers with open requests.
         """
-        consumer = self._consumers.get((account.name, name, run))
+        run, start, stop = (request.key, request.epoch), request.start, request.stop
+        consumer = self._consumers.get((quota.name, request.consumer, run))
         if consumer is None:
             if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
                 self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
-            consumer = self._join(account, name, run, start, now)
+            consumer = self._join(quota, request.consumer, run, start, now)
         if consumer not in self.store.active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
-            holder = consumer.holder
-            holder.served = max(holder.served, self._level)
-            consumer.served = max(consumer.served, holder.level)
+            principal_share = consumer.principal_share
+            principal_share.served = max(principal_share.served, self._level)
+            consumer.served = max(consumer.served, principal_share.level)
         consumer.last_seen = now
-        asked = Ask(consumer, start, stop, start)
+        asked = PendingRange(consumer, start, stop, start)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
-        account.counts["asking"] += not consumer.asks
+        quota.counts["asking"] += not consumer.asks
         consumer.asks.append(asked)
         if consumer.sent_beyond:
             self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(ask.stop for ask in consumer.asks)
         consumer.ahead_cursor = furthest
-        consumer.ahead_stop = min(batches, furthest + ahead)
+        consumer.ahead_stop = min(batches, furthest + request.prefetch)
         self.store.active[consumer] = None
         return asked
 
-    def sent(self, ask: Ask, now: float) -> None:
+    def sent(self, ask: PendingRange, now: float) -> None:
         """The batch ``ask.next`` was handed to the connection."""
         consumer = ask.consumer
         consumer.last_seen = now
@@ -146,11 +149,11 @@ class Dispatcher:
             self.store.move(consumer, position)
         self.store.sent(consumer, k)
 
-    def close(self, ask: Ask) -> None:
+    def close(self, ask: PendingRange) -> None:
         """The request is answered, or its client has gone."""
         ask.consumer.asks.remove(ask)
-        ask.consumer.holder.account.counts["asking"] -= not ask.consumer.asks
-        self.store.let_go(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
+        ask.consumer.principal_share.quota.counts["asking"] -= not ask.consumer.asks
+        self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Forget the consumers that have not asked for so long that they have probably gone."""
@@ -160,36 +163,36 @@ class Dispatcher:
         self._forget(gone)
         return gone
 
-    def _join(self, account: Account, name: str, run: Run, position: int, now: float) -> Consumer:
-        if account.counts["consumers"] >= account.max_consumers:
-            self._forget_some(account)
-        holder = self._holders.get(account.name)
-        if holder is None:
-            holder = self._holders[account.name] = Holder(account, self._level)
-        consumer = self._consumers[account.name, name, run] = self.store.join(holder, name, run, position, now)
-        holder.consumers += 1
-        account.counts["consumers"] += 1
+    def _join(self, quota: Quota, name: str, run: Epoch, position: int, now: float) -> Consumer:
+        if quota.counts["consumers"] >= quota.max_consumers:
+            self._forget_some(quota)
+        principal_share = self._principal_shares.get(quota.name)
+        if principal_share is None:
+            principal_share = self._principal_shares[quota.name] = PrincipalShare(quota, self._level)
+        consumer = self._consumers[quota.name, name, run] = self.store.join(principal_share, name, run, position, now)
+        principal_share.consumers += 1
+        quota.counts["consumers"] += 1
         return consumer
 
-    def _forget_some(self, account: Account) -> None:
+    def _forget_some(self, quota: Quota) -> None:
         """Make room for a principal's next consumer: half of those that have no open request go, the idlest first."""
-        mine = [c for c in self._consumers.values() if c.holder.account is account]
+        mine = [c for c in self._consumers.values() if c.principal_share.quota is quota]
         idle = [c for c in mine if not c.asks]
         if not idle:
-            if account.counts["asking"] < account.max_consumers:
+            if quota.counts["asking"] < quota.max_consumers:
                 return  # those of other dispatchers are idle
-            raise too_many(account, account.max_consumers, "consumers with open requests", "max_consumers")
+            raise too_many(quota, quota.max_consumers, "consumers with open requests", "max_consumers")
         idle.sort(key=lambda consumer: consumer.last_seen)
         self._forget(idle[: len(idle) // 2 + 1])
 
     def _forget(self, gone: list[Consumer]) -> None:
         for consumer in gone:
-            holder = consumer.holder
-            del self._consumers[holder.account.name, consumer.name, consumer.run]
-            holder.consumers -= 1
-            holder.account.counts["consumers"] -= 1
-            if not holder.consumers:
-                del self._holders[holder.account.name]
+            principal_share = consumer.principal_share
+            del self._consumers[principal_share.quota.name, consumer.name, consumer.run]
+            principal_share.consumers -= 1
+            principal_share.quota.counts["consumers"] -= 1
+            if not principal_share.consumers:
+                del self._principal_shares[principal_share.quota.name]
         self.store.leave(gone)
 
     # -- what happened: workers
@@ -197,14 +200,14 @@ class Dispatcher:
     def worker_ready(self, worker: int) -> None:
         """A worker, which has nothing to do, can take batches."""
         self._queues[worker] = deque()
-        self._worn.discard(worker)
-        self._held_up.discard(worker)
+        self._recycling.discard(worker)
+        self._stalled.discard(worker)
 
-    def worker_worn(self, worker: int) -> None:
+    def worker_recycling(self, worker: int) -> None:
         """A worker finishes what it has and takes nothing more, until another is ready in its place."""
-        self._worn.add(worker)
+        self._recycling.add(worker)
 
-    def worker_held_up(self, worker: int, waiting: Iterable[Address]) -> bool:
+    def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
         """What a worker makes takes long: what waits behind it is made by others, and it gets nothing more meanwhile.
 
         Returns:
@@ -212,18 +215,18 @@ class Dispatcher:
         """
         if self._in_turn:
             return False
-        self._held_up.add(worker)
+        self._stalled.add(worker)
         for address in waiting:
             self._queues[worker].remove(address)
             self.store.remove(address)
         return True
 
-    def worker_goes_on(self, worker: int) -> None:
+    def worker_resumed(self, worker: int) -> None:
         """A worker that was held up can take batches again."""
-        self._held_up.discard(worker)
+        self._stalled.discard(worker)
 
     def worker_lost(
-        self, worker: int, blame: Blame = "unknown", overdue: frozenset[Address] = frozenset()
+        self, worker: int, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
         """A worker is gone. What it had is made again, but for a batch that has killed too many, or that hung.
 
@@ -231,7 +234,7 @@ class Dispatcher:
 
         Args:
             worker: Which.
-            blame: The cause, see `Blame`.
+            attribution: The cause, see `Attribution`.
             overdue: Batches that are not to be tried again.
 
         Returns:
@@ -240,14 +243,14 @@ class Dispatcher:
         queue = self._queues.pop(worker, deque())
         deaths = self.store.deaths
         given_up = []
-        if queue and blame not in ("nobody", "machine"):
+        if queue and attribution not in ("nobody", "machine"):
             self._charge(self.store.batch(queue[0]), LOSS_SECONDS)
         for address in queue:
-            if blame == "unknown":
+            if attribution == "unknown":
                 # Of several batches it cannot be told which one did it: from now on each is given to a worker that
                 # has nothing else, and then it can.
                 deaths[address] = deaths.get(address, 0) + (len(queue) == 1)
-            if address == blame or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
+            if address == attribution or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
                 self.store.remove(address)
@@ -270,7 +273,7 @@ class Dispatcher:
         if more > 0:
             batch.charged = seconds
             batch.consumer.served += more
-            batch.consumer.holder.served += more
+            batch.consumer.principal_share.served += more
 
     def forget_loader(self, key: str) -> None:
         """What was learned of a loader that is not registered any more."""
@@ -280,8 +283,8 @@ class Dispatcher:
     def release(self) -> None:
         """There will be no more batches: what they took is free for other dispatchers."""
         self.store.release()
-        for holder in self._holders.values():
-            holder.account.counts["consumers"] -= holder.consumers
+        for principal_share in self._principal_shares.values():
+            principal_share.quota.counts["consumers"] -= principal_share.consumers
 
     # -- what can be asked
 
@@ -306,26 +309,26 @@ class Dispatcher:
 
     def _begin(self, actions: list[Start | Evict]) -> None:
         """Begin batches, each for the principal that was served least by then, while there are workers for them."""
-        active: dict[Holder, list[Consumer]] = {}
+        active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
-            active.setdefault(consumer.holder, []).append(consumer)
-        wishes = {holder: self._wishes(consumers) for holder, consumers in active.items()}
+            active.setdefault(consumer.principal_share, []).append(consumer)
+        wishes = {principal_share: self._wishes(consumers) for principal_share, consumers in active.items()}
         while wishes:
-            holder = min(wishes, key=lambda holder: holder.served)
-            wish = next(wishes[holder], None)
+            principal_share = min(wishes, key=lambda principal_share: principal_share.served)
+            wish = next(wishes[principal_share], None)
             if wish is None:
-                del wishes[holder]
+                del wishes[principal_share]
                 continue
             urgency, consumer, k = wish
             address = Address(*consumer.run, k)
             worker = self._free_worker(address)
             if worker is None:
                 return  # who is served next must not take the worker for which this one waits
-            level, before = holder.served, consumer.served
-            holder.was_begun = self._start(worker, address, consumer, urgency, actions)
-            if holder.was_begun:
+            level, before = principal_share.served, consumer.served
+            principal_share.was_begun = self._start(worker, address, consumer, urgency, actions)
+            if principal_share.was_begun:
                 self._level = max(self._level, level)
-                holder.level = max(holder.level, before)
+                principal_share.level = max(principal_share.level, before)
 
     def _wishes(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
         """What a principal wants next, as often as that is asked: class by class, whoever was served least first."""
@@ -336,21 +339,21 @@ class Dispatcher:
                 k = self._next(consumer, urgency)
                 if k is not None:
                     yield urgency, consumer, k
-                if k is None or not consumer.holder.was_begun:
+                if k is None or not consumer.principal_share.was_begun:
                     left.remove(consumer)
 
     def _start(
         self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, actions: list[Start | Evict]
     ) -> bool:
         estimate = int(self._sizes.get(address.loader, 0))
-        holder = consumer.holder
+        principal_share = consumer.principal_share
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
-        if self.store.is_full(holder, estimate):
+        if self.store.is_full(principal_share, estimate):
             distance = consumer.distance(address.batch) or 0
             waited_for = urgency is Urgency.WAITING
-            actions += self.store.make_room(estimate, distance, holder, at_any_price=waited_for)
-            if not waited_for and self.store.is_full(holder, estimate):
+            actions += self.store.make_room(estimate, distance, principal_share, at_any_price=waited_for)
+            if not waited_for and self.store.is_full(principal_share, estimate):
                 return False
         batch = self.store.begun(address, consumer, estimate)
         self._charge(batch, self._seconds.get(address.loader, 0.001))
@@ -406,13 +409,13 @@ class Dispatcher:
     def _takes(self, worker: int, *, suspect: bool) -> bool:
         """Whether the worker is there for more; beside a suspect nothing else is queued, nor a suspect beside it."""
         queue = self._queues.get(worker)
-        if queue is None or worker in self._worn or worker in self._held_up:
+        if queue is None or worker in self._recycling or worker in self._stalled:
             return False
         return not queue or not (suspect or queue[-1] in self.store.deaths)
 
     # -- workers that are not to be had
 
-    def relieve(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
+    def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
         """Charge for batches that are being made, and find a worker that must be taken from who has too many of them.
 
         That is when somebody waits and no worker makes anything for it, while another one has several at work on
@@ -434,26 +437,26 @@ class Dispatcher:
         for consumer in self.store.active:
             if consumer in served or self._next(consumer, Urgency.WAITING) is None:
                 continue
-            others = any(batch.consumer.holder is not consumer.holder for batch in at.values())
-            within = consumer.holder in {batch.consumer.holder for batch in at.values()}
+            others = any(batch.consumer.principal_share is not consumer.principal_share for batch in at.values())
+            within = consumer.principal_share in {batch.consumer.principal_share for batch in at.values()}
             if within or not others:
-                has: list[Holder | Consumer] = [batch.consumer for batch in at.values()]
+                has: list[PrincipalShare | Consumer] = [batch.consumer for batch in at.values()]
             else:
-                has = [batch.consumer.holder for batch in at.values()]
+                has = [batch.consumer.principal_share for batch in at.values()]
             most = max(has, key=has.count)
             if has.count(most) > 1:
-                most.hogs = True
+                most.is_capped = True
                 return list(at)[has.index(most)]
         return None
 
     def _takes_all_workers(self, consumer: Consumer) -> bool:
         """Whether the batch would leave no worker to others, of one that must leave one."""
-        holder = consumer.holder
-        if not (consumer.hogs or holder.hogs):
+        principal_share = consumer.principal_share
+        if not (consumer.is_capped or principal_share.is_capped):
             return False
 
         def is_mine(other: Consumer) -> bool:
-            return other is consumer or (holder.hogs and other.holder is holder)
+            return other is consumer or (principal_share.is_capped and other.principal_share is principal_share)
 
         lately = consumer.last_seen - LEAVE_SECONDS
         if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):

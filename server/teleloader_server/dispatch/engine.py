@@ -17,16 +17,16 @@ from teleloader_server import request_ids
 from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
-from teleloader_server.dispatch.quotas import Account, Memory
-from teleloader_server.dispatch.records import Ask, Consumer, Run
+from teleloader_server.dispatch.quotas import Memory, Quota
+from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
 from teleloader_server.dispatch.store import Evict
-from teleloader_server.dispatch.tracing import AnswerTrace, Made
+from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.pipeline import Report, Task, indices_of
-from teleloader_server.workers.pool import Lease, Loss, Pool, WorkerState
+from teleloader_server.workers.pool import Lease, Pool, WorkerExit, WorkerState
 from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 FORGOTTEN_TOGETHER: Final = 256
@@ -61,27 +61,15 @@ class ReadyFrame(NamedTuple):
     """How it came to be, where somebody traces."""
 
 
-class Said(NamedTuple):
-    """What a client says besides what it asks for."""
-
-    report: ConsumerReport | None = None
-    """How it fares."""
-    trace: AnswerTrace | None = None
-    """What its request is traced with."""
-
-
-NOTHING_SAID: Final = Said()
-
-
 @dataclass(slots=True)
 class BatchStream:
     """The answer to one request: the batches [start, stop), in order, each when it is ready."""
 
     _engine: Engine
-    _ask: Ask
+    _ask: PendingRange
     tally: ConsumerCounters
     """Of who asks."""
-    trace: AnswerTrace | None
+    trace: RequestTrace | None
     """Of the request."""
     authorize: Callable[[], object]
     """Raises an error if the request's caller may not have the batches any more."""
@@ -147,7 +135,7 @@ class Engine:
         """What was counted."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
-        self._lists: dict[Run, dict[Ask, Mapping[int, bytes]]] = {}
+        self._lists: dict[Epoch, dict[PendingRange, Mapping[int, bytes]]] = {}
         """What clients with an order of their own say that batches hold, by open request: none other is made."""
         self._frames: dict[Address, ReadyFrame] = {}
         self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
@@ -155,7 +143,7 @@ class Engine:
         self._context = Context()
         """For what is decided: that is done for all requests, and none of them is named where it is logged."""
         self._traces = tracing.is_on()
-        self._requests: dict[Ask, str | None] = {}
+        self._requests: dict[PendingRange, str | None] = {}
         """The ids of the requests that are being answered."""
 
     # -- life
@@ -189,48 +177,40 @@ class Engine:
 
     @asynccontextmanager
     async def batches(
-        self, loader: Loader, account: Account, consumer: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes], authorize: Callable[[], object], said: Said = NOTHING_SAID,
-    ) -> AsyncIterator[BatchStream]:  # fmt: skip
-        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+        self, loader: Loader, quota: Quota, request: RangeRequest, authorize: Callable[[], object]
+    ) -> AsyncIterator[BatchStream]:
+        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
 
         Args:
             loader: One of this engine's.
-            account: Of whoever asks.
-            consumer: What that one is called.
-            epoch: Which epoch.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            indices: For an order of the client's own, the frames that list what each batch holds.
+            quota: The quota of the client's principal.
+            request: The request.
             authorize: Raises an error if the request's caller may not have the batches any more.
-            said: What the client says besides.
 
         Raises:
-            ServerUnavailable: When the principal has too many consumers.
+            ServerUnavailable: If the principal has too many consumers.
         """
-        key = loader.key
         now = time.monotonic()
-        ask = self._dispatcher.ask(account, consumer, (key, epoch), loader.batches, start, stop, ahead, now)
-        self._loaders[key] = loader
-        if indices:
-            self._lists.setdefault(ask.consumer.run, {})[ask] = indices
+        ask = self._dispatcher.ask(quota, request, loader.batches, now)
+        self._loaders[loader.key] = loader
+        if request.indices:
+            self._lists.setdefault(ask.consumer.run, {})[ask] = request.indices
         self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
-        tally.asks(now, said.report)
+        tally.asks(now, request.report)
         try:
-            yield BatchStream(self, ask, tally, said.trace, authorize)
+            yield BatchStream(self, ask, tally, request.trace, authorize)
         finally:
-            if said.trace is not None:
-                said.trace.end()
+            if request.trace is not None:
+                request.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
             del self._requests[ask]
-            if indices:
+            if request.indices:
                 self._forget_lists(ask)
 
-    def _forget_lists(self, ask: Ask) -> None:
+    def _forget_lists(self, ask: PendingRange) -> None:
         of_run = self._lists[ask.consumer.run]
         del of_run[ask]
         if not of_run:
@@ -241,7 +221,7 @@ class Engine:
         of_run = self._lists.get((address.loader, address.epoch), {})
         return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
 
-    async def _take(self, stream: BatchStream, ask: Ask) -> ReadyFrame:
+    async def _take(self, stream: BatchStream, ask: PendingRange) -> ReadyFrame:
         tally = stream.tally
         frame = self._take_ready(ask, tally)
         if frame is not None:
@@ -271,7 +251,7 @@ class Engine:
                     del self._waiting[address]
                 raise
 
-    def _take_ready(self, ask: Ask, tally: ConsumerCounters) -> ReadyFrame | None:
+    def _take_ready(self, ask: PendingRange, tally: ConsumerCounters) -> ReadyFrame | None:
         frame = self._frames.get(Address(*ask.consumer.run, ask.next))
         if frame is None:
             return None
@@ -308,24 +288,24 @@ class Engine:
         )
         return next(wanting, None)
 
-    def worker_worn(self, worker: int) -> None:
+    def worker_recycling(self, worker: int) -> None:
         """The worker is given nothing more."""
-        self._dispatcher.worker_worn(worker)
+        self._dispatcher.worker_recycling(worker)
 
-    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+    def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
         """What waits behind a batch that takes long is done by others."""
         self._decide_soon()
-        return self._dispatcher.worker_held_up(worker, [task.address for task in tasks])
+        return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
 
-    def worker_goes_on(self, worker: int) -> None:
+    def worker_resumed(self, worker: int) -> None:
         """It can be given work again."""
-        self._dispatcher.worker_goes_on(worker)
+        self._dispatcher.worker_resumed(worker)
         self._decide_soon()
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
         """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
         self.tally.worker_lost()
-        given_up = self._dispatcher.worker_lost(worker, loss.blame, loss.overdue)
+        given_up = self._dispatcher.worker_lost(worker, loss.attribution, loss.overdue)
         for task in tasks:
             if task.address not in given_up:
                 self.tally.retried(task.spec.dataset)
@@ -390,14 +370,14 @@ class Engine:
         """What kept a batch from being begun may have gone."""
         self._decide_soon()
 
-    def relieve(self) -> None:
+    def preempt(self) -> None:
         """Take a worker from whoever has several at work on batches that take long, while somebody else has none."""
         working = {
             state.worker: (state.task.address, state.working_for)
             for state in self._pool.workers()
             if state.ready and state.task is not None and state.working_for >= LONG_SECONDS
         }
-        taken = self._dispatcher.relieve(working)
+        taken = self._dispatcher.preempt(working)
         if taken is not None:
             self._pool.take(taken, "what it made took long, while another client had no worker")
 
@@ -447,10 +427,10 @@ class Engine:
         return self._pool.mapped_bytes()
 
 
-def _told_of(loss: Loss) -> tuple[type[TeleloaderError], str]:
+def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
     """The error that stands in the place of a batch that is given up."""
-    if isinstance(loss.blame, Address):
+    if isinstance(loss.attribution, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
-    if loss.blame == "machine":
+    if loss.attribution == "machine":
         return WorkerDied, f"DataLoader {loss.reason}. The batch was computed again until its time was over"
     return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"

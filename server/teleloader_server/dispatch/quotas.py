@@ -39,7 +39,7 @@ class Memory:
         """Bytes of the frames of all engines."""
 
 
-class Account:
+class Quota:
     """What one principal has taken.
 
     Args:
@@ -106,8 +106,8 @@ def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
     return wait, due + 1.0 / rate if wait <= PATIENCE else due
 
 
-class Accounts:
-    """The accounts of all principals.
+class Quotas:
+    """The quotas of all principals.
 
     Args:
         limits: What each may take.
@@ -117,25 +117,25 @@ class Accounts:
     def __init__(self, limits: ClientLimits, budget: int) -> None:
         self._limits = limits
         self._budget = budget
-        self._accounts: dict[str, Account] = {}
+        self._quotas: dict[str, Quota] = {}
 
-    def of(self, principal: Principal) -> Account:
-        """The account of a principal, which may be new."""
-        known = self._accounts.get(principal.name)
+    def of(self, principal: Principal) -> Quota:
+        """The quota of a principal, which may be new."""
+        known = self._quotas.get(principal.name)
         if known is None:
-            known = Account(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
-            self._accounts[principal.name] = known
+            known = Quota(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
+            self._quotas[principal.name] = known
         known.memory = max(1, int(principal.memory_share * self._budget))
         return known
 
     def forget_idle(self, now: float) -> None:
         """Forget those who have nothing."""
-        for name, account in list(self._accounts.items()):
-            if account.has_nothing and account.due < now - 1.0:
-                del self._accounts[name]
+        for name, quota in list(self._quotas.items()):
+            if quota.has_nothing and quota.due < now - 1.0:
+                del self._quotas[name]
 
 
-class Holdings:
+class BodyBudget:
     """What clients have sent and the server keeps: bodies of requests until they are answered, or specs of loaders.
 
     Args:
@@ -181,23 +181,23 @@ class Holdings:
             del self._held[name]
 
 
-def account_of(scope: Mapping[str, Any]) -> Account | None:
+def quota_of(scope: Mapping[str, Any]) -> Quota | None:
     """Whose request it is, None where that was not found out."""
-    found: Account | None = scope.get(_KEY)
+    found: Quota | None = scope.get(_KEY)
     return found
 
 
-def note(scope: MutableMapping[str, Any], account: Account) -> None:
+def note(scope: MutableMapping[str, Any], quota: Quota) -> None:
     """Say whose request it is."""
-    scope[_KEY] = account
+    scope[_KEY] = quota
 
 
-_KEY: Final = "teleloader.account"
+_KEY: Final = "teleloader.quota"
 
 
-def too_many(account: Account, limit: int, what: str, option: str) -> ServerUnavailable:
+def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
     """The refusal of one more."""
     return ServerUnavailable(
-        f"{account.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
+        f"{quota.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
         f"{option} in the server's [limits]"
     )

@@ -6,12 +6,18 @@ Nothing is decided here. A consumer says of a batch whether it wants it, and how
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Account
+from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_shared.codec import Address
+from teleloader_shared.messages import ConsumerReport
 
-Run = tuple[str, int]
+if TYPE_CHECKING:
+    from teleloader_server.dispatch.tracing import RequestTrace
+
+Epoch = tuple[str, int]
 """One epoch of one loader: (key, epoch)."""
 
 
@@ -42,9 +48,30 @@ class Batch:
     """It is an exception, which is told once and not kept: another try may go better."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRequest:
+    """A client's request for the batches [start, stop) of an epoch, as the endpoint that received it parsed it."""
+
+    consumer: str
+    """Name that the client gives itself."""
+    key: str
+    """The loader's."""
+    epoch: int
+    start: int
+    stop: int
+    prefetch: int = 0
+    """Batches after `stop` that the client will request later."""
+    indices: Mapping[int, bytes] | None = None
+    """With a client-side sampler: the index list of each batch, as a frame."""
+    report: ConsumerReport | None = None
+    """Measurements of the client."""
+    trace: RequestTrace | None = None
+    """Spans of the request; None if it is not traced."""
+
+
 @dataclass(slots=True, eq=False)
-class Ask:
-    """A request for the batches [start, stop) that is being answered."""
+class PendingRange:
+    """The batches [next, stop) of a request, which are not sent yet."""
 
     consumer: Consumer
     next: int
@@ -63,10 +90,10 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Holder:
+class PrincipalShare:
     """A principal, as far as this dispatcher goes."""
 
-    account: Account
+    quota: Quota
     served: float
     """Seconds of worker time spent for it."""
     level: float = 0.0
@@ -75,7 +102,7 @@ class Holder:
     scans_to_skip: int = 0
     was_begun: bool = False
     """Whether the batch that it wished for last was."""
-    hogs: bool = False
+    is_capped: bool = False
     """Whether a worker had to be taken from it: it leaves one to the others."""
 
 
@@ -83,10 +110,10 @@ class Holder:
 class Consumer:
     """One client's passage through one run."""
 
-    holder: Holder
+    principal_share: PrincipalShare
     name: str
-    run: Run
-    state: RunState = field(repr=False)
+    run: Epoch
+    state: EpochState = field(repr=False)
     """What there is of that run."""
     position: int
     """It was sent all batches before this one, or does not want them."""
@@ -95,10 +122,10 @@ class Consumer:
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
     """What it was sent out of order, on another connection."""
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[PendingRange] = field(default_factory=list)
     sending: int = 0
     """Bytes of the answers that it is being sent."""
-    hogs: bool = False
+    is_capped: bool = False
     """As of the principal."""
     ahead_cursor: int = 0
     ahead_stop: int = 0
@@ -107,8 +134,8 @@ class Consumer:
     @property
     def reads_too_little(self) -> bool:
         """Whether nothing is made for it until answers are taken: its own, or in the end all of its principal's."""
-        account = self.holder.account
-        return account.unread > 1 and (self.sending > 0 or account.unread > UNREAD_FACTOR)
+        quota = self.principal_share.quota
+        return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
         """How many batches from now it wants batch k; None when it does not want it."""
@@ -125,7 +152,7 @@ class Consumer:
 
 
 @dataclass(slots=True)
-class RunState:
+class EpochState:
     """What there is of a run, and who goes through it."""
 
     batches: dict[int, Batch] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
 from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
-from teleloader_server.dispatch.engine import NOTHING_SAID, BatchStream, Engine, Loader, Said
-from teleloader_server.dispatch.quotas import Account, Accounts, Holdings, Memory, too_many
+from teleloader_server.dispatch.engine import BatchStream, Engine, Loader
+from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas, too_many
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
 from teleloader_server.workers.factory import Host
@@ -47,7 +48,7 @@ class _Known(NamedTuple):
     loader: Loader
     length: int | None
     """What its dataset says of its length."""
-    account: Account
+    quota: Quota
     """Of who registered it."""
     memory: int
     """Bytes that its spec counts for."""
@@ -75,7 +76,7 @@ class _Session(NamedTuple):
 
     starting: asyncio.Task[Engine]
     """It is started, or about to be."""
-    account: Account
+    quota: Quota
     num_workers: int
 
 
@@ -91,7 +92,7 @@ class LoaderService:
     def __init__(self, host: Host, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         self.client_limits = client_limits
-        self.accounts = Accounts(client_limits, limits.memory_budget)
+        self.quotas = Quotas(client_limits, limits.memory_budget)
         """What each principal has taken."""
         self._memory = Memory(limits.memory_budget)
         self._draining = asyncio.Event()
@@ -106,7 +107,7 @@ class LoaderService:
         self.is_shared: Callable[[], bool] = lambda: False
         """Says whether there are several principals, where somebody knows."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
-        self._specs = Holdings(
+        self._specs = BodyBudget(
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
         self._sessions: dict[str, _Session] = {}
@@ -232,51 +233,51 @@ class LoaderService:
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
         _check_kind(spec, info)
-        account = self.accounts.of(caller.authorize(READ, info.name))
+        quota = self.quotas.of(caller.authorize(READ, info.name))
         batches = MAX_EPOCH
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
         memory = spec.memory
-        self._reserve(account, memory)
+        self._reserve(quota, memory)
         try:
-            engine = await self._engine_of(key, spec, info, account)
+            engine = await self._engine_of(key, spec, info, quota)
             if key not in self._loaders:  # nobody asked for the same meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
-                self._loaders[key] = _Known(loader, info.length, account, memory)
-                account.counts["loaders"] += 1
+                self._loaders[key] = _Known(loader, info.length, quota, memory)
+                quota.counts["loaders"] += 1
                 memory = 0
         finally:
-            self._specs.give_back(account.name, memory)
+            self._specs.give_back(quota.name, memory)
 
-    def _reserve(self, account: Account, nbytes: int) -> None:
+    def _reserve(self, quota: Quota, nbytes: int) -> None:
         """Make room for one more loader of a principal, by forgetting loaders of its own.
 
         Raises:
             ServerUnavailable: When those that it uses leave no room for so many bytes.
         """
         most = self.client_limits.max_loaders
-        while account.counts["loaders"] >= most or not self._specs.has_room(account.name, nbytes):
-            if not self._forget_some_loaders(account):
+        while quota.counts["loaders"] >= most or not self._specs.has_room(quota.name, nbytes):
+            if not self._forget_some_loaders(quota):
                 break
-        self._specs.take(account.name, nbytes)
+        self._specs.take(quota.name, nbytes)
 
-    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, account: Account) -> Engine:
+    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
         own = self._host.own_pool(spec, info)
         if own is None:
             return await self._shared_engine()
         if key not in self._sessions:
-            self._refuse_too_many(account, own.num_workers)
+            self._refuse_too_many(quota, own.num_workers)
             # a client that asks for workers has them used as torch uses them; user code may count on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             if own.num_workers == 0:
                 in_turn = 0
             engine = Engine(own, self._memory, self.counters, in_turn)
-            self._sessions[key] = _Session(_apart(_started(engine)), account, own.num_workers)
-            account.counts["sessions"] += 1
-            account.counts["session workers"] += own.num_workers
+            self._sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
+            quota.counts["sessions"] += 1
+            quota.counts["session workers"] += own.num_workers
         session = self._sessions[key]
         try:
             engine = await asyncio.shield(session.starting)
@@ -288,14 +289,14 @@ class LoaderService:
             raise ServerUnavailable("the session was ended while its workers were started: register it again")
         return engine
 
-    def _refuse_too_many(self, account: Account, num_workers: int) -> None:
-        limits, counts = self.client_limits, account.counts
-        if not account.is_alone:
+    def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
+        limits, counts = self.client_limits, quota.counts
+        if not quota.is_alone:
             if counts["sessions"] >= (most := limits.max_sessions_per_principal):
-                raise too_many(account, most, "sessions", "max_sessions_per_principal")
+                raise too_many(quota, most, "sessions", "max_sessions_per_principal")
             if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
                 what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
-                raise too_many(account, most, what, "max_session_workers_per_principal")
+                raise too_many(quota, most, what, "max_session_workers_per_principal")
         if len(self._sessions) >= limits.max_sessions:
             raise ServerUnavailable(
                 f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): ask later, or "
@@ -313,14 +314,14 @@ class LoaderService:
         """Count it no more."""
         session = self._sessions.pop(key, None)
         if session is not None:
-            session.account.counts["sessions"] -= 1
-            session.account.counts["session workers"] -= session.num_workers
+            session.quota.counts["sessions"] -= 1
+            session.quota.counts["session workers"] -= session.num_workers
         return session
 
     def _drop_loader(self, key: str) -> None:
         known = self._loaders.pop(key)
-        known.account.counts["loaders"] -= 1
-        self._specs.give_back(known.account.name, known.memory)
+        known.quota.counts["loaders"] -= 1
+        self._specs.give_back(known.quota.name, known.memory)
         known.loader.engine.forget_loader(key)
 
     async def _shared_engine(self) -> Engine:
@@ -357,7 +358,7 @@ class LoaderService:
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
-    def _forget_some_loaders(self, account: Account) -> int:
+    def _forget_some_loaders(self, quota: Quota) -> int:
         """Forget the loaders of a principal that were requested longest ago and are not in use, some at once.
 
         Returns:
@@ -367,7 +368,7 @@ class LoaderService:
         idle = [
             key
             for key, known in self._loaders.items()
-            if known.account is account and key not in in_use and key not in self._sessions
+            if known.quota is quota and key not in in_use and key not in self._sessions
         ]
         forgotten = idle[: max(1, self.client_limits.max_loaders // 16)]
         for key in forgotten:
@@ -406,7 +407,7 @@ class LoaderService:
     def _resolve(self, caller: Caller, key: str) -> _Known:
         known = self._loaders.get(key)
         principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
-        if known is not None and known.loader.spec.session is not None and known.account.name != principal.name:
+        if known is not None and known.loader.spec.session is not None and known.quota.name != principal.name:
             known = None  # a session is of whoever began it: another one that asks for batches would move it on
         if known is not None and known.loader.spec.in_process:
             caller.authorize(ADMIN)
@@ -456,22 +457,12 @@ class LoaderService:
             raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
 
     @asynccontextmanager
-    async def batches(
-        self, caller: Caller, consumer: str, key: str, epoch: int, start: int, stop: int, ahead: int,
-        indices: Mapping[int, bytes] | None = None, said: Said = NOTHING_SAID,
-    ) -> AsyncIterator[BatchStream]:  # fmt: skip
-        """The batches [start, stop) of an epoch; work on them, and `ahead` more, begins now.
+    async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
+        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
 
         Args:
             caller: The client.
-            consumer: What it calls itself.
-            key: The loader's.
-            epoch: Which epoch.
-            start: The first batch.
-            stop: The batch after the last.
-            ahead: How many more will be wanted.
-            indices: For an order of the client's own, the frames that list what each batch holds.
-            said: What the client says besides.
+            request: The request.
 
         Raises:
             AccessDenied: When the caller may not use the loader's dataset; also later, in the place of a batch.
@@ -482,20 +473,20 @@ class LoaderService:
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
-        if ahead > most:
-            raise InvalidSpec(f"ahead must be at most {most:,} on this server (max_batches_per_request), was {ahead:,}")
-        loader = self.loader(caller, key, epoch, start, stop - 1)
-        if (loader.spec.order == "client") != (indices is not None):
-            what = "POST the indices of each batch" if indices is None else "its batches hold what the plan says: GET"
-            raise InvalidSpec(f"loader {key[:64]!r} has the order {loader.spec.order!r}: {what}")
-        if loader.spec.order == "client":
-            ahead = 0
+        if request.prefetch > most:
+            raise InvalidSpec(
+                f"ahead must be at most {most:,} on this server (max_batches_per_request), was {request.prefetch:,}"
+            )
+        loader = self.loader(caller, request.key, request.epoch, request.start, request.stop - 1)
+        lists = request.indices is not None
+        if (loader.spec.order == "client") != lists:
+            what = "GET batches: the server knows their indices" if lists else "POST the indices of each batch"
+            raise InvalidSpec(f"loader {request.key[:64]!r} has the order {loader.spec.order!r}: {what}")
+        if lists and request.prefetch:
+            request = replace(request, prefetch=0)
         dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
-        account = self.accounts.of(caller.authorize(need, dataset))
-        asked = loader.engine.batches(
-            loader, account, consumer, epoch, start, stop, ahead, indices or {},
-            lambda: caller.authorize(need, dataset), said,
-        )  # fmt: skip
+        quota = self.quotas.of(caller.authorize(need, dataset))
+        asked = loader.engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
         async with asked as stream:
             with self.revocable(caller, need, dataset, stream.end):
                 yield stream
@@ -542,9 +533,9 @@ class LoaderService:
             AccessDenied: When the caller may not have them any more.
         """
         of.authorize()
-        consumer, account = of.consumer, of.consumer.holder.account
+        consumer, quota = of.consumer, of.consumer.principal_share.quota
         self._sending += nbytes
-        account.sending += nbytes
+        quota.sending += nbytes
         consumer.sending += nbytes
         loop = of.tally.loop
         loop.sending.begin(time.monotonic())
@@ -554,8 +545,8 @@ class LoaderService:
         finally:
             loop.sending.end(time.monotonic())
             self._sending -= nbytes
-            was_too_much = account.unread > 1
-            account.sending -= nbytes
+            was_too_much = quota.unread > 1
+            quota.sending -= nbytes
             consumer.sending -= nbytes
             if was_too_much:
                 for engine in self._engines():
@@ -567,8 +558,8 @@ class LoaderService:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
             for engine in self._engines():
                 engine.forget_idle()
-                engine.relieve()
-            self.accounts.forget_idle(time.monotonic())
+                engine.preempt()
+            self.quotas.forget_idle(time.monotonic())
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
                 continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
             for key, engine in self._session_engines().items():

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from teleloader_server.dispatch.quotas import Account, Memory
-from teleloader_server.dispatch.records import Batch, Consumer, Holder, Run, RunState
+from teleloader_server.dispatch.quotas import Memory, Quota
+from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochState, PrincipalShare
 from teleloader_shared.codec import Address
 
 CACHE_SHARE: Final = 1 / 8
@@ -49,7 +49,7 @@ class Store:
         """Ready batches that nobody wants, the longest unused first."""
         self._told: dict[Address, None] = {}
         """Failures that were sent."""
-        self._runs: dict[Run, RunState] = {}
+        self._runs: dict[Epoch, EpochState] = {}
         """Those of which there is a batch or a consumer."""
         self.used = 0
         """Bytes of the frames that are kept, and estimates of those that are being made."""
@@ -85,13 +85,13 @@ class Store:
         self._resize(batch, nbytes)
         batch.ready = True
         batch.failed = failed
-        self.let_go(state, (address.batch,))
+        self.mark_unwanted(state, (address.batch,))
         return batch
 
     def sent(self, consumer: Consumer, k: int) -> None:
         """Batch k was sent to a consumer."""
         state = consumer.state
-        self.let_go(state, (k,))
+        self.mark_unwanted(state, (k,))
         batch = state.batches.get(k)
         if batch is not None and batch.failed:
             self._told[batch.address] = None
@@ -125,9 +125,9 @@ class Store:
         batch.nbytes = nbytes
         self.used += more
         self._memory.used += more
-        batch.consumer.holder.account.frames += more
+        batch.consumer.principal_share.quota.frames += more
 
-    def _drop_empty(self, run: Run) -> None:
+    def _drop_empty(self, run: Epoch) -> None:
         state = self._runs[run]
         if not state.batches and not state.consumers:
             del self._runs[run]
@@ -136,10 +136,10 @@ class Store:
 
     # -- who wants what
 
-    def join(self, holder: Holder, name: str, run: Run, position: int, now: float) -> Consumer:
+    def join(self, principal_share: PrincipalShare, name: str, run: Epoch, position: int, now: float) -> Consumer:
         """A principal has a new consumer, which goes through a run from there on."""
-        state = self._runs.setdefault(run, RunState())
-        consumer = Consumer(holder, name, run, state, position, holder.level, now)
+        state = self._runs.setdefault(run, EpochState())
+        consumer = Consumer(principal_share, name, run, state, position, principal_share.level, now)
         state.consumers.append(consumer)
         self.want_again(state, state.batches)
         return consumer
@@ -152,7 +152,7 @@ class Store:
         # once for all of them: hundreds may go at a time, and each look is at every batch
         for run in {consumer.run for consumer in gone}:
             state = self._runs[run]
-            self.let_go(state, state.batches)
+            self.mark_unwanted(state, state.batches)
             self._drop_empty(run)
 
     def move(self, consumer: Consumer, position: int) -> None:
@@ -162,18 +162,18 @@ class Store:
         if position < before:
             self.want_again(state, state.batches)
         elif position - before <= len(state.batches):
-            self.let_go(state, range(before, position))
+            self.mark_unwanted(state, range(before, position))
         else:
-            self.let_go(state, state.batches)
+            self.mark_unwanted(state, state.batches)
 
-    def want_again(self, state: RunState, numbers: Iterable[int]) -> None:
+    def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
         """Keep those of these batches of a run that somebody wants by now."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch.address in self._unwanted and state.wants(k):
                 del self._unwanted[batch.address]
 
-    def let_go(self, state: RunState, numbers: Iterable[int]) -> None:
+    def mark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
         """Mark those of these batches of a run that nobody wants."""
         for k in numbers:
             batch = state.batches.get(k)
@@ -194,86 +194,88 @@ class Store:
             evicted.append(self._evict(next(iter(self._unwanted))))
         return evicted
 
-    def is_full(self, holder: Holder, nbytes: int) -> bool:
+    def is_full(self, principal_share: PrincipalShare, nbytes: int) -> bool:
         """Whether there is no room for so many bytes more of a principal."""
-        return self._lacks(nbytes, None) or self._lacks(nbytes, holder.account)
+        return self._lacks(nbytes, None) or self._lacks(nbytes, principal_share.quota)
 
-    def _lacks(self, nbytes: int, account: Account | None) -> bool:
+    def _lacks(self, nbytes: int, quota: Quota | None) -> bool:
         """Whether there is no room for more in a principal's share of the memory; None stands for all of it."""
-        if account is not None:
-            return account.frames + nbytes > account.memory
+        if quota is not None:
+            return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
-    def make_room(self, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool) -> list[Evict]:
+    def make_room(
+        self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
+    ) -> list[Evict]:
         """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it.
 
         Returns:
             What was let go.
         """
         evicted: list[Evict] = []
-        for account in (holder.account, None):
-            if self._lacks(nbytes, account):
-                evicted += self._make_room_of(account, nbytes, distance, holder, at_any_price=at_any_price)
-                if not at_any_price and self._lacks(nbytes, account):
+        for quota in (principal_share.quota, None):
+            if self._lacks(nbytes, quota):
+                evicted += self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
+                if not at_any_price and self._lacks(nbytes, quota):
                     break
         return evicted
 
     def _make_room_of(
-        self, account: Account | None, nbytes: int, distance: int, holder: Holder, *, at_any_price: bool
+        self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
     ) -> list[Evict]:
         """Make room in a principal's share by its own batches, or in all of the memory by anybody's."""
         evicted: list[Evict] = []
-        if at_any_price or self._would_fit(account, nbytes, []):
-            evicted += self._evict_unwanted(account, nbytes)
-            if not self._lacks(nbytes, account):
+        if at_any_price or self._would_fit(quota, nbytes, []):
+            evicted += self._evict_unwanted(quota, nbytes)
+            if not self._lacks(nbytes, quota):
                 return evicted
         # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
-        if holder.scans_to_skip and not at_any_price:
-            holder.scans_to_skip -= 1
+        if principal_share.scans_to_skip and not at_any_price:
+            principal_share.scans_to_skip -= 1
             return evicted
-        candidates = self._may_go(account, distance, at_any_price=at_any_price)
+        candidates = self._may_go(quota, distance, at_any_price=at_any_price)
         later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
-        if not at_any_price and not self._would_fit(account, nbytes, later):
-            holder.scans_to_skip = self._count // 16
+        if not at_any_price and not self._would_fit(quota, nbytes, later):
+            principal_share.scans_to_skip = self._count // 16
             return evicted
-        evicted += self._evict_unwanted(account, nbytes)
-        used, budget = self._room(account)
+        evicted += self._evict_unwanted(quota, nbytes)
+        used, budget = self._room(quota)
         enough = min(0.9 * budget, budget - nbytes)
         for batch in later:
-            if used <= enough and (account is not None or self._count < 0.9 * MAX_BATCHES):
+            if used <= enough and (quota is not None or self._count < 0.9 * MAX_BATCHES):
                 break
             used -= batch.nbytes
             evicted.append(self._evict(batch.address))
         return evicted
 
-    def _room(self, account: Account | None) -> tuple[int, int]:
+    def _room(self, quota: Quota | None) -> tuple[int, int]:
         """Bytes that are used, and that may be."""
-        if account is not None:
-            return account.frames, account.memory
+        if quota is not None:
+            return quota.frames, quota.memory
         return self._memory.used, self._memory.budget
 
-    def _evict_unwanted(self, account: Account | None, nbytes: int) -> list[Evict]:
+    def _evict_unwanted(self, quota: Quota | None, nbytes: int) -> list[Evict]:
         """Let go of what nobody wants, the longest unused first, until there is room."""
         evicted = []
         for address in list(self._unwanted):
-            if not self._lacks(nbytes, account):
+            if not self._lacks(nbytes, quota):
                 break
-            if self._is_of(account, address):
+            if self._is_of(quota, address):
                 evicted.append(self._evict(address))
         return evicted
 
-    def _would_fit(self, account: Account | None, nbytes: int, later: list[Batch]) -> bool:
+    def _would_fit(self, quota: Quota | None, nbytes: int, later: list[Batch]) -> bool:
         """Whether there is room when all that nobody wants, and `later`, is let go."""
-        unwanted = [self.batch(address) for address in self._unwanted if self._is_of(account, address)]
+        unwanted = [self.batch(address) for address in self._unwanted if self._is_of(quota, address)]
         going = [*unwanted, *later]
-        used, budget = self._room(account)
+        used, budget = self._room(quota)
         fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
-        return fits and (account is not None or self._count - len(going) < MAX_BATCHES)
+        return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
 
-    def _is_of(self, account: Account | None, address: Address) -> bool:
-        return account is None or self.batch(address).consumer.holder.account is account
+    def _is_of(self, quota: Quota | None, address: Address) -> bool:
+        return quota is None or self.batch(address).consumer.principal_share.quota is quota
 
-    def _may_go(self, account: Account | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
+    def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
         """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
 
         Those are wanted by consumers that are not there at the moment, and may never be again.
@@ -284,7 +286,7 @@ class Store:
             asks = [ask for consumer in state.consumers for ask in consumer.asks]
             for k, batch in state.batches.items():
                 found = state.distance(k)
-                if not batch.ready or found is None or not self._is_of(account, batch.address):
+                if not batch.ready or found is None or not self._is_of(quota, batch.address):
                     continue
                 if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
                     yield found, batch

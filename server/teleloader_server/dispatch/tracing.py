@@ -27,7 +27,7 @@ class Made(NamedTuple):
     report: Report
 
 
-class AnswerTrace:
+class RequestTrace:
     """The spans of one request.
 
     Args:
@@ -44,7 +44,7 @@ class AnswerTrace:
         self._began = time.time_ns()
 
     @classmethod
-    def begin(cls, traceparent: str) -> AnswerTrace | None:
+    def begin(cls, traceparent: str) -> RequestTrace | None:
         """The trace of a request that came with such a header; None where it is not to be traced."""
         if not tracing.is_on() or not traceparent:
             return None

@@ -318,7 +318,7 @@ def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
-        token=consumer.holder.account.name,
+        token=consumer.principal_share.quota.name,
         dataset=loader.spec.dataset,
         loader=loader.key,
         rank=loader.spec.rank,

@@ -18,14 +18,15 @@ from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.auth.tls import Renewal, TlsFiles
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.request_ids import Identified
 from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.web.authentication import Authentication
 from teleloader_server.web.batches import make_router
 from teleloader_server.web.dashboard import add_dashboard
-from teleloader_server.web.guard import Connection, Watch, connections_for
+from teleloader_server.web.guard import Connection, observed
+from teleloader_server.web.guard_manager import ConnectionManager, connections_for
 from teleloader_server.web.problem_responses import DOCUMENTED, handle_problems
 from teleloader_server.web.sign_in import make_access_router
 from teleloader_server.web.status import make_status_router
@@ -75,13 +76,13 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
     )
     app.state.authenticator = authenticator or Authenticator()
     app.state.authenticator.on_change = service.tokens_changed
-    app.state.rate_limiter = RateLimiter(service.accounts, service.client_limits.max_requests_per_second)
+    app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)
     service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
     app.state.service = service
     app.state.collector = StatsCollector(service)
-    app.state.holdings = Holdings(service.client_limits.max_buffered_request_bytes, service.is_shared)
+    app.state.body_budget = BodyBudget(service.client_limits.max_buffered_request_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
     for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
@@ -120,18 +121,18 @@ class Server(uvicorn.Server):
         most = min(limits.max_connections, connections_for(service.limits.num_workers))
         limits = dataclasses.replace(limits, max_connections=most)
         self.authenticator = authenticator or Authenticator()
-        self._watch = Watch(limits, self.authenticator)
-        service.connections = lambda: len(self._watch.connections)
+        self._connections = ConnectionManager(limits, self.authenticator)
+        service.connections = lambda: len(self._connections.connections)
         self._told_to_exit = asyncio.Event()
         app = create_app(service, self.authenticator)
         self._collector: StatsCollector = app.state.collector
         super().__init__(
             uvicorn.Config(
-                Identified(app),
+                observed(Identified(app)),
                 host=host,
                 port=port,
-                http=Connection,
-                ws=cast("type[asyncio.Protocol]", functools.partial(WebSocketConnection, self._watch)),
+                http="httptools",
+                ws=cast("type[asyncio.Protocol]", functools.partial(WebSocketConnection, self._connections)),
                 ws_max_size=MAX_MESSAGE_BYTES,
                 # a dead peer is found by the kernel, and one that is slow to read a large batch is none
                 ws_ping_interval=None,
@@ -198,11 +199,11 @@ class Server(uvicorn.Server):
             for bound in sockets or ()
         ]  # fmt: skip
         self.started = True
-        self._always = [asyncio.create_task(self._watch.keep()), asyncio.create_task(self._collector.run())]
+        self._always = [asyncio.create_task(self._connections.run()), asyncio.create_task(self._collector.run())]
         self.listening.set()
 
     def _connection(self) -> Connection:
-        return Connection(self._watch, config=self.config, server_state=self.server_state, app_state={})
+        return Connection(self._connections, self.config, self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, finish what was asked, close.
@@ -211,12 +212,12 @@ class Server(uvicorn.Server):
         go elsewhere. What is not done when the grace ends is broken off, clients that do not read among it.
         """
         self._service.drain()
-        self._watch.drain()
+        self._connections.drain()
         # told in time, whoever still waits for a batch gets an answer that says so
         if not await self._answered(0.8 * self._grace):
             self._service.give_up(ServerUnavailable("the server is stopping: ask another one, or later"))
             await self._answered(0.1 * self._grace)
-        self._watch.abort()
+        self._connections.abort()
         await super().shutdown(sockets)
         for task in self._always:
             task.cancel()
@@ -225,7 +226,7 @@ class Server(uvicorn.Server):
 
     async def _answered(self, seconds: float) -> bool:
         """Wait until all answers are sent, so long, or until nobody wants to wait any more; whether they are."""
-        answered = asyncio.create_task(self._watch.answered(seconds))
+        answered = asyncio.create_task(self._connections.wait_responded(seconds))
         while not answered.done() and not self.force_exit:
             await asyncio.wait({answered}, timeout=0.05)
         answered.cancel()

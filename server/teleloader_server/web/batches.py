@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -17,10 +17,11 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from teleloader_server.config import ClientLimits
-from teleloader_server.dispatch.engine import BatchStream, Said
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.engine import BatchStream
+from teleloader_server.dispatch.quotas import BodyBudget
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.dispatch.tracing import AnswerTrace
+from teleloader_server.dispatch.tracing import RequestTrace
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
@@ -215,7 +216,7 @@ def service_of(connection: HTTPConnection) -> LoaderService:
 
 
 def make_router() -> APIRouter:
-    """Return the endpoints for loaders and batches; they use `service` and `holdings` of the application's state."""
+    """Return the endpoints for loaders and batches; they use `service` and `body_budget` of the application's state."""
     router = APIRouter(route_class=GuardedRoute)
     _add_loaders(router)
     _add_batches(router)
@@ -253,7 +254,7 @@ def _add_loaders(router: APIRouter) -> None:
                 f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
                 "release of teleloader on both sides"
             )
-        async with bodies_of(request).read(request, "max_spec_bytes") as body:
+        async with body_reader_of(request).read(request, "max_spec_bytes") as body:
             # in a thread: the states of many shards have hundreds of kilobytes
             spec = await asyncio.to_thread(parsed_spec, b"".join([piece async for piece in body]))
         return await service_of(request).register(spec, caller_of(request))
@@ -296,9 +297,12 @@ def _add_batches(router: APIRouter) -> None:
         immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=immutable)
-        who = consumer or address_of(request)
-        said = said_with(request, report)
-        asked = service.batches(caller, who, key, epoch, k, k + 1, ahead, said=said)
+        asked = service.batches(
+            caller,
+            RangeRequest(
+                **client_of(request, consumer, report), key=key, epoch=epoch, start=k, stop=k + 1, prefetch=ahead
+            ),
+        )
         async with asked as stream, departure(request.receive) as gone:
             frame = await unless(gone, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
@@ -325,11 +329,15 @@ def _add_batches(router: APIRouter) -> None:
     ) -> Response:
         if stop <= start:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
-        who = consumer or address_of(request)
         if not ready and request.scope["http_version"] == "1.0":
             raise HttpProblem(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
-        service, said = service_of(request), said_with(request, report)
-        asked = service.batches(caller_of(request), who, key, epoch, start, stop, ahead, said=said)
+        service = service_of(request)
+        asked = service.batches(
+            caller_of(request),
+            RangeRequest(
+                **client_of(request, consumer, report), key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead
+            ),
+        )
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
     @router.post(
@@ -350,23 +358,26 @@ def _add_batches(router: APIRouter) -> None:
     ) -> Response:
         service, caller = service_of(request), caller_of(request)
         rules = service.index_rules(caller, key, epoch, start)
-        async with bodies_of(request).read(request, "max_body_bytes") as body:
+        async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
                 raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
-            stop = start + len(indices)
-            who = consumer or address_of(request)
-            said = said_with(request, report)
-            asked = service.batches(caller, who, key, epoch, start, stop, 0, indices, said)
+            asked = service.batches(
+                caller,
+                RangeRequest(
+                    **client_of(request, consumer, report), key=key, epoch=epoch, start=start,
+                    stop=start + len(indices), indices=indices,
+                ),
+            )  # fmt: skip
             return await ready_answer(request, service, asked)
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of requests, which together have a limit: each connection may send one."""
 
-    def __init__(self, limits: ClientLimits, holdings: Holdings) -> None:
+    def __init__(self, limits: ClientLimits, body_budget: BodyBudget) -> None:
         self._limits = limits
-        self._holdings = holdings
+        self._body_budget = body_budget
 
     @asynccontextmanager
     async def read(
@@ -396,20 +407,20 @@ class Bodies:
             async for piece in request.stream():
                 if held + len(piece) > limit:
                     raise too_large
-                self._holdings.take(owner, len(piece))
+                self._body_budget.take(owner, len(piece))
                 held += len(piece)
                 yield piece
 
         try:
             yield pieces()
         finally:
-            self._holdings.give_back(owner, held)
+            self._body_budget.give_back(owner, held)
 
 
-def bodies_of(request: Request) -> Bodies:
+def body_reader_of(request: Request) -> BodyReader:
     """Return the reader of request bodies of the application that handles a request."""
     state = request.app.state
-    return Bodies(state.service.client_limits, state.holdings)
+    return BodyReader(state.service.client_limits, state.body_budget)
 
 
 def parsed_spec(body: bytes) -> LoaderSpec:
@@ -445,9 +456,27 @@ def _parsed_json(body: bytes) -> object:
     return parsed
 
 
-def said_with(request: Request, report: str) -> Said:
-    """What comes with a request besides."""
-    return Said(ConsumerReport.from_header(report), AnswerTrace.begin(request.headers.get(TRACE_HEADER, "")))
+class _Client(TypedDict):
+    """Fields of a `RangeRequest` that describe its client."""
+
+    consumer: str
+    report: ConsumerReport | None
+    trace: RequestTrace | None
+
+
+def client_of(request: Request, consumer: str, report: str) -> _Client:
+    """Return what a request says of its client.
+
+    Args:
+        request: The request.
+        consumer: Its consumer header, "" if it has none.
+        report: Its report header, "" if it has none.
+    """
+    return {
+        "consumer": consumer or address_of(request),
+        "report": ConsumerReport.from_header(report),
+        "trace": RequestTrace.begin(request.headers.get(TRACE_HEADER, "")),
+    }
 
 
 def address_of(connection: HTTPConnection) -> str:

@@ -7,7 +7,7 @@ nothing is made that was not asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Final, NamedTuple
 
@@ -16,7 +16,8 @@ from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
 from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.engine import BatchStream
-from teleloader_server.dispatch.quotas import Holdings
+from teleloader_server.dispatch.quotas import BodyBudget
+from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import READ, needs
@@ -37,17 +38,17 @@ SERVICE_RESTART: Final = 1012
 """How it is closed by a server that is stopping, or that cannot make batches."""
 
 
-class Ask(NamedTuple):
-    """The batches [start, stop) of an epoch."""
+class RequestedRange(NamedTuple):
+    """The batches that a message requests."""
 
     epoch: int
     start: int
     stop: int
-    indices: Mapping[int, bytes] | None = None
-    """For an order of the client's own, the frames that list what each batch holds."""
+    indices: dict[int, bytes] | None = None
+    """With a client-side sampler: the index list of each batch, as a frame."""
 
 
-def parse_range(message: bytes, limits: ClientLimits) -> Ask:
+def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
     """Read an ask for batches of the plan.
 
     Raises:
@@ -66,10 +67,10 @@ def parse_range(message: bytes, limits: ClientLimits) -> Ask:
         raise InvalidSpec(
             f"an ask must be for 1 to {most:,} batches (max_batches_per_request), was for [{start}, {stop})"
         )
-    return Ask(epoch, start, stop)
+    return RequestedRange(epoch, start, stop)
 
 
-async def parse_lists(message: bytes, loader: str, rules: Rules) -> Ask:
+async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRange:
     """Read an ask for batches whose indices it lists.
 
     Raises:
@@ -78,7 +79,7 @@ async def parse_lists(message: bytes, loader: str, rules: Rules) -> Ask:
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:
         raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
-    return Ask(first.epoch, first.batch, first.batch + len(indices), indices)
+    return RequestedRange(first.epoch, first.batch, first.batch + len(indices), indices)
 
 
 async def _pieces(message: bytes) -> AsyncIterator[bytes]:
@@ -92,14 +93,14 @@ class Conversation:
         socket: The connection, accepted.
         service: Who makes batches.
         loader: Key of the loader that the connection is for.
-        holdings: What clients have sent and is kept; lists of indices count there until they are answered.
+        body_budget: What clients have sent and is kept; lists of indices count there until they are answered.
     """
 
-    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, holdings: Holdings) -> None:
+    def __init__(self, socket: WebSocket, service: LoaderService, loader: str, body_budget: BodyBudget) -> None:
         self._socket = socket
         self._service = service
         self._loader = loader
-        self._holdings = holdings
+        self._body_budget = body_budget
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -166,16 +167,15 @@ class Conversation:
             kept = sum(map(len, ask.indices.values())) if ask.indices else 0
             owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_batches_per_request or (
-                self._kept and not self._holdings.has_room(owner, kept)
+                self._kept and not self._body_budget.has_room(owner, kept)
             ):
                 self._sent.clear()
                 await self._sent.wait()
             ending = AsyncExitStack()
             self._keep(owner, kept, ending)
             self._outstanding += count
-            asked = self._service.batches(
-                self._caller, self._consumer, self._loader, ask.epoch, ask.start, ask.stop, 0, ask.indices
-            )
+            request = RangeRequest(consumer=self._consumer, key=self._loader, **ask._asdict())
+            asked = self._service.batches(self._caller, request)
             try:
                 self._asked.put_nowait((await ending.enter_async_context(asked), ending))
             except BaseException:
@@ -187,10 +187,10 @@ class Conversation:
 
         def give_back() -> None:
             self._kept -= nbytes
-            self._holdings.give_back(name, nbytes)
+            self._body_budget.give_back(name, nbytes)
             self._sent.set()
 
-        self._holdings.take(name, nbytes)
+        self._body_budget.take(name, nbytes)
         self._kept += nbytes
         ending.callback(give_back)
 
@@ -227,7 +227,7 @@ class Conversation:
 
 
 def make_stream_router() -> APIRouter:
-    """Return the WebSocket endpoint; it uses the `service` and `holdings` of the application's state."""
+    """Return the WebSocket endpoint; it uses the `service` and `body_budget` of the application's state."""
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
@@ -242,6 +242,6 @@ def make_stream_router() -> APIRouter:
             await socket.send_denial_response(problem_of(error))
             return
         await socket.accept()  # later refusals are messages
-        await Conversation(socket, service_of(socket), key, socket.app.state.holdings).run()
+        await Conversation(socket, service_of(socket), key, socket.app.state.body_budget).run()
 
     return router

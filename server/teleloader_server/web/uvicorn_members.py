@@ -1,7 +1,8 @@
 """Members of uvicorn and websockets that the server overrides or uses, although they are not documented for that.
 
-Another version may rename one: the override would then never be called, and a limit would hold no more, without an
-error. So each is looked up by its name when the server starts.
+Another version may rename one. The override would never be called, and a limit would be disabled without an error, so
+each member is looked up by its name when the server starts. (`guard` overrides nothing: it calls the methods that
+asyncio defines, and `shutdown`, and a missing one raises an error for the first request.)
 """
 
 from __future__ import annotations
@@ -12,27 +13,15 @@ from types import FunctionType
 from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.server import ServerProtocol
 
 from teleloader_server.config import ConfigError
 
 TESTED: Final = {"uvicorn": "0.54.0", "websockets": "17.4"}
-"""Versions that the container images have and the tests run with."""
+"""Versions in the container images, with which the tests run."""
 
 MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
-    HttpToolsProtocol: (
-        "_should_upgrade", "_unset_keepalive_if_required", "client", "connection_lost", "connection_made", "cycle",
-        "data_received", "expect_100_continue", "flow", "handle_websocket_upgrade", "headers", "loop", "on_body",
-        "on_header", "on_headers_complete", "on_message_begin", "on_message_complete", "on_response_complete", "on_url",
-        "parser", "pause_writing", "resume_writing", "server_state", "shutdown", "transport", "url",
-    ),
-    RequestResponseCycle: (
-        "disconnected", "keep_alive", "message_event", "response_complete", "response_started", "scope",
-    ),
-    FlowControl: ("read_paused", "resume_reading"),
     WebSocketsSansIOProtocol: (
         "client", "close_sent", "conn", "connection_lost", "connection_made", "curr_msg_data_type", "data_received",
         "default_headers", "frames", "handle_bytes", "handle_cont", "handle_parser_exception", "handle_ping",

@@ -1,4 +1,9 @@
-"""WebSocket connections: uvicorn's, held to the limits of connections.py, which send frames without copying them."""
+"""WebSocket connections: uvicorn's protocol with limits, which sends frames without copying them.
+
+It remains a subclass. Limits on fragments, unfinished messages and pongs need the events of uvicorn's parser, and a
+parser in front of it, as in `guard`, would parse and mask every frame twice. `uvicorn_members` checks at start-up that
+all members exist that this class overrides or uses.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,18 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
-from teleloader_server.dispatch.quotas import Account, account_of
+from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import HttpProblem
-from teleloader_server.web.guard import Unread, Watch, break_off, last_answer
+from teleloader_server.web.guard_manager import ConnectionManager
+from teleloader_server.web.guard_rules import ArrivalRate, SlowReader
+from teleloader_server.web.guard_transport import break_off, final_response, unread_bytes
 from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024
-"""Of what a client sends: connections are many, and each may send one."""
+"""Size of a message from a client: each of many connections may send one."""
 MAX_FRAGMENTS: Final = 64
-"""In which it may come; an empty one takes memory too."""
+"""Number of fragments of a message: an empty one takes memory too."""
 PIECE_BYTES: Final = 4096
 """Bytes that are parsed at a time: up to 680 frames, which take the event loop some milliseconds."""
 _BINARY: Final = 0x80 | Opcode.BINARY
@@ -29,13 +36,18 @@ _MESSAGE_TOO_BIG: Final = 1009
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """One connection; see the module. A `Connection` that is asked for a WebSocket makes it."""
+    """Protocol of one connection, which takes over from the `Connection` that received the request.
 
-    def __init__(self, watch: Watch, **of_uvicorn: Any) -> None:
+    Args:
+        manager: Manages all connections of the server.
+        of_uvicorn: Arguments of uvicorn.
+    """
+
+    def __init__(self, manager: ConnectionManager, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        # the lines of the library for debugging show all headers, and with them tokens and cookies
+        # the library's debug lines show all headers, and with them tokens and cookies
         self.conn.debug = False
-        self._watch = watch
+        self._manager = manager
         self._fragments = 0
         self._assembled = 0
         """Bytes of the fragments of an unfinished message."""
@@ -44,43 +56,41 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._unparsed = bytearray()
         """Received bytes that wait until the application has taken the messages before them: one read at most."""
         self._is_scheduled = False
-        self._since: float | None = None
-        """The time from which the rate of an unfinished message is measured; None where no message is unfinished."""
-        self._received = 0
-        """Bytes received since then."""
-        self._takes_more = asyncio.Event()
-        self._takes_more.set()
+        self._is_unfinished = False
+        """Whether a message or frame has begun and is incomplete."""
+        self._rate = ArrivalRate(manager.limits, 0.0)
+        """Rate of the unfinished message."""
+        self._slow_reader = SlowReader(manager.limits)
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
 
-    # -- what asyncio calls
+    # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection over."""
+        """Take over the connection."""
         super().connection_made(transport)
         self.address = "" if self.client is None else self.client[0]
-        self._unread = Unread(self.transport, self._watch.limits)
-        self._watch.admit(self)  # it takes the place of the connection that it was
+        self._manager.admit(self)  # there is room: the `Connection` has just left
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release what the connection holds."""
-        self._watch.leave(self)
+        """Release the memory of the connection."""
+        self._manager.leave(self)
         self._unparsed.clear()
-        self._watch.unfinished.give_back(*self._counted)
+        self._manager.unfinished.give_back(*self._counted)
         self._counted = ("", 0)
-        self._takes_more.set()
+        self._is_writable.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Enough waits to be sent."""
-        self._takes_more.clear()
+        """Hold back what the application sends."""
+        self._is_writable.clear()
 
     def resume_writing(self) -> None:
-        """Most of it was sent."""
-        self._takes_more.set()
-
-    # -- what a client sends
+        """Continue to send."""
+        self._is_writable.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; the first of it is the head of the request, which the library may not take."""
+        """Parse received data; the first of it is the head of the request, which the library may refuse."""
         if self.transport.is_closing():
             return
         if self.handshake_initiated:
@@ -89,21 +99,23 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         super().data_received(data)
         if not self.handshake_initiated:
-            self._refuse(f"the WebSocket cannot be opened: {self.conn.handshake_exc or 'its head is not complete'}")
-        # nothing more is read until the application has authenticated the client and accepts
-        self._read_on()
+            self._refuse(f"cannot open a WebSocket: {self.conn.handshake_exc or 'the head is incomplete'}")
+        # nothing more is read until the application has authenticated the client and accepts the WebSocket
+        self._continue()
+
+    # -- messages from the client
 
     async def receive(self) -> Any:
         """Return the next event for the application."""
         message = await self.queue.get()
-        self._read_on()
+        self._continue()
         return message
 
     def _parse(self) -> None:
-        """Parse a piece, unless the application has messages to take.
+        """Parse a piece, unless messages wait for the application.
 
-        uvicorn parses all that a read brings: a quarter of a megabyte can hold 40,000 messages, which block the event
-        loop for half a second and take 60 times their bytes of memory.
+        uvicorn parses all data of a read: 256 KiB can hold 40,000 messages, which block the event loop for half a
+        second and take 60 times their size in memory.
         """
         self._is_scheduled = False
         if self._unparsed and self._is_taken and not self.transport.is_closing():
@@ -112,15 +124,15 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             super().data_received(piece)
             self._limit_unfinished()
             self._measure(len(piece))
-        self._read_on()
+        self._continue()
 
     @property
     def _is_taken(self) -> bool:
-        """Whether no message waits for the application, or it takes none any more."""
+        """Whether no message waits for the application, or the application takes none any more."""
         return self.queue.empty() or self.close_sent
 
-    def _read_on(self) -> None:
-        """Continue with what was received; read more when nothing of it is left."""
+    def _continue(self) -> None:
+        """Schedule the next piece; read more data when nothing is left of the last read."""
         if self.transport.is_closing():
             return
         if self._unparsed and self._is_taken and not self._is_scheduled:
@@ -134,19 +146,19 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.read_paused = pause
 
     def _limit_unfinished(self) -> None:
-        """Count an unfinished message, and have it refused where the server holds too much of such messages."""
+        """Count an unfinished message, and refuse it when the server holds too much of such messages."""
         nbytes = self._assembled + len(self.conn.reader.buffer)
-        held = self._watch.unfinished
+        held = self._manager.unfinished
         held.give_back(*self._counted)
         self._counted = ("", 0)
         if nbytes <= PIECE_BYTES:
-            return  # no more than the connection itself takes: no reason to refuse a client
-        name = "" if self.account is None else self.account.name
+            return  # no more than the connection itself takes
+        name = "" if self.quota is None else self.quota.name
         if held.has_room(name, nbytes):
             held.take(name, nbytes)
             self._counted = (name, nbytes)
             return
-        self._watch.count("WebSocket message refused for want of memory")
+        self._manager.count("WebSocket message refused for lack of memory")
         if self.close_sent:
             self.break_off()
             return
@@ -158,58 +170,29 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         )
 
     def _refuse_message(self, error: ServerUnavailable | HttpProblem) -> None:
-        """Have the application refuse the message that is being received, and close."""
+        """Let the application refuse the message that is being received, and close."""
         self._unparsed.clear()
         message: Any = {"type": "websocket.receive", REFUSED: error}
         self.queue.put_nowait(message)
 
     def _measure(self, nbytes: int) -> None:
         """Measure the rate of an unfinished message or frame, from its first bytes on."""
-        if not (self.frames or self.conn.reader.buffer):
-            self._since = None
-        elif self._since is None:
-            self._mark(self.loop.time())
-        else:
-            self._received += nbytes
+        was_unfinished = self._is_unfinished
+        self._is_unfinished = bool(self.frames or self.conn.reader.buffer)
+        if was_unfinished:
+            self._rate.add(nbytes)
+        elif self._is_unfinished:
+            self._rate.restart(self.loop.time())
 
-    def _mark(self, now: float) -> None:
-        """Measure from here on."""
-        self._since = now
-        self._received = 0
-
-    def _check_rate(self, now: float) -> None:
-        """Have a message refused that arrives too slowly: the limits are those of a request's body."""
-        limits = self._watch.limits
-        if self._since is None or self.close_sent:
-            return
-        if self.read_paused:
-            self._mark(now)  # the server does not read
-            return
-        seconds = now - self._since
-        if seconds <= limits.body_timeout:
-            return
-        if self._received < seconds * limits.min_body_rate:
-            self._watch.count("408 RequestTimeout")
-            self._refuse_message(
-                HttpProblem(
-                    408,
-                    "RequestTimeout",
-                    f"a message arrived at less than {limits.min_body_rate:,.0f} bytes a second (min_body_rate): send "
-                    "whole messages",
-                )
-            )
-            self._read_on()
-        self._mark(now)
-
-    def _refuse(self, why: str) -> None:
-        self._watch.count("400 BadRequest")
+    def _refuse(self, reason: str) -> None:
+        self._manager.count("400 BadRequest")
         self.handshake_complete = self.close_sent = True
-        self.transport.write(last_answer(HttpProblem(400, "BadRequest", why), self.default_headers))
+        self.transport.write(final_response(HttpProblem(400, "BadRequest", reason), self.default_headers))
         self.transport.close()
 
     def handle_text(self, event: WebSocketFrame) -> None:
-        """Drop the text, for which the application refuses the message: what is not read need not be UTF-8."""
-        self._watch.count("WebSocket text message")
+        """Drop the text, so that it need not be UTF-8: the application refuses the message."""
+        self._manager.count("WebSocket text message")
         self._begin()
         super().handle_text(dataclasses.replace(event, data=b""))
 
@@ -226,7 +209,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Add a fragment to a message."""
         self._fragments += 1
         if self._fragments == MAX_FRAGMENTS:
-            self._watch.count("WebSocket message in too many fragments")
+            self._manager.count("WebSocket message in too many fragments")
             self.conn.fail(_MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
             self.handle_parser_exception()
             return
@@ -236,58 +219,69 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Answer, unless the peer reads no answers: whoever sends pings and reads nothing would fill the memory."""
-        if self._takes_more.is_set():
+        """Send a pong, unless the client does not read: pongs would fill the memory."""
+        if self._is_writable.is_set():
             super().handle_ping()
         else:
             self.conn.data_to_send()
 
-    # -- what the application sends
+    # -- messages from the application
 
     async def send(self, message: Any) -> None:
-        """Send; the bytes of a message are written from where they are."""
-        if message["type"] == "websocket.http.response.start":  # uvicorn leaves the server's headers out here
+        """Send a message; its bytes are not copied."""
+        if message["type"] == "websocket.http.response.start":  # uvicorn omits the server's headers here
             message = {**message, "headers": [*self.default_headers, *message["headers"]]}
         content = message.get("bytes")
         if message["type"] != "websocket.send" or content is None or self.close_sent or self.transport.is_closing():
             await super().send(message)
-            self._read_on()
+            self._continue()
             return
-        self.transport.writelines([_head(len(content)), content])
-        await self._takes_more.wait()
+        self.transport.writelines([_frame_head(len(content)), content])
+        await self._is_writable.wait()
 
-    # -- what the watch calls
+    # -- called by the manager
 
     @property
-    def answering(self) -> bool:
-        """Whether the conversation goes on: the application ends it when the server is told to stop."""
+    def is_responding(self) -> bool:
+        """Whether the WebSocket is open: the application closes it when the server stops."""
         return not self.close_sent or self.transport.get_write_buffer_size() > 0
 
     @property
-    def account(self) -> Account | None:
-        """Account of the principal, None until the client is authenticated."""
-        return account_of(getattr(self, "scope", {}))  # there is no scope where the request was refused
+    def quota(self) -> Quota | None:
+        """Quota of the principal; None until the client is authenticated."""
+        return quota_of(getattr(self, "scope", {}))  # a request that the library refused has no scope
 
     @property
-    def has_asked(self) -> bool:
-        """Whether it can be closed by another than the application, which is never so."""
+    def has_requested(self) -> bool:
+        """Whether the manager may close the connection: never, the application does."""
         return False
 
     def check(self, now: float) -> None:
-        """Hold the connection to its limits."""
-        if self._unread.too_much(now, self.account):
-            self._watch.count("WebSocket not read")
+        """Enforce the limits of time and rate."""
+        quota, limits = self.quota, self._manager.limits
+        patience = limits.send_timeout if quota is None else quota.patience(limits)
+        if self._slow_reader.is_too_slow(now, unread_bytes(self.transport), patience):
+            self._manager.count("WebSocket not read")
             self.break_off()
-        elif not self.transport.is_closing():
+        elif not (self.transport.is_closing() or self.close_sent):
             self._check_rate(now)
 
+    def _check_rate(self, now: float) -> None:
+        """Refuse a message that arrives too slowly; the limits are those of a request's body."""
+        if self.read_paused:
+            self._rate.restart(now)
+        elif self._is_unfinished and (problem := self._rate.problem(now, "a message")) is not None:
+            self._manager.count("408 RequestTimeout")
+            self._refuse_message(problem)
+            self._continue()
+
     def break_off(self) -> None:
-        """Close without sending what is left."""
+        """Close and discard what was not sent."""
         break_off(self.transport)
 
 
-def _head(size: int) -> bytes:
-    """What stands before a binary message of so many bytes (RFC 6455, section 5.2)."""
+def _frame_head(size: int) -> bytes:
+    """Return the head of a frame with a binary message (RFC 6455, section 5.2)."""
     if size < _LENGTH_16:
         return bytes([_BINARY, size])
     if size < 2**16:

@@ -41,7 +41,7 @@ class Host(Protocol):
         """
 
 
-class ConfiguredHost:
+class ConfiguredPools:
     """Datasets that a configuration names. They are built once; sessions get workers of their own where they must."""
 
     setting = "--num-workers {}"
@@ -96,7 +96,7 @@ class ConfiguredHost:
         return ProcessPool(self._processes.split_template, limits, spec)
 
 
-class ObjectHost:
+class ObjectPools:
     """Objects of the calling process. A session's workers are forked from it, and see them as they are then.
 
     Args:

@@ -24,7 +24,7 @@ _OUR_THREAD: Final = f"in {Worker.report_late.__name__}"
 _OURS: Final = f'  File "{Path(__file__).parent.parent}/'
 
 
-class WorkerProcess:
+class WorkerHandle:
     """One process; whether it hangs is judged from outside, by its progress.
 
     Args:

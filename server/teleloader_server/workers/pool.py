@@ -21,8 +21,8 @@ Lease = NDArray[np.uint8]
 """A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
 
 
-Blame = Address | Literal["unknown", "nobody", "machine"]
-"""Cause of a worker's end. All ways in which a worker can be lost, each with its blame and the consequence:
+Attribution = Address | Literal["unknown", "nobody", "machine"]
+"""Cause of a worker's end. All ways in which a worker can be lost, each with its attribution and the consequence:
 
 - Ended by a signal or an exit, out of memory, ended with its template, or stopped for 3 s (SIGSTOP, SIGTSTP, SIGTTIN,
   SIGTTOU): ``unknown``. Perhaps one of its batches is the cause, so each is computed again by a worker that has no
@@ -35,12 +35,12 @@ Blame = Address | Literal["unknown", "nobody", "machine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class WorkerExit:
     """How a worker was lost."""
 
     reason: str
     """A sentence without its end, which begins with the worker."""
-    blame: Blame = "unknown"
+    attribution: Attribution = "unknown"
     stack: str = ""
     """Where it hung."""
     overdue: frozenset[Address] = frozenset()
@@ -59,16 +59,16 @@ class PoolListener(Protocol):
     def no_worker_starts(self, reason: str) -> None:
         """Workers die again and again before they are ready; they are still tried."""
 
-    def worker_worn(self, worker: int) -> None:
+    def worker_recycling(self, worker: int) -> None:
         """The worker must be given nothing more: when all that it has is done, a fresh one will be ready soon."""
 
-    def worker_held_up(self, worker: int, tasks: Sequence[Task]) -> bool:
+    def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
         """These wait behind a batch that takes long; True when they are taken back, to be made elsewhere."""
 
-    def worker_goes_on(self, worker: int) -> None:
+    def worker_resumed(self, worker: int) -> None:
         """One from which tasks were taken back can be given some again."""
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: Loss) -> None:
+    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
         """The worker's process ended with these tasks undone, the first of them begun; another will be ready soon."""
 
 

@@ -26,8 +26,8 @@ from teleloader_server.workers.arena import Mapping as SlotMapping
 from teleloader_server.workers.aside import aside
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.forkserver import Template
-from teleloader_server.workers.handle import WorkerProcess
-from teleloader_server.workers.pool import Loss, PoolListener, WorkerState
+from teleloader_server.workers.handle import WorkerHandle
+from teleloader_server.workers.pool import PoolListener, WorkerExit, WorkerState
 from teleloader_server.workers.procfs import StopWatch, oom_kills, resident_bytes, shortage
 from teleloader_server.workers.worker import WorkerSettings, exit_reason
 from teleloader_shared.codec import Address
@@ -52,7 +52,7 @@ UNREADY_DEATHS: Final = 3
 class _Place:
     """One place of the pool, whichever process fills it."""
 
-    process: WorkerProcess
+    process: WorkerHandle
     restarts: int = 0
     recycled: int = 0
     last_exit: str | None = None
@@ -143,7 +143,7 @@ class ProcessPool:
         """End a worker's process; its tasks are left to others."""
         process = self._places[worker].process
         if process.pid is not None and process.ready:
-            self._kill(process, Loss(f"{process} was killed: {reason}", "nobody"))
+            self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
 
     def forget(self, loader: str) -> None:
         """Tell the workers to forget a loader; `submit` tells them of it again."""
@@ -292,7 +292,7 @@ class ProcessPool:
                 case ["forked", int(number), int(pid)]:
                     self._places[number].process.pid = pid
                 case ["not forked", int(number), str(reason)]:
-                    loss = Loss(f"worker {number} cannot be started: {reason}", "machine")
+                    loss = WorkerExit(f"worker {number} cannot be started: {reason}", "machine")
                     self._lose(self._places[number].process, loss)
                 case ["exited", int(pid), int(status)]:
                     self._exited(pid, status)
@@ -323,11 +323,11 @@ class ProcessPool:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESPAWN_DELAY)
         for process in lost:
-            self._lose(process, Loss(f"{process} ended with the template process"))
+            self._lose(process, WorkerExit(f"{process} ended with the template process"))
 
     # -- the workers
 
-    def _fork(self, number: int) -> WorkerProcess:
+    def _fork(self, number: int) -> WorkerHandle:
         channel, theirs = Channel.pair()
         limits = self._limits
         free_limit = limits.memory_budget // limits.num_workers
@@ -338,11 +338,11 @@ class ProcessPool:
                 began=None if before is None else before.began, reached=None if before is None else before.reached,
             )  # fmt: skip
             self._template.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
-        process = WorkerProcess(number, channel)
+        process = WorkerHandle(number, channel)
         self._loop.add_reader(channel, self._receive, process)
         return process
 
-    def _receive(self, process: WorkerProcess) -> bool:
+    def _receive(self, process: WorkerHandle) -> bool:
         """Take what a worker says; False when it says no more for now."""
         try:
             messages = process.channel.receive()
@@ -356,7 +356,7 @@ class ProcessPool:
             self._hear(process, message)
         return True
 
-    def _hear(self, process: WorkerProcess, message: list[Any]) -> None:
+    def _hear(self, process: WorkerHandle, message: list[Any]) -> None:
         match message:
             case ["done", list(finished)]:
                 process.finished += len(finished)
@@ -378,16 +378,18 @@ class ProcessPool:
             case ["progress"]:
                 self._got_on(process)
 
-    def _map(self, process: WorkerProcess, slot: int, size: int) -> None:
+    def _map(self, process: WorkerHandle, slot: int, size: int) -> None:
         try:
             process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
             self._short.clear()
         except OSError as error:
             # the descriptor that came with the message is lost, and with it the batches that will be written there
-            loss = Loss(f"{process} was replaced, since its batches cannot be mapped: {shortage(error)}", "machine")
+            loss = WorkerExit(
+                f"{process} was replaced, since its batches cannot be mapped: {shortage(error)}", "machine"
+            )
             self._kill(process, loss)
 
-    def _ready(self, process: WorkerProcess) -> None:
+    def _ready(self, process: WorkerHandle) -> None:
         process.ready = True
         process.got_on()
         place = self._places[process.number]
@@ -402,7 +404,7 @@ class ProcessPool:
         self._listener.worker_ready(process.number)
 
     def _done(
-        self, process: WorkerProcess, task_id: int, frame: bytes | int, nbytes: int, report: Report,
+        self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
         reached: list[Any] | None,
     ) -> None:  # fmt: skip
         if task_id not in process.tasks:  # it was taken back when it had just been begun
@@ -416,7 +418,7 @@ class ProcessPool:
         self._places[process.number].reached = reached
         self._listener.task_done(process.number, process.tasks.pop(task_id), lease, report)
 
-    def _released(self, process: WorkerProcess, slot: int) -> None:
+    def _released(self, process: WorkerHandle, slot: int) -> None:
         """Nobody reads a slot any more; called in whichever thread let go of it."""
         process.released.append(slot)
         if not process.free_due:
@@ -424,7 +426,7 @@ class ProcessPool:
             with suppress(RuntimeError):  # the server has stopped, and its loop is closed
                 self._loop.call_soon_threadsafe(self._free, process)
 
-    def _free(self, process: WorkerProcess) -> None:
+    def _free(self, process: WorkerHandle) -> None:
         """Tell a worker of its slots that nobody reads any more: one message for many."""
         process.free_due = False  # first: what is released meanwhile is either taken below, or comes here again
         slots = []
@@ -432,14 +434,14 @@ class ProcessPool:
             slots.append(process.released.popleft())
         self._put(process, ["free", slots])
 
-    def _put(self, process: WorkerProcess, message: list[Any]) -> None:
+    def _put(self, process: WorkerHandle, message: list[Any]) -> None:
         """Send a message soon: one system call carries all that is said to a worker at a time."""
         process.channel.put(message)
         if not process.flush_due:
             process.flush_due = True
             self._loop.call_soon(self._flush, process)
 
-    def _flush(self, process: WorkerProcess) -> None:
+    def _flush(self, process: WorkerHandle) -> None:
         process.flush_due = False
         if process.channel.fileno() == -1:
             return
@@ -469,7 +471,7 @@ class ProcessPool:
                 place.process.forgive(late)
                 self._look_at(place.process)
 
-    def _look_at(self, process: WorkerProcess) -> None:
+    def _look_at(self, process: WorkerHandle) -> None:
         if process.pid is None:
             return
         most = self._limits.max_worker_memory
@@ -484,34 +486,34 @@ class ProcessPool:
             self._take_back(process, waiting)
         stopped = process.stopped.seconds(process.pid)
         if stopped > STOPPED_LIMIT:
-            self._kill(process, Loss(f"{process} was stopped (SIGSTOP), and killed"))
+            self._kill(process, WorkerExit(f"{process} was stopped (SIGSTOP), and killed"))
         elif stopped:
-            process.forgive(self._check_every)  # a shorter limit of a batch must not blame the batch
+            process.forgive(self._check_every)  # a shorter limit of a batch must not attribution the batch
         elif self._hangs(process) and not process.examined:
             process.examined = True
             examination = self._loop.create_task(self._examine(process))
             self._examinations.add(examination)
             examination.add_done_callback(self._examinations.discard)
 
-    def _take_back(self, process: WorkerProcess, waiting: list[Task]) -> None:
+    def _take_back(self, process: WorkerHandle, waiting: list[Task]) -> None:
         """Let others do what waits behind a batch that takes long, perhaps for ever."""
-        if self._listener.worker_held_up(process.number, waiting):
+        if self._listener.worker_stalled(process.number, waiting):
             process.revoke(waiting)
             process.held_up = True
 
-    def _got_on(self, process: WorkerProcess) -> None:
+    def _got_on(self, process: WorkerHandle) -> None:
         process.got_on()
         if process.held_up:
             process.held_up = False
-            self._listener.worker_goes_on(process.number)
+            self._listener.worker_resumed(process.number)
         if process.worn:
             self._loop.call_soon(self._recycle, process)
 
-    def _hangs(self, process: WorkerProcess) -> bool:
+    def _hangs(self, process: WorkerHandle) -> bool:
         limit = self._limits.batch_timeout
         return bool(limit) and process.is_overdue(limit)
 
-    async def _examine(self, process: WorkerProcess) -> None:
+    async def _examine(self, process: WorkerHandle) -> None:
         """Have a process that hangs say where, and kill it."""
         was_ready, stack = process.ready, await process.stacks()
         process.examined = False
@@ -521,9 +523,9 @@ class ProcessPool:
         task = process.task_at_hand()
         doing, limit = "a batch" if was_ready else "its start", self._limits.batch_timeout
         reason = f"{process} was killed: {doing} took longer than {limit:g} s, the limit (--batch-timeout)"
-        self._kill(process, Loss(reason, "nobody" if task is None else task.address, stack))
+        self._kill(process, WorkerExit(reason, "nobody" if task is None else task.address, stack))
 
-    def _kill(self, process: WorkerProcess, loss: Loss) -> None:
+    def _kill(self, process: WorkerHandle, loss: WorkerExit) -> None:
         """Do without a process, even if the kernel cannot end it yet."""
         if process.pid is not None:
             _signal(process.pid, signal.SIGKILL)
@@ -531,16 +533,16 @@ class ProcessPool:
 
     # -- their ends
 
-    def _wear_out(self, process: WorkerProcess, reason: str) -> None:
+    def _wear_out(self, process: WorkerHandle, reason: str) -> None:
         process.worn = True
         logger.info(
             "%s %s, and is replaced when it has done what it has to do", process, reason, extra=process.log_fields
         )
-        self._listener.worker_worn(process.number)
+        self._listener.worker_recycling(process.number)
         if not process.tasks:
             self._loop.call_soon(self._recycle, process)
 
-    def _recycle(self, process: WorkerProcess) -> None:
+    def _recycle(self, process: WorkerHandle) -> None:
         """Let a worn process end, and start another in its place."""
         place = self._places[process.number]
         if self._closing or self._is_restarting or place.process is not process:
@@ -559,14 +561,14 @@ class ProcessPool:
         for place in self._places.values():
             if place.process.pid == pid:
                 self._receive_all(place.process)
-                self._lose(place.process, Loss(f"{place.process} {reason}"))
+                self._lose(place.process, WorkerExit(f"{place.process} {reason}"))
 
-    def _receive_all(self, process: WorkerProcess) -> None:
+    def _receive_all(self, process: WorkerHandle) -> None:
         """Take what a process has said already: frames that it finished before it ended are as good as any."""
         while process.channel.fileno() != -1 and self._receive(process):
             pass
 
-    def _lose(self, process: WorkerProcess, loss: Loss) -> None:
+    def _lose(self, process: WorkerHandle, loss: WorkerExit) -> None:
         tasks, was_ready, was_useful = list(process.tasks.values()), process.ready, bool(process.finished)
         self._forget(process)
         place = self._places[process.number]
@@ -575,7 +577,7 @@ class ProcessPool:
         place.restarts += 1
         place.last_exit = loss.reason
         place.died = time.monotonic()
-        if loss.blame == "machine":
+        if loss.attribution == "machine":
             loss = dataclasses.replace(loss, overdue=self._overdue(tasks))
             place.failures_in_a_row += 1
         else:
@@ -590,7 +592,7 @@ class ProcessPool:
         )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, loss)
-        if loss.blame == "machine" and not was_ready:
+        if loss.attribution == "machine" and not was_ready:
             self._cannot_start(place, loss.reason)
         elif place.unready_in_a_row >= UNREADY_DEATHS and not self._any_ready:
             self._listener.no_worker_starts(loss.reason)
@@ -635,7 +637,7 @@ class ProcessPool:
                 self._cannot_start(place, reason)
         place.respawn = self._loop.call_later(delay, self._respawn, place)
 
-    def _forget(self, process: WorkerProcess) -> None:
+    def _forget(self, process: WorkerHandle) -> None:
         if process.channel.fileno() != -1:
             self._loop.remove_reader(process.channel)
             self._loop.remove_writer(process.channel)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from teleloader_server.auth.rate_limit import TOGETHER, FairQueue
 from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER
-from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, Account, Accounts, Holdings
-from teleloader_server.dispatch.records import Run
+from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, BodyBudget, Quota, Quotas
+from teleloader_server.dispatch.records import Epoch
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ALL_SCOPES, Principal
-from teleloader_server.workers.factory import ObjectHost
+from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
 from teleloader_shared.spec import LoaderSpec
@@ -164,7 +164,7 @@ def hanging(service: Service) -> dict[int, tuple[Address, float]]:
 
 def stolen(service: Service) -> int | None:
     """The worker that is taken from somebody, which is replaced then."""
-    worker = service.dispatcher.relieve(hanging(service))
+    worker = service.dispatcher.preempt(hanging(service))
     if worker is not None:
         assert service.lose(worker, "nobody") == []
         service.worker_ready(worker)
@@ -185,7 +185,7 @@ def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool
     assert taken is not None
     for k in range(4):
         assert numbers(service.decide(), OTHER) == [k]
-        assert service.dispatcher.relieve(hanging(service)) is None, "somebody works for it"
+        assert service.dispatcher.preempt(hanging(service)) is None, "somebody works for it"
         service.finish(taken, seconds=SLOW)
         assert service.answer(victim) == [k]
     service.dispatcher.close(victim)
@@ -244,14 +244,14 @@ def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
     """What is made ahead for it ends there; the others' is not let go for it."""
     service = Service(budget=100, workers=2)
     service.teach(TRAIN, OTHER)
-    service.account("small", memory=10)
+    service.quota("small", memory=10)
     service.ask("greedy", TRAIN, 0, 90, ahead=4000, of="small")
     fill(service)
-    assert service.account("small").frames == 10
+    assert service.quota("small").frames == 10
     service.ask("other", OTHER, 0, 90, of="large")
     fill(service)
-    assert service.account("large").frames == 90
-    assert service.account("small").frames == 10
+    assert service.quota("large").frames == 90
+    assert service.quota("small").frames == 10
     assert service.memory.used == 100
 
 
@@ -259,7 +259,7 @@ def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
     """Room is made among its own batches, or it goes beyond the share by what is waited for."""
     service = Service(budget=100, workers=1)
     service.teach(TRAIN)
-    service.account("small", memory=3)
+    service.quota("small", memory=3)
     first = service.ask("a", TRAIN, 0, 50, of="small")
     fill(service)
     second = service.ask("b", TRAIN, 1000, 1050, of="small")
@@ -270,7 +270,7 @@ def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
         service.answer(second, 1)
     assert first.next >= 15
     assert second.next >= 1015
-    assert service.account("small").frames <= 5
+    assert service.quota("small").frames <= 5
 
 
 @settings(max_examples=examples(100))
@@ -282,49 +282,49 @@ def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]])
     service = Service(budget=40, workers=2)
     service.teach(TRAIN, OTHER)
     for name, memory in (("a", 5), ("b", 20), ("c", 40)):
-        service.account(name, memory=memory)
+        service.quota(name, memory=memory)
     for name, start, length, taken in steps:
-        run: Run = TRAIN if start % 2 else OTHER
+        run: Epoch = TRAIN if start % 2 else OTHER
         ask = service.ask(name, run, start, start + length, ahead=length, of=name)
         for _ in range(taken):
             service.decide()
             service.finish_all()
             service.answer(ask, 2)
         service.dispatcher.close(ask)
-        accounts = service.accounts.values()
-        assert sum(account.frames for account in accounts) == service.memory.used == service.dispatcher.store.used
-        assert all(account.frames >= 0 for account in accounts)
-        for account in accounts:
-            assert account.frames <= account.memory + 2
+        quotas = service.quotas.values()
+        assert sum(quota.frames for quota in quotas) == service.memory.used == service.dispatcher.store.used
+        assert all(quota.frames >= 0 for quota in quotas)
+        for quota in quotas:
+            assert quota.frames <= quota.memory + 2
     service.dispatcher.release()
     assert service.memory.used == 0
-    assert all(account.has_nothing for account in service.accounts.values())
+    assert all(quota.has_nothing for quota in service.quotas.values())
 
 
 def test_who_does_not_read_is_given_no_more_and_its_principal_neither_in_the_end() -> None:
     """What a client waits for is begun in any case, but for one that leaves its answers alone."""
     service = Service(workers=2)
     service.teach(TRAIN, OTHER)
-    account = service.account("p")
+    quota = service.quota("p")
     lazy = service.ask("lazy", TRAIN, 0, 5, of="p").consumer
     service.ask("reads", OTHER, 0, 5, of="p")
-    lazy.sending = account.sending = int(1.5 * max(account.memory, MIN_SENDING))
+    lazy.sending = quota.sending = int(1.5 * max(quota.memory, MIN_SENDING))
     assert numbers(service.decide(), OTHER) != []
     assert numbers(service.running(), TRAIN) == []
     service.finish_all()
-    account.sending *= 2
+    quota.sending *= 2
     assert service.decide() == []
-    account.sending = lazy.sending = 0
+    quota.sending = lazy.sending = 0
     assert numbers(service.decide(), TRAIN) != []
 
 
 def test_a_principal_is_so_many_consumers_and_no_more() -> None:
     """The idle ones go first; when all have open requests, one more is refused."""
     service = Service()
-    service.account("p", max_consumers=3)
+    service.quota("p", max_consumers=3)
     for number in range(10):
         service.dispatcher.close(service.ask(f"idle {number}", TRAIN, 0, 1, of="p"))
-        assert service.account("p").counts["consumers"] <= 3
+        assert service.quota("p").counts["consumers"] <= 3
     for number in range(3):
         service.ask(f"busy {number}", TRAIN, 0, 1, of="p")
     with pytest.raises(ServerUnavailable, match=r"'p' may have no more consumers .* than 3, .* max_consumers"):
@@ -339,15 +339,15 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
 @given(gaps=st.lists(st.floats(0, 0.5), max_size=100), rate=st.sampled_from([1.0, 5.0, 100.0]))
 def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate: float) -> None:
     """In any second no more than a burst and the rate; and who keeps to the rate is never held."""
-    account, now, passed = Account("p", 1, 1), 0.0, []
+    quota, now, passed = Quota("p", 1, 1), 0.0, []
     for gap in gaps:
         now += gap
-        held = account.delay(now, rate)
+        held = quota.delay(now, rate)
         if held <= PATIENCE:
             passed.append(now + held)
     for start in passed:
         assert sum(start <= at < start + 1 for at in passed) <= 2 * rate + 2
-    steady = Account("p", 1, 1)
+    steady = Quota("p", 1, 1)
     assert all(steady.delay(k / rate, rate) < 1e-6 for k in range(50))
 
 
@@ -386,13 +386,13 @@ async def test_who_waits_for_a_turn_may_leave() -> None:
 
 def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
     """Names come and go; what is remembered of them is not to grow."""
-    accounts = Accounts(ClientLimits(), 100)
+    quotas = Quotas(ClientLimits(), 100)
     for number in range(100):
-        accounts.of(someone(f"p{number}", 0.5)).delay(0.0, 10.0)
-    busy = accounts.of(someone("busy"))
+        quotas.of(someone(f"p{number}", 0.5)).delay(0.0, 10.0)
+    busy = quotas.of(someone("busy"))
     busy.frames = 1
-    accounts.forget_idle(now=10.0)
-    assert list(accounts._accounts.values()) == [busy]
+    quotas.forget_idle(now=10.0)
+    assert list(quotas._quotas.values()) == [busy]
 
 
 # --- What clients have sent ---------------------------------------------------------------------------------------
@@ -400,26 +400,26 @@ def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
 
 def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
     """Each leaves as much as it has; what was given back can be taken again."""
-    holdings = Holdings(1000, lambda: True)
+    body_budget = BodyBudget(1000, lambda: True)
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
-        assert not holdings.has_room(name, most + 1)
+        assert not body_budget.has_room(name, most + 1)
         with pytest.raises(
             ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(max_buffered_request_bytes\)"
         ):
-            holdings.take(name, most + 1)
-        holdings.take(name, most)
-        assert not holdings.has_room(name, 1)
-    holdings.give_back("a", 500)
-    assert holdings.has_room("b", 180)
-    assert not holdings.has_room("b", 190)
+            body_budget.take(name, most + 1)
+        body_budget.take(name, most)
+        assert not body_budget.has_room(name, 1)
+    body_budget.give_back("a", 500)
+    assert body_budget.has_room("b", 180)
+    assert not body_budget.has_room("b", 190)
 
 
 def test_who_is_alone_may_send_as_much_as_is_kept() -> None:
     """There is nobody to leave it to."""
-    holdings = Holdings(1000, lambda: False)
-    holdings.take("anyone", 1000)
+    body_budget = BodyBudget(1000, lambda: False)
+    body_budget.take("anyone", 1000)
     with pytest.raises(ServerUnavailable):
-        holdings.take("anyone", 1)
+        body_budget.take("anyone", 1)
 
 
 # --- Sessions -----------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ async def test_a_session_is_of_whoever_began_it() -> None:
     """To others it is not there: they would move it on, or end it."""
     limits = Limits(num_workers=0)
     hosted = host([1, 2, 3], name="data", collate=lambda samples: samples)
-    service = LoaderService(ObjectHost(lambda: {"data": hosted}, limits), limits)
+    service = LoaderService(ObjectPools(lambda: {"data": hosted}, limits), limits)
     await service.start()
     mine, other = someone("mine"), someone("other")
     try:

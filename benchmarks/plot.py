@@ -1,0 +1,81 @@
+"""Plot the throughput of a benchmark run relative to torch's DataLoader.
+
+    python -m benchmarks --json results.json
+    python -m benchmarks.plot results.json throughput.svg
+
+Needs matplotlib: pip install 'teleloader[bench]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.measuring import Spread
+
+MEASURED: Final = "checksum"
+"""Contenders with the default settings end with this word."""
+BAR: Final = 0.38
+
+
+def ratios(results: Mapping[str, Any]) -> dict[int, dict[str, Spread]]:
+    """Return throughput relative to torch's local DataLoader, by number of workers and by workload."""
+    found: dict[int, dict[str, Spread]] = {}
+    for name, rows in results["workloads"].items():
+        for row in rows:
+            if row.get("to_torch") and row["contender"].endswith(MEASURED):
+                found.setdefault(row["num_workers"], {})[name] = Spread(*row["to_torch"])
+    return found
+
+
+def draw(results: Mapping[str, Any], picture: Path) -> None:
+    """Write a bar chart with a group for each workload and a bar for each number of workers.
+
+    Raises:
+        SystemExit: If the run has no workload in which torch's DataLoader took part.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_workers = ratios(results)
+    if not by_workers:
+        raise SystemExit(
+            "nothing to plot: torch's DataLoader took part in no workload. Run python -m benchmarks with torch"
+        )
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for offset, (workers, spreads) in enumerate(sorted(by_workers.items())):
+        middles = [spread.middle for spread in spreads.values()]
+        below = [spread.middle - spread.low for spread in spreads.values()]
+        above = [spread.high - spread.middle for spread in spreads.values()]
+        places = [place + offset * BAR for place in range(len(spreads))]
+        label = f"{workers} worker{'s' if workers > 1 else ''}"
+        axis.bar(places, middles, BAR, yerr=(below, above), capsize=3, label=label)
+    names = list(next(iter(by_workers.values())))
+    axis.set_xticks([place + BAR * (len(by_workers) - 1) / 2 for place in range(len(names))], names)
+    axis.axhline(1, color="black", linewidth=1)
+    axis.set_ylabel("throughput / torch DataLoader")
+    facts = results["machine"]
+    axis.set_title(
+        f"{facts['date']}, {facts['cpu']}, torch {facts['torch']}, revision {facts['revision']}", fontsize="small"
+    )
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, help="file of python -m benchmarks --json")
+    parser.add_argument("picture", type=Path, help="file to write; the ending decides on the format")
+    options = parser.parse_args()
+    draw(json.loads(options.results.read_text()), options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Limits of one connection as pure decisions over bytes, counts and times; `guard` and `websocket` carry them out.
+
+Nothing here reads a clock or touches a socket. A rule that is broken is an `HttpProblem`, which names the limit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from teleloader_server.config import ClientLimits
+from teleloader_server.problems import HttpProblem
+from teleloader_shared.messages import STREAM_PATH
+
+MAX_URL_BYTES: Final = 8 * 2**10
+"""Size of a request's URL. uvicorn decodes the path while it holds the event loop."""
+MIN_CHUNK_BYTES: Final = 64
+"""Mean size of the chunks of a body. Each chunk takes the event loop as long as a kilobyte of content."""
+MAX_SMALL_CHUNKS: Final = 256
+"""Number of chunks of a body that may be smaller than `MIN_CHUNK_BYTES`."""
+WEBSOCKET: Final = b"websocket"
+_VERSIONS: Final = ("1.0", "1.1")
+_CHECKED: Final = frozenset({
+    b"content-encoding", b"content-length", b"expect", b"host", b"transfer-encoding", b"upgrade",
+})  # fmt: skip
+
+
+class Phase(enum.Enum):
+    """Next part of a request that the client sends."""
+
+    HEAD = "request line and headers"
+    BODY = "body"
+    IDLE = "nothing: the request is complete"
+    REFUSED = "data that the server discards"
+
+
+class Head(NamedTuple):
+    """Properties of a request that its headers determine."""
+
+    is_chunked: bool = False
+    expects_continue: bool = False
+    upgrade: bytes = b""
+    """Protocol of the Upgrade header, in lower case; empty without one."""
+
+
+def check_head(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]], limits: ClientLimits) -> Head:
+    """Return the properties of a request that the server accepts.
+
+    Args:
+        version: HTTP version of the request line.
+        url: Target of the request line.
+        headers: Header fields, their names in lower case.
+        limits: Limits of the server.
+
+    Raises:
+        HttpProblem: The server does not accept the request.
+    """
+    if version not in _VERSIONS:
+        raise HttpProblem(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
+    head, hosts = Head(), []
+    for name, value in headers:
+        if name not in _CHECKED:
+            continue
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"content-length":
+            check_body_size(int(value), limits)  # the parser accepts digits only
+        elif name == b"transfer-encoding":
+            head = head._replace(is_chunked=True)  # the parser accepts no other framing
+        elif name == b"expect":
+            head = head._replace(expects_continue=value.lower() == b"100-continue")
+        elif name == b"upgrade":
+            head = head._replace(upgrade=value.lower())
+        else:
+            _check_encoding(value)
+    _check_hosts(hosts, version)
+    if head.upgrade == WEBSOCKET and not url.partition(b"?")[0].endswith(STREAM_PATH.encode()):
+        raise HttpProblem(
+            400,
+            "BadRequest",
+            f"this URL does not accept WebSocket connections: open one at /v1/loaders/KEY{STREAM_PATH}",
+        )
+    return head
+
+
+def _check_hosts(hosts: Sequence[bytes], version: str) -> None:
+    """Require one Host header (RFC 9112, section 3.2); HTTP/1.0 may omit it."""
+    if len(hosts) > 1 or (not hosts and version != "1.0"):
+        raise HttpProblem(400, "BadRequest", f"the request has {len(hosts)} Host headers: send exactly one")
+    if hosts and not hosts[0].strip():
+        raise HttpProblem(400, "BadRequest", "the Host header is empty: send the host and port of the server's URL")
+
+
+def _check_encoding(encoding: bytes) -> None:
+    if encoding.lower() != b"identity":
+        name = encoding[:64].decode("latin-1")
+        raise HttpProblem(
+            415, "UnsupportedEncoding", f"content encoding {name!r} is not supported: send an uncompressed body"
+        )
+
+
+def check_url_size(nbytes: int) -> None:
+    """Raise the problem of a URL that exceeds `MAX_URL_BYTES`."""
+    if nbytes > MAX_URL_BYTES:
+        raise HttpProblem(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
+
+
+def check_body_size(nbytes: int, limits: ClientLimits) -> None:
+    """Raise the problem of a body that exceeds `max_body_bytes`."""
+    if nbytes > limits.max_body_bytes:
+        raise HttpProblem(
+            413,
+            "BodyTooLarge",
+            f"the body exceeds the limit of {limits.max_body_bytes:,} bytes (max_body_bytes): send a smaller one",
+        )
+
+
+def check_pipelined(waiting: int, limits: ClientLimits) -> None:
+    """Raise the problem of one more request on a connection where `waiting` requests have no complete response."""
+    if waiting >= limits.max_pipelined:
+        raise HttpProblem(
+            400,
+            "BadRequest",
+            f"{waiting} requests of this connection wait for their responses, the limit (max_pipelined): read them "
+            "first",
+        )
+
+
+class ArrivalRate:
+    """Rate at which a body or a message arrives, measured over intervals of `body_timeout`.
+
+    Args:
+        limits: Limits of the server.
+        now: Start of the first interval.
+    """
+
+    __slots__ = ("_limits", "_received", "_since")
+
+    def __init__(self, limits: ClientLimits, now: float) -> None:
+        self._limits = limits
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Begin an interval."""
+        self._since = now
+        self._received = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count received bytes."""
+        self._received += nbytes
+
+    def problem(self, now: float, what: str) -> HttpProblem | None:
+        """Return the problem of an interval that ended below `min_body_rate`; begin the next one when it ended.
+
+        Args:
+            now: Current time.
+            what: The body or message, for the problem's text.
+        """
+        seconds = now - self._since
+        if seconds <= self._limits.body_timeout:
+            return None
+        rate = self._limits.min_body_rate
+        is_slow = self._received < seconds * rate
+        self.restart(now)
+        if not is_slow:
+            return None
+        return HttpProblem(
+            408, "RequestTimeout", f"{what} arrived at less than {rate:,.0f} bytes/s (min_body_rate): send it faster"
+        )
+
+
+class RequestProgress:
+    """Part of a request that a client has sent, held to the limits of sizes and times.
+
+    Args:
+        limits: Limits of the server.
+        now: Time at which the connection was made, from which its first head has `header_timeout`.
+    """
+
+    __slots__ = ("_chunks", "_framing", "_limits", "_rate", "_since", "phase", "received")
+
+    def __init__(self, limits: ClientLimits, now: float) -> None:
+        self._limits = limits
+        self._rate = ArrivalRate(limits, now)
+        self.enter(Phase.HEAD, now)
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self.received = 0
+        """Bytes of the body's content."""
+        self._chunks = 0
+        """Parts in which the parser reported the body: one for each chunk, or more."""
+        self._framing = 0
+        """Bytes since the beginning of the head, or since the last byte of the body's content."""
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Measure times from now on: until now, the server did not read."""
+        self._since = now
+        self._rate.restart(now)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has sent a part of a request."""
+        return self.phase is not Phase.HEAD or self._framing > 0
+
+    @property
+    def allowance(self) -> int:
+        """Number of bytes that may be parsed before the limit of framing is to be checked again."""
+        return self._limits.max_header_bytes - self._framing
+
+    def add_framing(self, nbytes: int) -> None:
+        """Count bytes that are about to be parsed; those of content are counted again by `add_content`."""
+        self._framing += nbytes
+
+    def add_content(self, nbytes: int) -> None:
+        """Count content of a body.
+
+        Raises:
+            HttpProblem: The body is too large, or its chunks are too small.
+        """
+        self._framing = 0
+        self.received += nbytes
+        self._rate.add(nbytes)
+        check_body_size(self.received, self._limits)
+        self._chunks += 1
+        if self._chunks > MAX_SMALL_CHUNKS + self.received // MIN_CHUNK_BYTES:
+            raise HttpProblem(
+                400,
+                "BadRequest",
+                f"{self._chunks:,} chunks for {self.received:,} bytes of a body: send chunks of at least "
+                f"{MIN_CHUNK_BYTES} bytes",
+            )
+
+    def too_much_framing(self, *, is_request_line: bool) -> HttpProblem:
+        """Return the problem of a client that has used up its `allowance`.
+
+        Args:
+            is_request_line: Whether the head consists of little else than its request line.
+        """
+        limit = f"the limit of {self._limits.max_header_bytes:,} bytes (max_header_bytes)"
+        if self.phase is Phase.BODY:
+            return HttpProblem(
+                431, "HeadTooLarge", f"chunk extensions or trailers exceed {limit}: send none, the server ignores them"
+            )
+        if is_request_line:
+            return HttpProblem(414, "UriTooLong", f"the request line exceeds {limit}: send a shorter URL")
+        return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer or shorter ones")
+
+    def problem(self, now: float) -> HttpProblem | None:
+        """Return the problem of a request that has not arrived in time."""
+        if self.phase is Phase.BODY:
+            return self._rate.problem(now, "the body")
+        limit = self._limits.header_timeout
+        if self.phase is not Phase.HEAD or now - self._since <= limit:
+            return None
+        detail = f"the headers were incomplete after {limit:g} s (header_timeout): send them faster"
+        return HttpProblem(408, "RequestTimeout", detail)
+
+    def has_lingered(self, now: float) -> bool:
+        """Return True when a refused client has had `lingering_time` to read the response."""
+        return self.phase is Phase.REFUSED and now - self._since > self._limits.lingering_time
+
+
+class SlowReader:
+    """Decides whether a client reads its responses too slowly.
+
+    Args:
+        limits: Limits of the server.
+    """
+
+    __slots__ = ("_interval", "_limits", "_since", "_unread")
+
+    def __init__(self, limits: ClientLimits) -> None:
+        self._limits = limits
+        self._unread = 0
+        self._since = 0.0
+        """Time at which the number of unread bytes changed."""
+        self._interval = (0.0, 0)
+        """Time, and unread bytes then, from which the rate is measured."""
+
+    def is_too_slow(self, now: float, unread: int, patience: float) -> bool:
+        """Return True when the client must be disconnected.
+
+        Args:
+            now: Current time.
+            unread: Bytes of responses that the client has not read.
+            patience: Seconds in which it must read something. Less than `send_timeout` means that its principal leaves
+                too much unread; then it must also read at `pressure_min_send_rate`.
+        """
+        if unread != self._unread:
+            self._unread, self._since = unread, now
+        is_below_rate = self._is_below_rate(now)
+        if not unread:
+            return False
+        return now - self._since > patience or (patience < self._limits.send_timeout and is_below_rate)
+
+    def _is_below_rate(self, now: float) -> bool:
+        since, before = self._interval
+        seconds = now - since
+        if 0 < self._unread <= before and seconds < self._limits.pressure_send_timeout:
+            return False
+        self._interval = (now, self._unread)
+        return 0 < self._unread <= before and before - self._unread < self._limits.pressure_min_send_rate * seconds

@@ -1,0 +1,62 @@
+"""Operations on a transport that asyncio does not provide, and the response that ends a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import Iterable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Final
+
+from teleloader_server import request_ids
+from teleloader_server.problems import HttpProblem
+from teleloader_server.web.problem_responses import encoded
+from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
+
+_AT_ONCE: Final = struct.pack("ii", 1, 0)
+
+
+def break_off(transport: asyncio.Transport) -> None:
+    """Close a connection and discard what was not sent."""
+    if transport.get_write_buffer_size():
+        # otherwise the kernel goes on offering its part to a peer that does not read, for minutes and megabytes
+        with suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+    transport.abort()
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Return how much the peer has not read of what was written; 0 once the kernel has accepted all of it.
+
+    The bytes that the kernel holds show that a slow peer reads, while the transport's own buffer stays as it is.
+    """
+    buffered = transport.get_write_buffer_size()
+    if not buffered:
+        return 0
+    sock = transport.get_extra_info("socket")
+    try:
+        in_kernel: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
+    except (OSError, ValueError):
+        in_kernel = 0  # the socket was closed meanwhile
+    return buffered + in_kernel
+
+
+def final_response(problem: HttpProblem, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a response that reports a problem, after which the server closes the connection."""
+    request = request_ids.new_id()
+    content = encoded(problem.status, problem.code, problem.detail, request)
+    headers = [
+        *default_headers,
+        (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
+        (b"content-length", str(len(content)).encode()),
+        (request_ids.HEADER, request.encode()),
+        (b"connection", b"close"),
+        *((name.encode(), value.encode()) for name, value in problem.headers.items()),
+    ]
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    status = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\n".encode()
+    return status + lines + b"\r\n" + content

@@ -1,0 +1,112 @@
+"""The connections of a server: which ones it closes for lack of room, from counts and sizes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from teleloader_server.auth.authenticator import Authenticator
+from teleloader_server.config import ClientLimits
+from teleloader_server.dispatch.quotas import Quota
+from teleloader_server.web.guard_manager import CONNECTION_BYTES, ConnectionManager
+
+
+@dataclasses.dataclass(eq=False)
+class Fake:
+    """A connection without a socket."""
+
+    address: str = "192.0.2.1"
+    quota: Quota | None = None
+    is_responding: bool = False
+    has_requested: bool = False
+    closed: list[str] = dataclasses.field(default_factory=list)
+
+    def check(self, now: float) -> None:
+        """Record a check."""
+        self.closed.append(f"check at {now:g}")
+
+    def shutdown(self) -> None:
+        """Record a shutdown."""
+        self.closed.append("shutdown")
+
+    def break_off(self) -> None:
+        """Record that the connection was broken off."""
+        self.closed.append("break_off")
+
+
+PRINCIPAL = Quota("principal", memory=1, max_consumers=1)
+
+
+def manager(**limits: int) -> ConnectionManager:
+    """Return a manager without connections."""
+    return ConnectionManager(dataclasses.replace(ClientLimits(), **limits), Authenticator())
+
+
+def admit(connections: ConnectionManager, *admitted: Fake) -> list[str | None]:
+    """Return why each connection is refused."""
+    return [connections.admit(one) for one in admitted]
+
+
+def test_the_oldest_unauthenticated_connection_makes_room() -> None:
+    """A connection that was authenticated since is spared, however old it is."""
+    connections = manager(max_connections=2)
+    first, second, third = Fake(), Fake(), Fake()
+    assert admit(connections, first, second) == [None, None]
+    first.quota = PRINCIPAL
+    assert admit(connections, third) == [None]
+    assert (first.closed, second.closed) == ([], ["break_off"])
+    assert connections.connections == {first, third}
+
+
+def test_a_connection_is_refused_when_all_are_authenticated() -> None:
+    """The reason has the number and the name of the limit."""
+    connections = manager(max_connections=1)
+    (reason,) = admit(connections, Fake(quota=PRINCIPAL), Fake())[1:]
+    assert reason == "the server has 1 connection, its limit (max_connections): try later"
+
+
+def test_an_address_closes_its_own_connections() -> None:
+    """A connection beyond `max_connections_per_address` does not close connections of other addresses."""
+    connections = manager(max_connections_per_address=1)
+    other, old, new = Fake("192.0.2.2"), Fake(), Fake()
+    assert admit(connections, other, old, new) == [None, None, None]
+    assert (other.closed, old.closed) == ([], ["break_off"])
+    new.quota = PRINCIPAL
+    (reason,) = admit(connections, Fake())
+    assert reason is not None
+    assert reason.startswith("192.0.2.1 has 1 connection, its limit on this server (max_connections_per_address)")
+
+
+def test_memory_of_unauthenticated_connections_has_a_limit() -> None:
+    """Beyond it the oldest is closed. Memory that was released, or of an authenticated connection, does not count."""
+    limit = 2**20
+    connections = manager(max_unauthenticated_bytes=limit)
+    old, new, authenticated = Fake(), Fake(), Fake(quota=PRINCIPAL)
+    admit(connections, old, new, authenticated)
+    connections.charge(authenticated, limit)
+    for _ in range(2):
+        connections.charge(new, limit - 2 * CONNECTION_BYTES)
+        assert not old.closed
+        connections.settle(new, CONNECTION_BYTES)
+    connections.charge(new, limit - 2 * CONNECTION_BYTES + 1)
+    assert old.closed == ["break_off"]
+    assert not new.closed
+    assert not authenticated.closed
+
+
+def test_draining_closes_connections_that_have_had_a_request() -> None:
+    """The first request of another connection may be in transit, and gets a response."""
+    connections = manager()
+    used, fresh = Fake(has_requested=True), Fake()
+    admit(connections, used, fresh)
+    connections.drain()
+    assert (used.closed, fresh.closed) == (["shutdown"], [])
+
+
+def test_a_left_connection_is_forgotten() -> None:
+    """It makes room in all counts, and may leave twice."""
+    connections = manager(max_connections=1, max_connections_per_address=1)
+    one = Fake(quota=PRINCIPAL)
+    admit(connections, one)
+    connections.leave(one)
+    connections.leave(one)
+    assert admit(connections, Fake()) == [None]
