@@ -29,7 +29,7 @@ demo: $(VENV)/.demo  ## Serve the embedded digits, train a classifier on them th
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.dev  ## Run the tests, several at a time: they wait for processes more than they work.
-	$(BIN)/python -m pytest -n $(JOBS) $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .
@@ -71,24 +71,29 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	$(if $(findstring --system-site-packages,$(VENV_ARGS)),$(OUTER_PACKAGES))
 
+# The pip of Python 3.11 and 3.12 does not know dependency groups.
+$(VENV)/.pip: | $(VENV)/bin/python
+	$(PIP) 'pip>=25.1'
+	touch $@
+
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable '.[server,demo]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP) $(TORCH) --editable '.[dev]'
+$(VENV)/.dev: pyproject.toml | $(VENV)/.pip
+	$(PIP) $(TORCH) --editable . --group dev
 	touch $@ $(VENV)/.demo
 
-$(VENV)/.gpu: pyproject.toml | $(VENV)/bin/python
-	$(PIP) $(TORCH) --editable '.[gpu]' || { $(BIN)/python -m benchmarks.gpu.requirements $(PIP_ARGS); exit 1; }
+$(VENV)/.gpu: pyproject.toml | $(VENV)/.pip
+	$(PIP) $(TORCH) --editable . --group gpu || { $(BIN)/python -m benchmarks.gpu.requirements $(PIP_ARGS); exit 1; }
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(PIP) --editable '.[docs]'
+$(VENV)/.docs: pyproject.toml | $(VENV)/.pip
+	$(PIP) --editable . --group docs
 	touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
-	$(PIP) --editable '.[fuzz]'
+	$(PIP) --editable . --group fuzz
 	touch $@
 
 $(VENV)/.lock: | $(VENV)/bin/python

@@ -3,7 +3,7 @@
     python -m benchmarks --json results.json
     python -m benchmarks.plot results.json throughput.svg
 
-Needs matplotlib: pip install 'teleloader[bench]'.
+Needs matplotlib: pip install --group bench.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _profile(server: LoaderServer, options: argparse.Namespace, console: Console
         _take(batches, WARM_UP)
         console.print(_costs(batches, pids, seconds))
         if not PY_SPY.exists():
-            console.print("py-spy is not installed, which shows the functions: pip install 'teleloader[bench]'")
+            console.print("no functions: py-spy is not installed (pip install --group bench)")
             return
         for table in _functions(batches, pids, seconds):
             console.print(table)

@@ -239,7 +239,7 @@ def _table(histories: Mapping[str, History], batches: int, minutes: float) -> Ta
 
 def _draw(histories: Mapping[str, History], path: Path, console: Console) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no picture: matplotlib is not installed (pip install 'teleloader[bench]')")
+        console.print("no picture: matplotlib is not installed (pip install --group bench)")
         return
     import matplotlib as mpl
 

@@ -16,6 +16,8 @@ else:
 try:
     server.request("GET", "/readyz")
     ready = server.getresponse().status == http.client.OK
+except ConnectionRefusedError:
+    ready = False
 except (ssl.SSLError, ConnectionError):
     # a server that requires client certificates closes this connection
     ready = "TELELOADER_SSL_CA_CERTS" in os.environ

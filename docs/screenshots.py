@@ -1,7 +1,7 @@
 """Makes the documentation's pictures of the dashboard, from a real server: ``python -m docs.screenshots``.
 
-It needs what ``pip install -e '.[dev,browser]'`` installs, and Chromium. Two trainers load made-up photographs: one
-takes batches faster than they come, the other one thinks for long.
+Requires ``pip install --editable . --group dev --group browser``, and Chromium. Two trainers load made-up photographs:
+one takes batches faster than they come, the other one thinks for long.
 """
 
 from __future__ import annotations

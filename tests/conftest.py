@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -19,10 +20,29 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.launcher import LaunchedProcess, can_launch, launch
+
 ROOT = Path(__file__).resolve().parent.parent
+
+OUTCOMES = ("passed", "failed", "error", "skipped")
 
 # A shell lets its background jobs ignore Ctrl-C, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# HYPOTHESIS_PROFILE=nightly: ten times as many examples, drawn anew each time.
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "gate")
+if importlib.util.find_spec("hypothesis"):  # make gpu does without
+    from hypothesis import settings
+
+    settings.register_profile("gate", derandomize=True, deadline=None)
+    settings.register_profile("nightly", deadline=None)
+    settings.load_profile(PROFILE)
+
+
+def examples(count: int) -> int:
+    """Return hypothesis's number of examples in this profile, for `count` in the gate."""
+    return 10 * count if PROFILE == "nightly" else count
 
 
 def need(module: str) -> None:
@@ -47,17 +67,35 @@ def label(value: object) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Leave how the tests ended beside what pytest remembers of those that failed, for ``.ci/failed.py``."""
-    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
-        session.config.cache.set("teleloader/exitstatus", int(exitstatus))
+    """Write the result to the file that the environment variable TEST_REPORT names, for ``.ci/steps.py``."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if (path := os.environ.get("TEST_REPORT")) and reporter and not hasattr(session.config, "workerinput"):
+        names = {kind: [report.nodeid for report in reporter.stats.get(kind, ())] for kind in OUTCOMES}
+        result = {
+            "status": int(exitstatus),
+            "passed": len(names["passed"]),
+            "failed": sorted({*names["failed"], *names["error"]}),
+            "skipped": len(names["skipped"]),
+        }
+        Path(path).write_text(json.dumps(result))
 
 
 class ServerProcess:
     """A ``teleloader-server`` of its own, on a free port."""
 
     def __init__(self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+        program = "from teleloader_server.cli import main; main()"
+        everything = os.environ if environment is None else environment
+        ours, theirs = os.pipe()
+        if can_launch(everything):
+            self.process: LaunchedProcess | subprocess.Popen[bytes] = launch(
+                program, arguments, folder, everything, 1, theirs
+            )
+        else:
+            command = [sys.executable, "-c", program, *arguments]
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=theirs)
+        os.close(theirs)
+        self._stderr = os.fdopen(ours, errors="replace")
         self.log: list[str] = []
         self._logged = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -77,7 +115,7 @@ class ServerProcess:
             return next((found for line in self.log if (found := re.search(pattern, line))), None)
 
         with self._logged:
-            self._logged.wait_for(lambda: find() or self.process.poll() is not None, 60)
+            self._logged.wait_for(lambda: find() or self.process.poll() is not None, 110)
             found = find()
         assert found, f"no line of the server's log matches {pattern!r}:\n{''.join(self.log)}"
         return found
@@ -101,13 +139,11 @@ class ServerProcess:
             self.process.send_signal(how)
         code = self.process.wait(60)
         self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self._stderr.close()
         return code
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             with self._logged:
                 self.log.append(line)
                 self._logged.notify_all()

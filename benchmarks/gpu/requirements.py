@@ -18,15 +18,17 @@ from typing import Any, Final
 from pip._vendor.packaging.requirements import Requirement
 
 PYPROJECT: Final = Path(__file__).resolve().parents[2] / "pyproject.toml"
-EXTRA: Final = "gpu"
+GROUP: Final = "gpu"
 EDITABLE: Final = "editables>=0.3"
 """Needed by hatchling for an editable installation, besides what pyproject.toml names."""
 
 
 def required() -> list[Requirement]:
-    """Return the requirements of the client and of the extra ``gpu``."""
-    project: dict[str, Any] = tomllib.loads(PYPROJECT.read_text())["project"]
-    found = [Requirement(text) for text in (*project["dependencies"], *_of_extra(project, EXTRA))]
+    """Return the requirements of the client and of the dependency group ``gpu``."""
+    pyproject: dict[str, Any] = tomllib.loads(PYPROJECT.read_text())
+    project = pyproject["project"]
+    texts = (*project["dependencies"], *_expanded(project, pyproject["dependency-groups"][GROUP]))
+    found = [Requirement(text) for text in texts]
     return [each for each in found if each.marker is None or each.marker.evaluate()]
 
 
@@ -67,18 +69,19 @@ def message(lines: Sequence[str]) -> str:
         "  make gpu TORCH=torch                                          torch for the GPUs of this machine\n"
         "  make gpu VENV_ARGS=--system-site-packages                     packages of this Python's environment\n"
         "  make gpu PIP_ARGS='--no-index --find-links DIR'               a folder of wheels. To fill it elsewhere:\n"
-        f"    pip download --dest DIR hatchling hatch-fancy-pypi-readme '{EDITABLE}' '.[{EXTRA}]'\n"
+        f"    pip download --dest DIR 'pip>=25.1' hatchling hatch-fancy-pypi-readme '{EDITABLE}' . --group {GROUP}\n"
         "after `rm -rf .venv` where the environment exists already."
     )
 
 
-def _of_extra(project: dict[str, Any], extra: str) -> Iterator[str]:
-    for text in project["optional-dependencies"][extra]:
+def _expanded(project: dict[str, Any], texts: Sequence[str]) -> Iterator[str]:
+    """Yield requirements, with those of the project's extras in place of the project itself."""
+    for text in texts:
         requirement = Requirement(text)
         if requirement.name != project["name"]:
             yield text
         for inner in sorted(requirement.extras) if requirement.name == project["name"] else ():
-            yield from _of_extra(project, inner)
+            yield from _expanded(project, project["optional-dependencies"][inner])
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def _outcome(name: str, run: Any, step: Step, rounds: Rounds, report: Report) ->
 
 def _draw(outcome: Outcome, accelerator: Accelerator, report: Report, console: Console) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no timeline: matplotlib is not installed (pip install 'teleloader[gpu]')")
+        console.print("no timeline: matplotlib is not installed (pip install --group gpu)")
         return
     path = report.folder / "timeline.png"
     draw(outcome.results, path, is_gpu=accelerator.is_gpu, device=report.facts["gpu"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chaos.run import RECONNECT_TIMEOUT
@@ -11,7 +11,6 @@ from tests.chaos.schedule import CONSUMERS, MAX_BOTH_AWAY, RETURN, ROUND, SERVER
 seeds = st.integers(0, 2**32)
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_a_schedule_is_a_function_of_its_seed(seed: int) -> None:
     """The same faults at the same times, and a longer run begins like a shorter one."""
@@ -37,7 +36,6 @@ def test_a_known_schedule() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
     """And each consumer is killed once in that time."""
@@ -49,7 +47,6 @@ def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
         assert {fault.target for fault in these if fault.kind is not Kind.CONSUMER_KILL} <= set(range(SERVERS))
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_there_is_a_server_often_enough(seed: int) -> None:
     """The time without any is bounded, well below the clients' patience."""
@@ -61,7 +58,6 @@ def test_at_times_there_is_no_server() -> None:
     assert max(_longest_without(plan(seed, 600)) for seed in range(10)) > 1
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_a_server_that_is_away_is_not_sent_away_again(seed: int) -> None:
     """It could not show that it comes back."""
@@ -72,7 +68,6 @@ def test_a_server_that_is_away_is_not_sent_away_again(seed: int) -> None:
             back[fault.target] = fault.at + fault.seconds + RETURN[fault.kind]
 
 
-@settings(deadline=None)
 @given(seeds)
 def test_nothing_is_broken_at_a_server_that_is_away(seed: int) -> None:
     """As long as the other one is there."""

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader.arguments import Arguments, check, warn_of_too_many_workers
-from tests.conftest import label, need
+from tests.conftest import examples, label, need
 
 Outcome = tuple[tuple[type[Exception], str] | None, list[tuple[type[Warning], str]]]
 
@@ -244,7 +244,7 @@ def test_any_arguments_end_as_in_torch() -> None:
     """However many are wrong at once."""
     need("torch")
 
-    @settings(derandomize=True, deadline=None, max_examples=1000)
+    @settings(max_examples=examples(1000))
     @given(st.sampled_from(datasets()), st.lists(st.sampled_from(values()), max_size=8).map(dict))
     def compare(dataset: tuple[Any, bool], changed: dict[str, Any]) -> None:
         assert_as_torch(*dataset, changed)

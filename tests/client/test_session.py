@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from teleloader.fetch.scheduler import COVERED_BYTES, FIRST_REST, HEDGE_LEAST, HEDGE_UNKNOWN, MAX_WINDOW, Session
 from teleloader.transport.base import Range
 from teleloader_shared.messages import READY_BYTES
+from tests.conftest import examples
 
 FOR_EVER = 2**62
 
-fixed = settings(derandomize=True, deadline=None, max_examples=60)
+fixed = settings(max_examples=examples(60))
 
 
 def ranges(session: Session) -> list[Range]:

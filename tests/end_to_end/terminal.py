@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from tests.conftest import ROOT
+from tests.launcher import can_launch, launch
 
 TOOLS = "from teleloader.cli import main; main()"
 SERVER = "from teleloader_server.cli import main; main()"
@@ -33,12 +35,19 @@ class Done(NamedTuple):
 
 
 def piped(program: str, *arguments: str, **environment: str) -> Done:
-    """Run a command whose output goes to pipes."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env={**os.environ, **environment}, check=False,
-    )  # fmt: skip
-    return Done(done.returncode, done.stdout, done.stderr)
+    """Run a command whose output goes to files."""
+    everything = {**os.environ, **environment}
+    if not can_launch(everything):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, env=everything, check=False,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = launch(program, arguments, ROOT, everything, out.fileno(), err.fileno()).wait()
+        out.seek(0)
+        err.seek(0)
+        return Done(code, out.read(), err.read())
 
 
 class Terminal:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,32 @@ from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailab
 from teleloader.api import backoff
 from teleloader.fetch import fetcher
 from teleloader_shared import codec
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, examples
 from tests.faults import hosted
 from tests.faults.proxy import Cut, Fault, FaultProxy, Flip, Line, Omit, Part, Repeat, Reset, Rewrite, Stall
 
 TARGET = "tests.faults.hosted:"
+DATASETS = (f"small={TARGET}small", f"large={TARGET}large")
 STALL_TIMEOUT = 1.0
 
 
 def serve(start_server: StartServer, *arguments: str, port: int = 0, workers: int = 1) -> ServerProcess:
     """A server with both datasets."""
-    datasets = (f"small={TARGET}small", f"large={TARGET}large")
-    return start_server(*datasets, "--num-workers", str(workers), *arguments, port=port)
+    return start_server(*DATASETS, "--num-workers", str(workers), *arguments, port=port)
 
 
-@contextmanager
-def proxied(start_server: StartServer) -> Iterator[FaultProxy]:
-    """A proxy in front of a server."""
-    with FaultProxy(serve(start_server).url, seed=4) as proxy:
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    """The URL of one server for all tests that break only the network: each has a proxy of its own."""
+    server = ServerProcess("--port", "0", *DATASETS, "--num-workers", "1")
+    yield server.url
+    server.end()
+
+
+@pytest.fixture
+def proxy(server_url: str) -> Iterator[FaultProxy]:
+    """A proxy in front of that server."""
+    with FaultProxy(server_url, seed=4) as proxy:
         yield proxy
 
 
@@ -104,57 +111,51 @@ def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [Reset(), Cut(), Reset(0), Cut(0), Reset(1), Cut(1)], ids=repr)
-def test_a_connection_that_breaks_in_the_middle_of_a_batch_is_made_again(
-    start_server: StartServer, fault: Fault
-) -> None:
+def test_a_connection_that_breaks_in_the_middle_of_a_batch_is_made_again(proxy: FaultProxy, fault: Fault) -> None:
     """N1: by RST or FIN, anywhere in a frame: nothing of the partial frame is used, nothing is lost."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4)
-        for _ in range(5):
-            proxy.arm(fault)
-            epoch.take_until(lambda: proxy.armed == 0)
-        epoch.take()
-        assert proxy.happened[type(fault).__name__] == 5
+    epoch = Checked(proxy.url, "large", 4)
+    for _ in range(5):
+        proxy.arm(fault)
+        epoch.take_until(lambda: proxy.armed == 0)
+    epoch.take()
+    assert proxy.happened[type(fault).__name__] == 5
 
 
-def test_all_connections_that_break_at_once_are_made_again(start_server: StartServer) -> None:
+def test_all_connections_that_break_at_once_are_made_again(proxy: FaultProxy) -> None:
     """N1: again and again, in the middle of an epoch."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 2)
-        for number in range(10):
-            epoch.take(5)
-            proxy.drop_all(reset=number % 2 == 0)
-        epoch.take()
+    epoch = Checked(proxy.url, "large", 2)
+    for number in range(10):
+        epoch.take(5)
+        proxy.drop_all(reset=number % 2 == 0)
+    epoch.take()
 
 
 # -- silence
 
 
-def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(start_server: StartServer) -> None:
+def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(proxy: FaultProxy) -> None:
     """N2: neither RST nor FIN tells of it; after `stall_timeout` the client asks, after `reconnect_timeout` it says."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4, reconnect_timeout=1)
-        epoch.take(3)
-        proxy.line = Line(silent=True)
-        started = time.monotonic()
-        with pytest.raises(ServerUnavailable, match=r"batch \d+ of epoch 0"):
-            epoch.take()
-        assert time.monotonic() - started < 15
-        proxy.line = Line()
-        again = Checked(proxy.url, "large", 4)
-        again.resume(epoch.loader.state_dict(), epoch.taken)
-        again.take()
-
-
-def test_a_network_that_is_silent_for_a_while_costs_that_while(start_server: StartServer) -> None:
-    """N2: the iteration goes on by itself when bytes flow again."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4)
-        epoch.take(3)
-        proxy.line = Line(silent=True)
-        accepted = proxy.accepted
-        threading.Thread(target=_heal_after, args=(proxy, lambda: proxy.accepted >= accepted + 2)).start()
+    epoch = Checked(proxy.url, "large", 4, reconnect_timeout=1)
+    epoch.take(3)
+    proxy.line = Line(silent=True)
+    started = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=r"batch \d+ of epoch 0"):
         epoch.take()
+    assert time.monotonic() - started < 15
+    proxy.line = Line()
+    again = Checked(proxy.url, "large", 4)
+    again.resume(epoch.loader.state_dict(), epoch.taken)
+    again.take()
+
+
+def test_a_network_that_is_silent_for_a_while_costs_that_while(proxy: FaultProxy) -> None:
+    """N2: the iteration goes on by itself when bytes flow again."""
+    epoch = Checked(proxy.url, "large", 4)
+    epoch.take(3)
+    proxy.line = Line(silent=True)
+    accepted = proxy.accepted
+    threading.Thread(target=_heal_after, args=(proxy, lambda: proxy.accepted >= accepted + 2)).start()
+    epoch.take()
 
 
 def _heal_after(proxy: FaultProxy, condition: Callable[[], bool]) -> None:
@@ -165,13 +166,12 @@ def _heal_after(proxy: FaultProxy, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("fault", [Stall(), Stall(0), Omit()], ids=repr)
-def test_an_answer_that_stops_in_the_middle_is_asked_for_again(start_server: StartServer, fault: Fault) -> None:
+def test_an_answer_that_stops_in_the_middle_is_asked_for_again(proxy: FaultProxy, fault: Fault) -> None:
     """N2: though the server answers everything else, and the connection stays open."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4)
-        proxy.arm(fault)
-        epoch.take()
-        assert proxy.armed == 0
+    epoch = Checked(proxy.url, "large", 4)
+    proxy.arm(fault)
+    epoch.take()
+    assert proxy.armed == 0
 
 
 # -- wrong bytes
@@ -179,7 +179,7 @@ def test_an_answer_that_stops_in_the_middle_is_asked_for_again(start_server: Sta
 
 @pytest.mark.parametrize("kind", [Flip, Cut, Reset], ids=lambda kind: kind.__name__)
 @pytest.mark.usefixtures("untiring")
-def test_any_damaged_byte_of_a_frame_is_noticed(start_server: StartServer, kind: type[Flip | Cut | Reset]) -> None:
+def test_any_damaged_byte_of_a_frame_is_noticed(proxy: FaultProxy, kind: type[Flip | Cut | Reset]) -> None:
     """N3: for each byte of a small frame, a bit that is turned and a cut: every batch still arrives exactly."""
     sizes: list[int] = []
 
@@ -187,23 +187,22 @@ def test_any_damaged_byte_of_a_frame_is_noticed(start_server: StartServer, kind:
         sizes.append(codec.frame_size(body[: codec.PROLOGUE_SIZE]))
         return body
 
-    with proxied(start_server) as proxy:
-        # for an order of the client's own there are few batches in an answer: most of it is the first frame
-        order = [[index] for index in range(5000)]
-        dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
-        batches = enumerate(DataLoader(dataset, batch_sampler=order, output="numpy"))
+    # for an order of the client's own there are few batches in an answer: most of it is the first frame
+    order = [[index] for index in range(5000)]
+    dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
+    batches = enumerate(DataLoader(dataset, batch_sampler=order, output="numpy"))
 
-        def take_until(condition: Callable[[], bool]) -> None:
-            while not condition():
-                k, batch = next(batches)
-                assert np.array_equal(batch, hosted.small.table[[k]])
+    def take_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            k, batch = next(batches)
+            assert np.array_equal(batch, hosted.small.table[[k]])
 
-        proxy.arm(Rewrite(measure))
-        take_until(lambda: bool(sizes))
-        for at in range(sizes[0]):
-            proxy.arm(Flip(at, at % 8) if kind is Flip else kind(at))
-            take_until(lambda: proxy.armed == 0)
-        assert proxy.happened[kind.__name__] == sizes[0] > 100
+    proxy.arm(Rewrite(measure))
+    take_until(lambda: bool(sizes))
+    for at in range(sizes[0]):
+        proxy.arm(Flip(at, at % 8) if kind is Flip else kind(at))
+        take_until(lambda: proxy.armed == 0)
+    assert proxy.happened[kind.__name__] == sizes[0] > 100
 
 
 @pytest.mark.parametrize("part", ["request", "head", "body"])
@@ -269,24 +268,23 @@ damage = st.one_of(
 
 
 @pytest.mark.usefixtures("untiring")
-def test_damage_anywhere_in_large_frames_is_noticed(start_server: StartServer) -> None:
+def test_damage_anywhere_in_large_frames_is_noticed(proxy: FaultProxy) -> None:
     """N3: bits that are turned, bytes that come twice and cuts, two answers in a row."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 3)
+    epoch = Checked(proxy.url, "large", 3)
 
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(st.lists(damage, min_size=1, max_size=2))
-        def every_batch_arrives(faults: list[Fault]) -> None:
-            for fault in faults:
-                proxy.arm(fault)
-            epoch.take_until(lambda: proxy.armed == 0)
+    @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+    @given(st.lists(damage, min_size=1, max_size=2))
+    def every_batch_arrives(faults: list[Fault]) -> None:
+        for fault in faults:
+            proxy.arm(fault)
+        epoch.take_until(lambda: proxy.armed == 0)
 
-        every_batch_arrives()
-        epoch.take()
+    every_batch_arrives()
+    epoch.take()
 
 
 @pytest.mark.usefixtures("untiring")
-def test_frames_that_are_swapped_are_not_taken_for_each_other(start_server: StartServer) -> None:
+def test_frames_that_are_swapped_are_not_taken_for_each_other(proxy: FaultProxy) -> None:
     """N3: each is whole and has a right checksum, and is not the one that was asked for."""
     swapped = 0
 
@@ -298,16 +296,15 @@ def test_frames_that_are_swapped_are_not_taken_for_each_other(start_server: Star
         swapped += 1
         return body[size : 2 * size] + body[:size] + body[2 * size :]
 
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, batch_size=1)
-        while swapped < 5:
-            proxy.arm(Rewrite(swap))
-            epoch.take_until(lambda: proxy.armed == 0)
-        epoch.take()
+    epoch = Checked(proxy.url, batch_size=1)
+    while swapped < 5:
+        proxy.arm(Rewrite(swap))
+        epoch.take_until(lambda: proxy.armed == 0)
+    epoch.take()
 
 
 @pytest.mark.usefixtures("untiring")
-def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(start_server: StartServer) -> None:
+def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(proxy: FaultProxy) -> None:
     """N3: an answer of before, whole, in the place of another one."""
     bodies: list[bytes] = []
     replayed = 0
@@ -319,54 +316,50 @@ def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(start_server: St
         replayed += before is not None
         return body if before is None else before
 
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 3)
-        while replayed < 5:
-            proxy.arm(Rewrite(replay))
-            epoch.take_until(lambda: proxy.armed == 0)
-        epoch.take()
+    epoch = Checked(proxy.url, "large", 3)
+    while replayed < 5:
+        proxy.arm(Rewrite(replay))
+        epoch.take_until(lambda: proxy.armed == 0)
+    epoch.take()
 
 
-def test_a_network_that_damages_everything_is_a_clear_error(start_server: StartServer) -> None:
+def test_a_network_that_damages_everything_is_a_clear_error(proxy: FaultProxy) -> None:
     """N3: three damaged answers in a row are not the chance of a moment."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4)
-        epoch.take(1)
-        proxy.arm(Flip(), times=1000)
-        with pytest.raises(ProtocolError, match="3 damaged answers in a row"):
-            epoch.take()
+    epoch = Checked(proxy.url, "large", 4)
+    epoch.take(1)
+    proxy.arm(Flip(), times=1000)
+    with pytest.raises(ProtocolError, match="3 damaged answers in a row"):
+        epoch.take()
 
 
 # -- slow networks and slow trainers
 
 
-def test_a_slow_link_is_slow_and_nothing_else(start_server: StartServer) -> None:
+def test_a_slow_link_is_slow_and_nothing_else(proxy: FaultProxy) -> None:
     """N4: a batch that takes longer than `stall_timeout` is no fault as long as bytes flow."""
-    with proxied(start_server) as proxy:
-        epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
-        proxy.line = Line(latency=0.1, bandwidth=2**17)  # a batch in 2 s
-        accepted = proxy.accepted
-        epoch.take(2)
-        assert proxy.accepted <= accepted + 3, "connections were given up"
-        proxy.line = Line()
-        epoch.take()
+    epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
+    proxy.line = Line(latency=0.1, bandwidth=2**17)  # a batch in 2 s
+    accepted = proxy.accepted
+    epoch.take(2)
+    assert proxy.accepted <= accepted + 3, "connections were given up"
+    proxy.line = Line()
+    epoch.take()
 
 
-def test_a_link_that_passes_bytes_one_by_one_passes_all(start_server: StartServer) -> None:
+def test_a_link_that_passes_bytes_one_by_one_passes_all(proxy: FaultProxy) -> None:
     """N4: a frame may arrive in as many pieces as it has bytes."""
-    with proxied(start_server) as proxy:
-        proxy.line = Line(slice=1)
-        epoch = Checked(proxy.url, batch_size=1)
-        epoch.take(100)
-        proxy.line = Line(slice=1, latency=0.1)
-        epoch.take(100)
-        proxy.line = Line()
-        epoch.take()
+    proxy.line = Line(slice=1)
+    epoch = Checked(proxy.url, batch_size=1)
+    epoch.take(100)
+    proxy.line = Line(slice=1, latency=0.1)
+    epoch.take(100)
+    proxy.line = Line()
+    epoch.take()
 
 
 def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartServer) -> None:
     """N5: longer than every timeout of the client; the server keeps no more for it than its window."""
-    with proxied(start_server) as proxy:
+    with FaultProxy(serve(start_server).url, seed=4) as proxy:
         server = httpx.Client(base_url=proxy.target)
         epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
         with server:
@@ -480,18 +473,17 @@ def test_a_server_that_stands_still_for_a_while_doubles_nothing(start_server: St
 # -- reverse proxies
 
 
-def test_a_proxy_that_buffers_and_cuts_idle_connections_is_unnoticed(start_server: StartServer) -> None:
+def test_a_proxy_that_buffers_and_cuts_idle_connections_is_unnoticed(proxy: FaultProxy) -> None:
     """N13: answers come whole and late; connections that the trainer left idle are gone when it comes back."""
-    with proxied(start_server) as proxy:
-        proxy.line = Line(buffered=True, idle_limit=0.3)
-        epoch = Checked(proxy.url, "large", 4)
-        for _ in range(3):
-            epoch.take(5)
-            accepted = proxy.accepted
-            time.sleep(0.6)
-            assert proxy.connections == 0
-        epoch.take()
-        assert proxy.accepted > accepted
+    proxy.line = Line(buffered=True, idle_limit=0.3)
+    epoch = Checked(proxy.url, "large", 4)
+    for _ in range(3):
+        epoch.take(5)
+        accepted = proxy.accepted
+        time.sleep(0.6)
+        assert proxy.connections == 0
+    epoch.take()
+    assert proxy.accepted > accepted
 
 
 NGINX = """

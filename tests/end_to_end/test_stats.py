@@ -469,10 +469,11 @@ def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytes
     key = registered(url, batch_size=5)
     httpx.get(f"{url}{batches_path(key, 0)}/0").raise_for_status()
     eventually(lambda: stats_of(url) and measured)
-    before = len(measured)
+    before, started = len(measured), time.monotonic()
     for _ in range(20):
         stats_of(url)
-    assert len(measured) <= before + 1
+    elapsed = time.monotonic() - started  # on a busy machine it may well be due again
+    assert len(measured) <= before + 1 + elapsed * 0.01 / 0.2
 
 
 # -- what OpenAPI says of errors

@@ -1,6 +1,6 @@
 """Lightning, accelerate and JAX, each with a script of its own in examples/.
 
-They are large, so they are no part of what the other tests need: ``pip install -e '.[dev,frameworks]'``, after a torch
+They are large: ``pip install --editable . --group dev --group frameworks`` installs them, after a torch
 for CPUs. Without a framework its tests are skipped; with TELELOADER_TEST_FRAMEWORKS=1 in the environment they fail.
 """
 

@@ -217,7 +217,7 @@ def _request(method: str, path: str, body: bytes = b"", headers: str = "") -> by
 def attack_documented(url: str, seed: int, seconds: int) -> list[str]:
     """Let schemathesis make requests of the OpenAPI page; the findings."""
     if importlib.util.find_spec("schemathesis") is None:
-        print("endpoints, schemathesis: left out, it is not installed (pip install 'teleloader[fuzz]')")
+        print("endpoints, schemathesis: skipped, it is not installed (pip install --group fuzz)")
         return []
     with tempfile.TemporaryDirectory() as folder:
         config, report = Path(folder, "schemathesis.toml"), Path(folder, "report.json")

@@ -87,7 +87,7 @@ def test_a_server_stands_garbage(server: ServerProcess) -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis: pip install 'teleloader[fuzz]'"
+    importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis: pip install --group fuzz"
 )
 def test_a_server_stands_requests_of_its_own_page(server: ServerProcess) -> None:
     """What schemathesis makes of the OpenAPI page is answered without an undocumented 5xx."""

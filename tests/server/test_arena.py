@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.workers.arena import Arena, Mapping, Slot
 from teleloader_server.workers.channel import Channel
+from tests.conftest import examples
 
 PAGE = 4096
 
@@ -174,7 +175,7 @@ def test_a_full_system_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert list(server.mappings) == [slot.number]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     limit=st.integers(0, 40 * PAGE),
     moves=st.lists(st.integers(1, 20 * PAGE) | st.integers(-10, -1), max_size=40),

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_server.workers.channel import Channel
+from tests.conftest import examples
 from tests.server.test_arena import open_descriptors
 
 
@@ -72,7 +73,7 @@ values = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(messages=st.lists(values, min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50)))
 def test_messages_come_whole_and_in_order_however_they_are_cut(messages: list[Any], cuts: list[int]) -> None:
     """A stream has no boundaries: a part of a message is kept until the rest is there, several at once are several."""

@@ -35,12 +35,12 @@ from teleloader_server.loading.collate import (
 from teleloader_shared import dtypes
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import Tensor, flatten
-from tests.conftest import need
+from tests.conftest import examples, need
 
 Point = namedtuple("Point", ["x", "y"])
 Collate = Callable[[Any], Any]
 
-fixed = settings(derandomize=True, deadline=None, max_examples=150)
+fixed = settings(max_examples=examples(150))
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +393,7 @@ def several_kinds() -> Samples:
     return st.booleans() | int64s | small_floats | dtype.flatmap(scalars) | some_arrays | lists | others
 
 
-@settings(fixed, max_examples=500)
+@settings(fixed, max_examples=examples(500))
 @given(first=several_kinds(), second=several_kinds())
 def test_a_column_of_two_kinds_is_what_torch_makes_of_it(torch_collate: Collate, first: Any, second: Any) -> None:
     """Same element type and numbers, or an error of the same type."""

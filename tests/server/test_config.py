@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from teleloader_server import config
@@ -389,7 +389,6 @@ def test_sizes_are_written_with_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(0, 2**70))
 def test_a_number_is_a_size(number: int) -> None:
     """In bytes."""

@@ -14,6 +14,7 @@ from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
+from tests.conftest import examples
 from tests.server.dispatching import Service, containers, let_go_of_all
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
@@ -307,4 +308,4 @@ class Game(RuleBasedStateMachine):
 
 
 TestRandomGames = Game.TestCase
-TestRandomGames.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)
+TestRandomGames.settings = settings(max_examples=examples(150), stateful_step_count=50)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
+from tests.conftest import examples
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
@@ -291,4 +292,4 @@ class Game(RuleBasedStateMachine):
 
 
 TestRandomGames = Game.TestCase
-TestRandomGames.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True)
+TestRandomGames.settings = settings(max_examples=examples(100), stateful_step_count=50)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from teleloader_server.loading.pipeline import MAX_PASSES
@@ -57,7 +57,6 @@ def epoch_of(epoch: int, length: int = 8) -> list[list[int]]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-@settings(derandomize=True, deadline=None)
 def test_a_map_style_dataset_has_the_epoch_of_each_batch(requests: list[tuple[int, int]]) -> None:
     """Consumers in different epochs may share a worker; set_epoch is called when the epoch changes, and only then."""
     dataset = Rows()
@@ -105,7 +104,6 @@ def test_only_a_set_epoch_that_takes_one_number_is_called(method: Any) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-@settings(derandomize=True, deadline=None)
 def test_a_stream_has_the_epoch_of_each_batch(requests: list[tuple[int, int]]) -> None:
     """Whatever the worker computed before: another epoch, a later batch, or an earlier one."""
     bench = Bench(Stream())

@@ -21,6 +21,7 @@ from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
 from teleloader_shared.spec import LoaderSpec
+from tests.conftest import examples
 from tests.server.dispatching import OTHER, SLOW, TRAIN, Service, numbers
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
@@ -86,7 +87,7 @@ def test_a_principal_that_is_alone_has_all_workers() -> None:
     assert [len(queue) for queue in service.queues.values()] == [1] * 4
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(
     clients=st.lists(
         st.tuples(st.integers(1, 6), st.sampled_from([0.02, 0.1, 0.5]), st.integers(0, 20)), min_size=2, max_size=4
@@ -272,7 +273,7 @@ def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
     assert service.quota("small").frames <= 5
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(1, 20), st.integers(0, 3)), max_size=30)
 )
@@ -334,7 +335,7 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
 # --- Requests -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(gaps=st.lists(st.floats(0, 0.5), max_size=100), rate=st.sampled_from([1.0, 5.0, 100.0]))
 def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate: float) -> None:
     """In any second no more than a burst and the rate; and who keeps to the rate is never held."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from teleloader_server.loading.shards import RandomNumbers, Shard
@@ -179,7 +179,6 @@ def test_what_has_ended_can_be_begun_again() -> None:
     assert told == ["again"]
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     limit=st.integers(0, 12), batch_size=st.none() | st.integers(1, 4), drop_last=st.booleans(),
     fails_at=st.sets(st.integers(0, 11), max_size=3), numbers=st.lists(st.integers(0, 14), max_size=8),

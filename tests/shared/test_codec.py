@@ -39,10 +39,10 @@ from teleloader_shared.codec import (
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
 from teleloader_shared.spec import Compression
 from teleloader_shared.tree import MAX_DEPTH, Tensor
-from tests.conftest import need
+from tests.conftest import examples, need
 from tests.shared.trees import KeptMemory, Point, arrays, assert_same, keep, trees
 
-fixed = settings(derandomize=True, deadline=None, max_examples=100)
+fixed = settings(max_examples=examples(100))
 
 ADDRESS = Address("0123456789abcdef0123456789abcdef", 3, 14)
 FAILURE = Failure("ValueError", "no such image", "Traceback ...", [4, 2**40], -1)
@@ -119,7 +119,7 @@ def memory_within(limit: int) -> Iterator[None]:
 # --- A batch arrives as it was ------------------------------------------------------------------------------------
 
 
-@settings(fixed, max_examples=300)
+@settings(fixed, max_examples=examples(300))
 @given(trees, options, st.integers(0, 10))
 def test_any_batch_arrives_as_it_was(batch: Any, how: dict[str, Any], padding: int) -> None:
     """Containers, types and every bit survive, with and without checksum and compression, and so does the address."""
@@ -240,7 +240,7 @@ def test_an_array_is_written_where_it_is_sent_from() -> None:
 # --- The bytes ----------------------------------------------------------------------------------------------------
 
 
-@settings(fixed, max_examples=150)
+@settings(fixed, max_examples=examples(150))
 @given(trees | st.just(FAILURE) | st.just(END), options)
 def test_any_msgpack_library_reads_a_frame(content: Any, how: dict[str, Any]) -> None:
     """A frame is one msgpack array, laid out as docs/protocol.md says: sizes, header, then pad and array in turns."""
@@ -561,7 +561,7 @@ def test_what_is_refused_can_be_shown(kind: str) -> None:
         decoded(forged(header_of(1, padding=BOTTOMLESS)))
 
 
-@settings(fixed, max_examples=300)
+@settings(fixed, max_examples=examples(300))
 @given(
     st.fixed_dictionaries(
         {"loader": st.just("k"), "epoch": st.just(0) | hostile_values, "batch": st.just(0)},
@@ -608,7 +608,7 @@ def mutations(draw: st.DrawFn) -> bytes:
     return bytes(frame)
 
 
-@settings(fixed, max_examples=600)
+@settings(fixed, max_examples=examples(600))
 @given(mutations())
 def test_an_altered_frame_without_checksum_is_read_or_refused(frame: bytes) -> None:
     """Without a checksum, damage may pass for a batch; it never is any other error, nor takes more than the limit."""
@@ -676,7 +676,7 @@ def test_what_is_not_compressed_is_refused(compression: str, packed: bytes) -> N
         decoded(bomb(compression, 1000, packed))
 
 
-@settings(fixed, max_examples=200)
+@settings(fixed, max_examples=examples(200))
 @given(st.sampled_from(["zstd", "lz4"]), st.binary(max_size=300), st.data())
 def test_damaged_compression_is_read_or_refused(compression: str, raw: bytes, data: st.DataObject) -> None:
     """Any change of compressed bytes makes an array of the declared size or a ProtocolError."""

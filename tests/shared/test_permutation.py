@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from teleloader_shared.orders import permutation
 from teleloader_shared.orders.permutation import KEY_BITS, MAX_LENGTH, ROUNDS, SORTED_UP_TO, Permutation
+from tests.conftest import examples
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -32,7 +33,7 @@ lengths = st.integers(0, 5000) | st.sampled_from([2**n + d for n in range(1, 13)
 huge_lengths = st.integers(SORTED_UP_TO + 1, MAX_LENGTH) | st.sampled_from(
     [2**n + d for n in range(11, 62) for d in (-1, 0, 1)] + [MAX_LENGTH]
 )
-fixed = settings(derandomize=True, deadline=None, max_examples=100)
+fixed = settings(max_examples=examples(100))
 
 
 def listing(length: int, key: int) -> Ints:

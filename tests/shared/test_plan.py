@@ -18,11 +18,11 @@ from teleloader_shared.orders.permutation import Permutation
 from teleloader_shared.orders.plan import Plan, audit
 from teleloader_shared.orders.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec, Tail
-from tests.conftest import need
+from tests.conftest import examples, need
 
 Ints = NDArray[np.int64]
 
-fixed = settings(derandomize=True, deadline=None, max_examples=100)
+fixed = settings(max_examples=examples(100))
 
 # Up to 1024 the permutation is a table and above it a network; plans are computed in blocks of about 4096 samples.
 lengths = st.integers(0, 120) | st.integers(1000, 3000) | st.integers(4000, 10_000)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from teleloader_shared.errors import InvalidSpec, TeleloaderError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH, MAX_STATES, MAX_WORLD_SIZE, LoaderSpec
+from tests.conftest import examples
 
-fixed = settings(derandomize=True, deadline=None, max_examples=100)
+fixed = settings(max_examples=examples(100))
 
 NAMES = st.none() | st.text(min_size=1, max_size=20)
 STATES = st.none() | st.text(max_size=20)

@@ -28,10 +28,10 @@ from teleloader_shared import dtypes, tree
 from teleloader_shared.errors import EncodeError, ProtocolError
 from teleloader_shared.records import RecordTypes
 from teleloader_shared.tree import MAX_DEPTH, MAX_SAME_HASH, Tensor, flatten, unflatten
-from tests.conftest import label, need
+from tests.conftest import examples, label, need
 from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, assert_same, keep, plain_trees, trees
 
-fixed = settings(derandomize=True, deadline=None, max_examples=150)
+fixed = settings(max_examples=examples(150))
 
 
 KINDS = (
@@ -869,7 +869,7 @@ hostile_nodes: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(fixed, max_examples=500)
+@settings(fixed, max_examples=examples(500))
 @given(hostile_nodes)
 def test_whatever_is_described_is_built_or_refused(node: Any) -> None:
     """A description out of any of msgpack's types makes a batch or a ProtocolError, and no other error."""

@@ -1,0 +1,71 @@
+"""Public docstrings begin with what the object is or does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.conftest import ROOT
+
+CONVERTED: Final = (
+    "client/teleloader/errors.py",
+    "client/teleloader/frameworks.py",
+    "client/teleloader/hosting.py",
+    "client/teleloader/state.py",
+    "server/teleloader_server/demo",
+    "server/teleloader_server/logs.py",
+    "server/teleloader_server/serving.py",
+    "shared/teleloader_shared/buffers.py",
+    "shared/teleloader_shared/dtypes.py",
+    "shared/teleloader_shared/errors.py",
+    "shared/teleloader_shared/forks.py",
+    "shared/teleloader_shared/memory.py",
+    "shared/teleloader_shared/protocols.py",
+    "shared/teleloader_shared/secret.py",
+    "shared/teleloader_shared/text.py",
+    "shared/teleloader_shared/units.py",
+    "shared/teleloader_shared/user_state.py",
+)
+"""Packages and modules whose docstrings hold the rule. Once all do: ("client", "server", "shared")."""
+
+OPENINGS: Final = re.compile(r"(What|Whether|How|Who|Whose|Which|It|Those|That)\b")
+
+
+def public_docstrings(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of the module, and of its public classes, functions and methods."""
+
+    def visit(
+        node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
+    ) -> Iterator[tuple[str, str]]:
+        if docstring := ast.get_docstring(node):
+            yield name, docstring
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for child in node.body:
+                if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and child.name[0] != "_":
+                    yield from visit(child, f"{name}:{child.name}")
+
+    yield from visit(ast.parse(file.read_text()), str(file.relative_to(ROOT)))
+
+
+def files(place: str) -> list[Path]:
+    """Return the Python files of a package, or a single module."""
+    path = ROOT / place
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
+
+
+@pytest.mark.parametrize("place", CONVERTED)
+def test_public_docstrings_name_their_subject(place: str) -> None:
+    """A docstring that begins with What, Whether, How, Who, Whose, Which, It, Those or That names none."""
+    found = files(place)
+    assert found
+    assert [
+        f"{name}: {docstring.splitlines()[0]}"
+        for file in found
+        for name, docstring in public_docstrings(file)
+        if OPENINGS.match(docstring)
+    ] == []

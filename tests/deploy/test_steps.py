@@ -1,0 +1,177 @@
+""".ci/run and .ci/nightly: steps side by side, failed tests that run again, and the records that are committed."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+RESULT = """
+import json, os, sys
+from pathlib import Path
+first = not Path("ran").exists()
+Path("ran").touch()
+failed = ["tests/test_a.py::test_rare"] if first or {always} else []
+report = {{"status": len(failed), "passed": 7, "failed": failed, "skipped": 2}}
+Path(os.environ["TEST_REPORT"]).write_text(json.dumps(report))
+sys.exit(len(failed))
+"""
+"""A test run of which one test fails, the first time or always."""
+
+
+@pytest.fixture
+def ci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Imports a module of .ci; the working directory is empty."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".ci").mkdir()
+    return importlib.import_module
+
+
+def step_with_tests(ci: Any, *, always: bool) -> Any:
+    """A step whose test fails once, or always."""
+    Path("fake.py").write_text(RESULT.format(always=always))
+    command = f"{sys.executable} fake.py"
+    return ci("steps").Step("tests", command, pytest=command)
+
+
+def test_independent_steps_run_side_by_side(ci: Any) -> None:
+    """Each of these two waits for the other one."""
+    steps = ci("steps")
+    wait = "touch {}; until [ -e {} ]; do sleep 0.01; done"
+    run = steps.Steps([steps.Step("a", wait.format("x", "y")), steps.Step("b", wait.format("y", "x"))], 2, 60)
+    run.run()
+    assert not run.failed
+
+
+def test_a_step_waits_for_the_steps_before_it(ci: Any) -> None:
+    """Also where a lane is free."""
+    steps = ci("steps")
+    run = steps.Steps([steps.Step("a", "sleep 0.2; touch x"), steps.Step("b", "[ -e x ]", after=("a",))], 2, 60)
+    run.run()
+    assert not run.failed
+
+
+def test_a_failed_step_shows_its_log_and_fails_what_comes_after(ci: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps after it cannot start, and count as failed."""
+    steps = ci("steps")
+    run = steps.Steps([steps.Step("a", "echo the reason; exit 3"), steps.Step("b", "true", after=("a",))], 2, 60)
+    run.run()
+    assert run.failed == ["a", "b"]
+    assert "\nthe reason\n" in capfd.readouterr().out
+
+
+def test_a_step_that_exceeds_its_time_limit_fails(ci: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """The output says so."""
+    steps = ci("steps")
+    run = steps.Steps([steps.Step("a", "sleep 60", limit_s=1)], 1, 60)
+    run.run()
+    assert run.failed == ["a"]
+    assert "time limit" in capfd.readouterr().out
+
+
+def test_a_tolerated_exit_status_is_no_failure_and_no_pass(ci: Any) -> None:
+    """The table has what it means."""
+    steps = ci("steps")
+    run = steps.Steps([steps.Step("audit", "exit 75", tolerated=(75, "NOT AUDITED"))], 1, 60)
+    run.run()
+    assert not run.failed
+    assert "NOT AUDITED" in run.table()
+
+
+def test_a_few_failed_tests_run_again(ci: Any) -> None:
+    """One that passes then is flaky; the sums count it as passed."""
+    run = ci("steps").Steps([step_with_tests(ci, always=False)], 2, 60)
+    run.run()
+    assert not run.failed
+    assert run.flaky == ["tests/test_a.py::test_rare"]
+    assert run.table().endswith("\n8 passed, 0 failed, 2 skipped")
+
+
+def test_a_test_that_fails_twice_fails_the_run(ci: Any) -> None:
+    """It is not flaky."""
+    run = ci("steps").Steps([step_with_tests(ci, always=True)], 2, 60)
+    run.run()
+    assert run.failed == ["tests"]
+    assert run.flaky == []
+    assert run.table().endswith("\n7 passed, 1 failed, 2 skipped")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None,
+        {"status": 2, "failed": ["a.py::b"]},
+        {"status": 1, "failed": []},
+        {"status": 1, "failed": ["a.py"]},
+        {"status": 1, "failed": [f"a.py::{i}" for i in range(4)]},
+    ],
+    ids=["no report", "interrupted", "none named", "not collected", "too many"],
+)
+def test_other_failures_do_not_run_again(ci: Any, tests: Any) -> None:
+    """Tests that did not run to their end, files that could not be collected, and more failures than three."""
+    assert not ci("steps").may_run_again(tests)
+
+
+def test_a_test_that_is_flaky_twice_in_ten_recorded_runs_is_named(ci: Any) -> None:
+    """Ten runs later the first time no longer counts."""
+    records = ci("records")
+    for flaky in (["a"], ["b"], *[[f"c{i}"] for i in range(7)]):
+        runs = records.recorded(flaky)
+        records.write(records.FLAKY, runs)
+    assert records.repeated(records.recorded(["a"])) == ["a"]
+    records.write(records.FLAKY, records.recorded(["d"]))
+    assert records.repeated(records.recorded(["a"])) == []
+
+
+def test_the_age_of_the_last_nightly_run_is_stated(ci: Any) -> None:
+    """With its outcome, and without a run."""
+    records = ci("records")
+    assert "No nightly run" in records.last_nightly()
+    now = datetime.datetime(2030, 1, 5, tzinfo=datetime.UTC)
+    record = {
+        "date": "2030-01-02T00:00:00+00:00",
+        "commit": "abc",
+        "failed_steps": [],
+        "passed": 5,
+        "failed": 0,
+        "skipped": 1,
+    }
+    assert records.age(record, now) == (
+        "The last nightly run, 3 days ago (2030-01-02T00:00:00+00:00, abc), passed: 5 passed, 0 failed, 1 skipped."
+    )
+    assert "FAILED (chaos)" in records.age({**record, "failed_steps": ["chaos"]}, now)
+
+
+@pytest.mark.parametrize("which", ["gate", "nightly"])
+def test_steps_come_after_steps_that_exist(ci: Any, which: str) -> None:
+    """Each step's name is its own, and so is its log."""
+    steps = list(getattr(ci("checks"), which)())
+    names = [step.name for step in steps]
+    assert len(set(names)) == len({step.log for step in steps}) == len(names)
+    for position, step in enumerate(steps):
+        assert set(step.after) <= set(names[:position])
+
+
+def test_pytest_writes_the_report_that_steps_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has the exit status, the counts and the names of failed tests; a failed set-up is a failed test."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n"
+        "@pytest.fixture\ndef bad(): assert 0\ndef test_c(bad): pass\n@pytest.mark.skip\ndef test_d(): pass\n"
+    )
+    report = tmp_path / "report.json"
+    monkeypatch.setenv("TEST_REPORT", str(report))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-n", "1",
+               "--rootdir", str(tmp_path), str(tmp_path)]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert json.loads(report.read_text()) == {
+        "status": 1, "passed": 1, "failed": ["test_it.py::test_b", "test_it.py::test_c"], "skipped": 1
+    }  # fmt: skip
