@@ -154,7 +154,8 @@ def nightly() -> Iterator[Step]:
         "frameworks",
         f"{installed('.venv-frameworks', TORCH)}\n"
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
-        + pytest(".venv-frameworks", "tests/examples tests/gpu/test_host_memory.py tests/end_to_end/test_streaming_libraries.py"),
+        + pytest(".venv-frameworks",
+                 "tests/examples tests/gpu/test_host_memory.py tests/end_to_end/test_streaming_libraries.py"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip
