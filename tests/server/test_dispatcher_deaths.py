@@ -1,4 +1,4 @@
-"""Workers that die: nothing is lost, and who is to attribution is found out."""
+"""Workers that die: nothing is lost, and the cause is found out."""
 
 from __future__ import annotations
 
@@ -185,3 +185,17 @@ def test_what_a_worker_finished_before_it_died_stays() -> None:
     service.lose()
     service.worker_ready(1)
     assert numbers(service.decide()) == [1]
+
+
+def test_a_batch_of_a_closed_request_is_not_computed_again() -> None:
+    """Its worker was lost, and so was the request that may have been the only one to know its indices."""
+    service = Service()
+    service.teach(TRAIN)
+    ask = service.ask("a", TRAIN, 0, 1)
+    assert numbers(service.decide()) == [0]
+    service.dispatcher.close(ask)
+    service.lose()
+    service.worker_ready(0)
+    assert service.decide() == []
+    service.ask("a", TRAIN, 0, 1)
+    assert numbers(service.decide()) == [0]

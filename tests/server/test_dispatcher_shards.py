@@ -193,7 +193,7 @@ def test_only_what_a_worker_had_alone_is_to_blame() -> None:
 
 
 def test_a_suspect_has_its_worker_to_itself() -> None:
-    """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely to attribution."""
+    """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely the cause."""
     service = sharded(1)
     service.ask("a", TRAIN, 0, 3)
     service.decide()

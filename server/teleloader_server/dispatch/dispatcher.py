@@ -124,7 +124,7 @@ class Dispatcher:
         if consumer.sent_beyond:
             self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(ask.stop for ask in consumer.asks)
-        consumer.ahead_cursor = furthest
+        consumer.ahead_start = consumer.ahead_cursor = furthest
         consumer.ahead_stop = min(batches, furthest + request.prefetch)
         self.store.active[consumer] = None
         return asked

@@ -127,9 +127,10 @@ class Consumer:
     """Bytes of the answers that it is being sent."""
     is_capped: bool = False
     """As of the principal."""
+    ahead_start: int = 0
     ahead_cursor: int = 0
     ahead_stop: int = 0
-    """Work ahead is wanted in [ahead_cursor, ahead_stop)."""
+    """Batches in [ahead_start, ahead_stop) are prefetched; those before `ahead_cursor` exist or are being computed."""
 
     @property
     def reads_too_little(self) -> bool:

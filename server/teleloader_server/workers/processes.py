@@ -488,7 +488,7 @@ class ProcessPool:
         if stopped > STOPPED_LIMIT:
             self._kill(process, WorkerExit(f"{process} was stopped (SIGSTOP), and killed"))
         elif stopped:
-            process.forgive(self._check_every)  # a shorter limit of a batch must not attribution the batch
+            process.forgive(self._check_every)  # the batch must not be charged with a limit that is shorter than this
         elif self._hangs(process) and not process.examined:
             process.examined = True
             examination = self._loop.create_task(self._examine(process))
