@@ -87,7 +87,7 @@ class ServerProcess:
         program = "from teleloader_server.cli import main; main()"
         everything = os.environ if environment is None else environment
         ours, theirs = os.pipe()
-        if can_launch(everything):
+        if can_launch(program, everything):
             self.process: LaunchedProcess | subprocess.Popen[bytes] = launch(
                 program, arguments, folder, everything, 1, theirs
             )

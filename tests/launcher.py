@@ -109,8 +109,13 @@ def launch(
     return LaunchedProcess(ours)
 
 
-def can_launch(environment: Mapping[str, str]) -> bool:
-    """Return True if the interpreter itself would start alike in this environment."""
+def can_launch(program: str, environment: Mapping[str, str]) -> bool:
+    """Return True if the interpreter itself would run the program alike in this environment.
+
+    A program that hides a package finds it loaded in the launcher.
+    """
+    if "sys.modules" in program:
+        return False
     names = {name for name in (*environment, *ENVIRONMENT) if "PYTHON" in name}
     return all(environment.get(name) == ENVIRONMENT.get(name) for name in names)
 

@@ -188,11 +188,11 @@ REGISTERED = json.dumps([INFO]).encode()
 
 
 @pytest.mark.parametrize("media_type", ["application/vnd.teleloader.frame+msgpack", "application/json", ""])
-@pytest.mark.parametrize(("path", "limit"), [("/v1/datasets", 16 * MIB), ("/v1/loaders", MIB), ("/healthz", MIB)])
+@pytest.mark.parametrize(("path", "limit"), [("/v1/datasets", 4 * MIB), ("/v1/loaders", MIB), ("/healthz", MIB)])
 def test_a_response_is_bounded_by_what_was_requested(path: str, limit: int, media_type: str) -> None:
     """A response to a control request may have as many bytes as the client expects of it, whatever its media type.
 
-    A list of datasets may have 16 MiB, a registration 1 MiB, and of a health check nothing is kept. The error of a
+    A list of datasets may have 4 MiB, a registration 1 MiB, and of a health check nothing is kept. The error of a
     longer one is short, and the connection is closed.
     """
     sent: list[int] = []

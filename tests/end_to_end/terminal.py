@@ -37,7 +37,7 @@ class Done(NamedTuple):
 def piped(program: str, *arguments: str, **environment: str) -> Done:
     """Run a command whose output goes to files."""
     everything = {**os.environ, **environment}
-    if not can_launch(everything):
+    if not can_launch(program, everything):
         done = subprocess.run(
             [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, env=everything, check=False,

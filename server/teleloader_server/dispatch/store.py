@@ -110,7 +110,10 @@ class Store:
             # A batch before `ahead_start` was requested. Once its request is closed it is not computed again until it is
             # requested again: with a client-side sampler only an open request has its indices.
             furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
-            if max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor and consumer.distance(address.batch) is not None:
+            if (
+                max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor
+                and consumer.distance(address.batch) is not None
+            ):
                 consumer.ahead_cursor = address.batch
                 self.active[consumer] = None
         self._drop_empty(run)

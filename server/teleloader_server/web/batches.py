@@ -56,6 +56,8 @@ MAX_STRINGS: Final = 2048
 """A spec has fewer strings: its fields, and the states of up to 1,024 shards."""
 MAX_BESIDES_STRINGS: Final = 16 * 1024
 """Bytes of a spec outside of its strings."""
+LARGE_SPEC_BYTES: Final = 64 * 1024
+"""Specs with the states of many shards, which are larger, are parsed in a thread."""
 MAX_ESCAPES: Final = 16 * 1024
 """Backslashes in a spec: escapes take many times as long to parse as other characters."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -255,8 +257,9 @@ def _add_loaders(router: APIRouter) -> None:
                 "release of teleloader on both sides"
             )
         async with body_reader_of(request).read(request, "max_spec_bytes") as body:
-            # in a thread: the states of many shards have hundreds of kilobytes
-            spec = await asyncio.to_thread(parsed_spec, b"".join([piece async for piece in body]))
+            content = b"".join([piece async for piece in body])
+            large = len(content) > LARGE_SPEC_BYTES
+            spec = await asyncio.to_thread(parsed_spec, content) if large else parsed_spec(content)
         return await service_of(request).register(spec, caller_of(request))
 
     @router.get(
