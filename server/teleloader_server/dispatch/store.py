@@ -107,8 +107,8 @@ class Store:
             for ask in consumer.asks:
                 if ask.next <= address.batch < ask.cursor:
                     ask.cursor = address.batch
-            # A batch before `ahead_start` was requested. Once its request is closed it is not computed again until it is
-            # requested again: with a client-side sampler only an open request has its indices.
+            # A batch before `ahead_start` was requested. Once its request is closed, it is not computed again until it
+            # is requested again: with a client-side sampler, only an open request has its indices.
             furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
             if (
                 max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor
