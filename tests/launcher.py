@@ -87,6 +87,11 @@ def _launcher() -> socket.socket:
     return ours
 
 
+def start_launcher() -> None:
+    """Start the launcher now, for tests that count descriptors from here on."""
+    _launcher()
+
+
 def launch(
     program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], stdout: int, stderr: int
 ) -> LaunchedProcess:

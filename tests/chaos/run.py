@@ -22,6 +22,7 @@ from tests.chaos.history import Verdict, check
 from tests.chaos.roles import ROLES
 from tests.chaos.schedule import Fault, Kind, faults
 from tests.chaos.watch import CLIENT_BOUND, Watch, processes_left
+from tests.launcher import start_launcher
 
 RECONNECT_TIMEOUT: Final = 60.0
 STALL_TIMEOUT: Final = 2.0
@@ -81,6 +82,7 @@ def run(seed: int, seconds: float | None, epochs: int | None, tell: Tell = lambd
         tell: Called with a line about how far it is, now and then.
     """
     outcome = Outcome(seed)
+    start_launcher()
     threads = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory(prefix="chaos") as folder, _marked() as mark:
