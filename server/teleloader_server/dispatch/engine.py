@@ -217,8 +217,10 @@ class Engine:
             del self._lists[ask.consumer.run]
 
     def _list_of(self, address: Address) -> bytes | None:
-        """What a batch holds as an open request says; None under the plan."""
-        of_run = self._lists.get((address.loader, address.epoch), {})
+        """Return the index list of a batch from an open request; None in seeded order, whose indices workers know."""
+        of_run = self._lists.get((address.loader, address.epoch))
+        if of_run is None:
+            return None
         return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
 
     async def _take(self, stream: BatchStream, ask: PendingRange) -> ReadyFrame:
