@@ -64,12 +64,6 @@ class Store:
         """The batch, which exists or is being made."""
         return self._runs[address.loader, address.epoch].batches[address.batch]
 
-    def is_unfinished(self, address: Address) -> bool:
-        """Whether the batch is being made."""
-        state = self._runs.get((address.loader, address.epoch))
-        batch = None if state is None else state.batches.get(address.batch)
-        return batch is not None and not batch.ready
-
     def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
         """A batch is being made for a consumer, and will take about so many bytes."""
         batch = Batch(address, 0, consumer, 0.0)
