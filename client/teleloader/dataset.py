@@ -204,14 +204,14 @@ class RemoteDataset:
         news: list[TeleloaderError] = []
         count = len(self.servers)
         in_turn = [(spec.rank + i) % count for i in range(count)]  # not the shards of all ranks on the same server
-        for number in sorted(in_turn, key=lambda number: self.servers[number].trouble is not None):
+        for number in sorted(in_turn, key=lambda number: self.servers[number].last_error is not None):
             server = self.servers[number]
             try:
                 registered = server.register(spec)
             except TeleloaderError as error:
-                if server.trouble is None:
+                if server.last_error is None:
                     news.append(error)
-                server.trouble = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
+                server.last_error = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
                 errors.append(error)
                 continue
             for trouble in news:
@@ -225,7 +225,7 @@ class RemoteDataset:
         missing: list[TeleloaderError] = []
         for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
             if isinstance(answer, TeleloaderError):
-                server.trouble = type(answer)
+                server.last_error = type(answer)
                 missing.append(answer)
                 continue
             server.answered()

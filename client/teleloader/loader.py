@@ -18,11 +18,11 @@ from teleloader import state
 from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
 from teleloader.dataset import RemoteDataset
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
-from teleloader.fetch.fetcher import Wanted
-from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Pass, Progress
-from teleloader.fetch.length_check import Lengths
+from teleloader.fetch.fetcher import FetchOptions
+from teleloader.fetch.iteration import AsyncLoaderIterator, Iteration, LoaderIterator, Progress
+from teleloader.fetch.length_check import LengthCheck
 from teleloader.fetch.receiver import Receiver
-from teleloader.fetch.scheduler import Session
+from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fetch.stager import Stager
 from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
@@ -55,7 +55,7 @@ from teleloader.tensors.devices import (
 from teleloader.tensors.memory import HostBuffers
 from teleloader.tensors.output import Output, choose_output
 from teleloader.tensors.pinned import process_budget
-from teleloader.transport.tracing import PassTrace
+from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import local, tracing
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -393,20 +393,22 @@ class DataLoader:
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            passing = self._pass(order, lists, iterator.spec, device)
-            iterator.begin(passing)
+            iteration = self._iteration(order, lists, iterator.spec, device)
+            iterator.begin(iteration)
             if begun.random and begun.random["drawn"]:
-                passing.feed()
+                iteration.feed()
         # torch without workers draws nothing before the first batch is requested
         if self.num_workers > 0:
-            passing.feed()
+            iteration.feed()
         if self._keeps_workers:
-            iterator.base_seed, iterator.spec = self._next.base_seed, passing.spec
-        self._progress, self._last = passing.progress, weakref.ref(iterator)
-        self._measures = passing.measures
+            iterator.base_seed, iterator.spec = self._next.base_seed, iteration.spec
+        self._progress, self._last = iteration.progress, weakref.ref(iterator)
+        self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
 
-    def _pass(self, order: _Order, lists: IndexLists | None, before: LoaderSpec | None, device: Device | None) -> Pass:
+    def _iteration(
+        self, order: _Order, lists: IndexLists | None, before: LoaderSpec | None, device: Device | None
+    ) -> Iteration:
         """The pass that begins now."""
         remote, spec = self._remote, self._spec_of_pass(order, before)
         receiver: Receiver | DirectReceiver
@@ -419,18 +421,18 @@ class DataLoader:
             server, registered = remote.register(spec)
             spec = replace(spec, fingerprint=registered.fingerprint)
             progress, receiver = self._receive(remote, server, order, spec, registered, device)
-            stager = None if to is None else Stager(receiver.inbox, to, self.device_ahead)
+            stager = None if to is None else Stager(receiver.reorder_buffer, to, self.device_ahead)
         progress.sampler_states = None if lists is None else lists.states
-        return Pass(
+        return Iteration(
             dataset=remote,
             spec=spec,
             progress=progress,
-            batches={"plan": range(receiver.inbox.session.stop), "client": self._index_sampler}.get(order),
+            batches={"plan": range(receiver.reorder_buffer.scheduler.stop), "client": self._index_sampler}.get(order),
             receiver=receiver,
             lists=lists,
             timeout=self.timeout,
             stays=self._keeps_workers and spec.session is not None,
-            lengths=self._lengths() if order == "iterable" else None,
+            length_check=self._length_check() if order == "iterable" else None,
             stager=stager,
             transform=self.device_transform,
         )
@@ -456,7 +458,7 @@ class DataLoader:
         receiver = dataset.begin(
             spec,
             epoch,
-            Session(progress.batch, stop, 1, adaptive=False),
+            RangeScheduler(progress.batch, stop, 1, adaptive=False),
             Plan(spec, length or 0, epoch) if order == "plan" else None,
             Measures(epoch, buffers),
             self._output,
@@ -482,7 +484,7 @@ class DataLoader:
             raise ProtocolError(
                 f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
             )
-        asking = Session(
+        scheduler = RangeScheduler(
             progress.batch,
             stop,
             self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
@@ -494,7 +496,7 @@ class DataLoader:
         )
         pinned = process_budget() if device is not None and device.pins else None
         buffers = HostBuffers(self._output, self._pool, pinned)
-        wanted = Wanted(
+        options = FetchOptions(
             spec=spec,
             key=registered.key,
             epoch=self._next.epoch,
@@ -503,11 +505,11 @@ class DataLoader:
             device=device,
             max_batch_bytes=self._max_batch_bytes,
             reconnect_timeout=dataset.reconnect_timeout,
-            trace=PassTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
+            trace=IterationTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
         )
         measures = Measures(self._next.epoch, buffers, self._measures.report())
         stays = self._keeps_workers and spec.session is not None
-        return progress, Receiver(dataset, server, wanted, asking, measures, stays=stays)
+        return progress, Receiver(dataset, server, options, scheduler, measures, stays=stays)
 
     def _check_device(self, name: str, value: Any) -> None:
         """Raise if an argument that says where batches go is invalid, or does not fit `output`."""
@@ -618,10 +620,10 @@ class DataLoader:
         mine, most = (len(Plan(each, length, self._next.epoch)) for each in ranks)
         return mine, most
 
-    def _lengths(self) -> Lengths:
+    def _length_check(self) -> LengthCheck:
         samples = self._remote.info.length if self._place[1] == 1 else None
         may_repeat, self._may_repeat = self._may_repeat, False
-        return Lengths(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
+        return LengthCheck(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
 
     # -- where it stands
 

@@ -56,7 +56,7 @@ class LoaderStats:
 
 
 class Measures:
-    """Of one pass. What arrives is counted by the threads that receive, under the inbox's lock.
+    """Of one pass. What arrives is counted by the threads that receive, under the reorder buffer's lock.
 
     Args:
         epoch: Which.

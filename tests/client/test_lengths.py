@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.fetch.length_check import Lengths
+from teleloader.fetch.length_check import LengthCheck
 from teleloader_shared.codec import End
 from tests.client.fake_server import ITERABLE, Request, fake_server
 from tests.conftest import need
@@ -34,7 +34,7 @@ def warned(
     """What a pass warns of that gives these batches, of shards that end so."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        lengths = Lengths("numbers", num_workers, asked, samples, may_repeat=may_repeat)
+        lengths = LengthCheck("numbers", num_workers, asked, samples, may_repeat=may_repeat)
         for number, batch in enumerate(batches):
             lengths.yielded(number, batch)
         for number, end in enumerate(ends, len(batches)):
@@ -175,7 +175,7 @@ def test_a_pass_that_goes_on_in_the_middle_compares_nothing() -> None:
     """Batches 0 and 1 were an earlier process's."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lengths = Lengths("numbers", 2, None, None, may_repeat=True)
+        lengths = LengthCheck("numbers", 2, None, None, may_repeat=True)
         for number in (4, 5, 6, 7):
             lengths.yielded(number, 0)
         for number in (8, 9):

@@ -21,7 +21,7 @@ from teleloader import (
     Unauthorized,
 )
 from teleloader.api.control import Server, parse_retry_after
-from teleloader.fetch.reorder import Inbox
+from teleloader.fetch.reorder import ReorderBuffer
 from tests.attacks.test_hostile_server import raw_server
 from tests.client.fake_server import Answer, Raw, Request, fake_server
 
@@ -141,7 +141,7 @@ def test_what_a_loader_server_cannot_do_now_is_requested_again(status: int) -> N
 def test_the_time_that_a_server_asks_for_is_waited(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits as long as Retry-After states, but no longer than `reconnect_timeout` has left."""
     waits: list[float] = []
-    monkeypatch.setattr(Inbox, "sleep", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(ReorderBuffer, "sleep", lambda _, seconds: waits.append(seconds))
     refusal = response(503, head=f"Retry-After: {asked}\r\n")
     with fake_server(lambda request: sending(refusal) if request.number == 0 else request.right()) as url:
         assert epoch(url, reconnect_timeout=100) == RIGHT

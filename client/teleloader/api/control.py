@@ -149,7 +149,7 @@ class Server:
         self.credentials = Credentials() if credentials is None else credentials
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
-        self.trouble: type[Exception] | None = None
+        self.last_error: type[Exception] | None = None
         """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
         self.is_identified = False
         """Whether a loader server has responded: then another kind of response comes from something in between."""
@@ -158,9 +158,9 @@ class Server:
 
     def answered(self) -> None:
         """It did what it was asked for: the user, who was told that it does not, is told so."""
-        if self.trouble is not None:
+        if self.last_error is not None:
             logger.warning("%s answers now", self.url)
-            self.trouble = None
+            self.last_error = None
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:

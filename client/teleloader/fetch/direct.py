@@ -1,8 +1,8 @@
 """Loading in the thread that calls ``next()``: ``num_workers=0`` for an object of this process.
 
-In place of a server, a receiver and an inbox: the server's part of the distribution makes each batch when the training
-loop waits for it, so all that is in force in the loop's thread is in force in the dataset, as with torch. The batches
-are never encoded.
+In place of a server, a receiver and a reorder buffer: the server's part of the distribution makes each batch when the
+training loop waits for it, so all that is in force in the loop's thread is in force in the dataset, as with torch. The
+batches are never encoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from teleloader.fetch.reorder import Arrived
-from teleloader.fetch.scheduler import Session
+from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import CopyTimes, Device
@@ -90,7 +90,7 @@ class DirectDataset:
         self,
         spec: LoaderSpec,
         epoch: int,
-        session: Session,
+        scheduler: RangeScheduler,
         plan: Plan | None,
         measures: Measures,
         output: Output,
@@ -103,7 +103,7 @@ class DirectDataset:
         Args:
             spec: The loader.
             epoch: The epoch.
-            session: The position of the training loop.
+            scheduler: The position of the training loop.
             plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
             measures: Where to count batches.
             output: The library of their arrays.
@@ -112,7 +112,7 @@ class DirectDataset:
         """
         batches = self._loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
         convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
-        return DirectReceiver(batches, Address(spec.key, epoch, 0), session, plan, measures, convert, self.iterable)
+        return DirectReceiver(batches, Address(spec.key, epoch, 0), scheduler, plan, measures, convert, self.iterable)
 
 
 class Raised:
@@ -129,12 +129,12 @@ class Raised:
 
 
 class DirectReceiver:
-    """Makes the batches of one pass when the training loop waits for them; its own inbox.
+    """Makes the batches of one pass when the training loop waits for them; its own reorder buffer.
 
     Args:
         epoch: Loads them.
         address: Loader and epoch of the batches.
-        session: The position of the training loop.
+        scheduler: The position of the training loop.
         plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
         measures: Where to count batches.
         convert: Makes of a batch what the user is to have.
@@ -147,13 +147,13 @@ class DirectReceiver:
         self,
         epoch: Epoch,
         address: Address,
-        session: Session,
+        scheduler: RangeScheduler,
         plan: Plan | None,
         measures: Measures,
         convert: Callable[[Any], Any],
         iterable: bool,
     ) -> None:
-        self.session = session
+        self.scheduler = scheduler
         self.measures = measures
         self._epoch = epoch
         self._address = address
@@ -169,7 +169,7 @@ class DirectReceiver:
         """Class of what stopped an iterable-style dataset in the middle of a batch."""
 
     @property
-    def inbox(self) -> DirectReceiver:
+    def reorder_buffer(self) -> DirectReceiver:
         """Itself."""
         return self
 
@@ -193,7 +193,7 @@ class DirectReceiver:
             if self._arrived is not None:
                 return
             if self._interruption is not None:
-                raise _interrupted(self.session.taken, self._interruption)
+                raise _interrupted(self.scheduler.taken, self._interruption)
             try:
                 self._arrived = Arrived(self._frame(), _HERE, 0)
             except BaseException as error:
@@ -208,7 +208,7 @@ class DirectReceiver:
     def take(self, number: int) -> None:
         """Remove the batch that `peek` returned; does nothing if it was removed before."""
         if self._arrived is not None and self._arrived.frame.address.batch == number:
-            self.session.taken = number + 1
+            self.scheduler.taken = number + 1
             self._lists.pop(number, None)
             self._arrived = None
 
@@ -221,7 +221,7 @@ class DirectReceiver:
         """Tell what further batches hold, in an order of the client's own."""
         if indices:
             self._lists.update(indices)
-            self.session.extend(max(indices) + 1)
+            self.scheduler.extend(max(indices) + 1)
 
     def complete(self) -> None:
         """Do nothing: the session knows the end."""
@@ -234,12 +234,12 @@ class DirectReceiver:
         """Do nothing: no server keeps workers."""
 
     def _frame(self) -> Frame:
-        address = self._address._replace(batch=self.session.taken)
+        address = self._address._replace(batch=self.scheduler.taken)
         state = None
         try:
             content, state = self._epoch.batch(address.batch, self._indices(address.batch))
             if isinstance(content, End):
-                self.session.stop = address.batch + 1
+                self.scheduler.stop = address.batch + 1
             else:
                 content = self._convert(content)
                 self.measures.batches += 1

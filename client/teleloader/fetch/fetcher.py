@@ -13,13 +13,13 @@ from typing import Final
 
 from teleloader.api.backoff import Backoff
 from teleloader.api.control import Server, refusing
-from teleloader.fetch.reorder import BROKEN, Inbox
+from teleloader.fetch.reorder import BROKEN, ReorderBuffer
 from teleloader.fetch.shards import DeliveredShards
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.base import Range
 from teleloader.transport.http import BatchConnection, SilentConnection
-from teleloader.transport.tracing import PassTrace
+from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, Frame, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
@@ -38,7 +38,7 @@ TOUCH_EVERY: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchOptions:
     """What is received, and into what."""
 
     spec: LoaderSpec
@@ -54,7 +54,7 @@ class Wanted:
     max_batch_bytes: int
     """The largest frame that is accepted."""
     reconnect_timeout: float
-    trace: PassTrace | None
+    trace: IterationTrace | None
     """Makes spans, where somebody traces."""
 
 
@@ -94,30 +94,36 @@ class _Failures:
         return was_refused
 
 
-class Source:
+class Fetcher:
     """Receives from one server, or from one of several at a time.
 
     Args:
         number: What the session calls it.
         servers: Where to receive from; when one fails, from the next.
-        wanted: What.
-        inbox: Where to put it.
+        options: What to receive.
+        reorder_buffer: Where to put it.
         is_registered: Whether the first server knows the loader.
     """
 
     def __init__(
-        self, number: int, servers: list[Server], wanted: Wanted, inbox: Inbox, *, is_registered: bool
+        self,
+        number: int,
+        servers: list[Server],
+        options: FetchOptions,
+        reorder_buffer: ReorderBuffer,
+        *,
+        is_registered: bool,
     ) -> None:
         self._number = number
         self._servers = deque(servers)
-        self._wanted = wanted
-        self._inbox = inbox
+        self._options = options
+        self._reorder_buffer = reorder_buffer
         self._is_registered = is_registered
-        self._shards = DeliveredShards(wanted.spec, wanted.epoch) if inbox.session.has_shards else None
+        self._shards = DeliveredShards(options.spec, options.epoch) if reorder_buffer.scheduler.has_shards else None
         """What has arrived: a server that has forgotten the session continues there."""
         self.registered_at = {servers[0]} if is_registered else set()
         """The servers that have been told of the loader."""
-        self._lanes: deque[tuple[BatchConnection, Range]] = deque()
+        self._in_flight: deque[tuple[BatchConnection, Range]] = deque()
         """What is asked for, in the order in which it is received."""
         self._idle: list[BatchConnection] = []
         self._connections: list[BatchConnection] = []
@@ -131,7 +137,7 @@ class Source:
         self.thread.start()
 
     def interrupt(self) -> None:
-        """Wake the thread from whatever it waits for, to find that it is over; called under the inbox's lock."""
+        """Wake the thread when the epoch is over. The caller holds the reorder buffer's lock."""
         for connection in self._connections:
             connection.shut_down()
 
@@ -143,25 +149,25 @@ class Source:
     # -- in the thread
 
     def _run(self) -> None:
-        self._inbox.on_end(self.interrupt)
+        self._reorder_buffer.on_end(self.interrupt)
         try:
-            if self._wanted.device is not None:
-                self._wanted.device.enter_thread()
+            if self._options.device is not None:
+                self._options.device.enter_thread()
             self._receive_epoch()
         except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait for ever
-            self._inbox.fail(error)
+            self._reorder_buffer.fail(error)
         finally:
             self._drop_connections()
 
     def _receive_epoch(self) -> None:
         """Receive until nothing more is to be received, beginning again where something broke."""
-        failures = _Failures(Backoff(self._wanted.reconnect_timeout, self._inbox.sleep))
-        while not self._inbox.is_over():
+        failures = _Failures(Backoff(self._options.reconnect_timeout, self._reorder_buffer.sleep))
+        while not self._reorder_buffer.is_over():
             self._has_received = False
             try:
                 self._receive_connected()
             except Exception as error:  # noqa: BLE001 - raised in the training loop, which is where the user looks
-                if self._inbox.is_over():
+                if self._reorder_buffer.is_over():
                     return
                 if self._has_received:
                     failures.reset()
@@ -176,58 +182,58 @@ class Source:
 
     def _disconnect(self, error: Exception) -> None:
         """Drop all connections after an error; what was requested on them is requested again."""
-        for connection, _ in self._lanes:
+        for connection, _ in self._in_flight:
             if connection.trace is not None:
                 connection.trace.broke(error)
         if self._connections:
-            self._inbox.broke()
+            self._reorder_buffer.broke()
         self._drop_connections()
-        self._inbox.lost(self._number)
+        self._reorder_buffer.disconnected(self._number)
         self._is_registered = False
 
     def _pause(self, failures: _Failures, error: Exception) -> None:
         """Wait before the server is tried again, or give it up."""
-        server, timeout = self._servers[0], self._wanted.reconnect_timeout
+        server, timeout = self._servers[0], self._options.reconnect_timeout
         if failures.damaged >= MAX_DAMAGED:
             error = ProtocolError(
                 f"{failures.damaged} damaged answers in a row from {server.url}: {sentence(str(error))}"
             )
-        trouble = ServerUnavailable if isinstance(error, BROKEN) else type(error)
-        if server.trouble is not trouble:
+        last_error = ServerUnavailable if isinstance(error, BROKEN) else type(error)
+        if server.last_error is not last_error:
             others = "the other servers are asked, and it is tried now and then"
             alone = f"trying again for {timeout:g} s" if isinstance(error, BROKEN) else "trying again would not help"
             logger.warning(
                 "batch %d does not come from %s (%s); %s",
-                self._inbox.session.received, server.url, self._reason(error),
-                others if self._inbox.several else alone,
+                self._reorder_buffer.scheduler.received, server.url, self._reason(error),
+                others if self._reorder_buffer.several else alone,
             )  # fmt: skip
-        server.trouble = trouble
+        server.last_error = last_error
         if isinstance(error, BROKEN):
             # of several servers the next one is tried meanwhile, which has not asked for this wait
             asked = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
             if failures.backoff.pause(asked):
                 return
             error = self._unavailable(error)
-        if not self._inbox.give_up(server.url, error) and len(self._servers) == 1:
-            self._inbox.sleep(LEFT_SECONDS)  # others are there: look now and then whether this one is too
+        if not self._reorder_buffer.give_up(server.url, error) and len(self._servers) == 1:
+            self._reorder_buffer.sleep(LEFT_SECONDS)  # others are there: look now and then whether this one is too
 
     def _receive_connected(self) -> None:
         if not self._is_registered:
             self._register()
-        while not self._inbox.is_over():
+        while not self._reorder_buffer.is_over():
             self._ask()
-            if not self._lanes:
+            if not self._in_flight:
                 self._await_work()
                 continue
-            connection, wanted = self._lanes[0]
+            connection, wanted = self._in_flight[0]
             try:
                 memory = connection.receive(
-                    self._wanted.buffers, wanted.stop - wanted.start, self._wanted.max_batch_bytes + READY_BYTES
+                    self._options.buffers, wanted.stop - wanted.start, self._options.max_batch_bytes + READY_BYTES
                 )
             except SilentConnection:
-                self._inbox.broke()
+                self._reorder_buffer.broke()
                 self._close(connection)
-                self._lanes[0] = (self._send(self._connect(), wanted), wanted)
+                self._in_flight[0] = (self._send(self._connect(), wanted), wanted)
                 continue
             began = time.perf_counter()
             last_byte = time.time_ns()
@@ -235,31 +241,31 @@ class Source:
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
             del memory  # while this thread waits it must keep no batch alive
-            self._inbox.decoded(time.perf_counter() - began)
+            self._reorder_buffer.decoded(time.perf_counter() - began)
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
             # not before: who lets a loader be registered may still refuse its batches
             self._servers[0].answered()
-            rest = self._inbox.deliver(self._number, self._servers[0].url, frames, nbytes)
+            rest = self._reorder_buffer.deliver(self._number, self._servers[0].url, frames, nbytes)
             del frames
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else
             if rest is not None:
-                while not self._inbox.await_room(rest.start, TOUCH_EVERY):
+                while not self._reorder_buffer.await_room(rest.start, TOUCH_EVERY):
                     self._keep_session()
-                self._lanes[0] = (self._send(self._usable(connection), rest), rest)
+                self._in_flight[0] = (self._send(self._usable(connection), rest), rest)
             else:
-                self._lanes.popleft()
+                self._in_flight.popleft()
                 self._idle.append(connection)
 
     def _register(self) -> None:
         server = self._servers[0]
         with self._calling():
-            registered = server.register(self._wanted.spec if self._shards is None else self._shards.spec)
+            registered = server.register(self._options.spec if self._shards is None else self._shards.spec)
         self._heard = time.monotonic()
         self._is_registered = True
         self.registered_at.add(server)
-        self._inbox.joined(self._number, server.url, registered.num_workers)
+        self._reorder_buffer.joined(self._number, server.url, registered.num_workers)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -270,15 +276,15 @@ class Source:
             self._calls = False
 
     def _ask(self) -> None:
-        while len(self._lanes) < self._inbox.session.connections:
-            wanted = self._inbox.next_range(self._number)
+        while len(self._in_flight) < self._reorder_buffer.scheduler.connections:
+            wanted = self._reorder_buffer.next_range(self._number)
             if wanted is None:
                 return
             connection = self._usable(self._idle.pop() if self._idle else None)
-            self._lanes.append((self._send(connection, wanted), wanted))
+            self._in_flight.append((self._send(connection, wanted), wanted))
 
     def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
-        connection.ask(wanted, None if self._wanted.trace is None else self._wanted.trace.ask(wanted))
+        connection.ask(wanted, None if self._options.trace is None else self._options.trace.ask(wanted))
         self._heard = time.monotonic()
         return connection
 
@@ -287,41 +293,43 @@ class Source:
         if connection is not None and connection.is_usable:
             return connection
         if connection is not None:
-            self._inbox.broke()
+            self._reorder_buffer.broke()
             self._close(connection)
         return self._connect()
 
     def _connect(self) -> BatchConnection:
-        path = batches_path(self._wanted.key, self._wanted.epoch)
+        path = batches_path(self._options.key, self._options.epoch)
         with self._calling():
-            connection = BatchConnection(self._servers[0], path, self._wanted.consumer, self._inbox.measures.report)
-        with self._inbox.changed:
+            connection = BatchConnection(
+                self._servers[0], path, self._options.consumer, self._reorder_buffer.measures.report
+            )
+        with self._reorder_buffer.changed:
             self._connections.append(connection)
-            if self._inbox.is_over():  # while it was being made
+            if self._reorder_buffer.is_over():  # while it was being made
                 connection.shut_down()
         return connection
 
     def _await_work(self) -> None:
-        self._inbox.await_work(self._number, None if self._wanted.spec.session is None else TOUCH_EVERY)
+        self._reorder_buffer.await_work(self._number, None if self._options.spec.session is None else TOUCH_EVERY)
         self._keep_session()
 
     def _keep_session(self) -> None:
         """Tell the server of a session, which has heard nothing for long, that its client is there."""
-        if self._wanted.spec.session is not None and time.monotonic() - self._heard >= TOUCH_EVERY:
+        if self._options.spec.session is not None and time.monotonic() - self._heard >= TOUCH_EVERY:
             with self._calling():
-                self._servers[0].touch(self._wanted.key)
+                self._servers[0].touch(self._options.key)
             self._heard, self._has_received = time.monotonic(), True
 
     def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
         """The frames of an answer, which must be the first batches of the range that was asked for."""
         frames = []
         try:
-            read = codec.read_all(memory, self._wanted.max_batch_bytes)
+            read = codec.read_all(memory, self._options.max_batch_bytes)
             for number, frame in enumerate(read, wanted.start):
-                expected = Address(self._wanted.key, self._wanted.epoch, number)
+                expected = Address(self._options.key, self._options.epoch, number)
                 if frame.address != expected:
                     raise CorruptFrame(f"got {frame.address} where {expected} was asked for")
-                if isinstance(frame.content, End) and not self._inbox.session.has_shards:
+                if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
                     raise CorruptFrame(f"got an end in the place of batch {number}, and there are no shards to end")
                 frames.append(frame)
         except ProtocolError as error:
@@ -331,22 +339,23 @@ class Source:
         return frames
 
     def _close(self, connection: BatchConnection) -> None:
-        with self._inbox.changed:
+        with self._reorder_buffer.changed:
             self._connections.remove(connection)
         connection.close()
 
     def _drop_connections(self) -> None:
-        with self._inbox.changed:
+        with self._reorder_buffer.changed:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-        self._lanes.clear()
+        self._in_flight.clear()
         self._idle.clear()
 
     def _unavailable(self, error: Exception) -> ServerUnavailable:
         return ServerUnavailable(
-            f"{self._servers[0].url} did not send batch {self._inbox.session.received} of epoch {self._wanted.epoch}: "
-            f"{self._reason(error)} (tried for {self._wanted.reconnect_timeout:g} s). "
+            f"{self._servers[0].url} did not send batch {self._reorder_buffer.scheduler.received} of epoch "
+            f"{self._options.epoch}: "
+            f"{self._reason(error)} (tried for {self._options.reconnect_timeout:g} s). "
             "loader.state_dict() says where to go on, here or on another server"
         )
 

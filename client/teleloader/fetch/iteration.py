@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.errors import exception_of
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager, Raised
-from teleloader.fetch.length_check import Lengths
+from teleloader.fetch.length_check import LengthCheck
 from teleloader.fetch.receiver import Receiver
-from teleloader.fetch.reorder import Arrived, Inbox, timed_out
-from teleloader.fetch.scheduler import Session
+from teleloader.fetch.reorder import Arrived, ReorderBuffer, timed_out
+from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fetch.stager import Stager
 from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
@@ -113,7 +113,7 @@ class Progress:
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class Iteration:
     """All that a pass through an epoch is made of."""
 
     dataset: RemoteDataset | DirectDataset
@@ -128,7 +128,7 @@ class Pass:
     timeout: float
     stays: bool
     """Whether the loader's own workers are kept when the epoch is over."""
-    lengths: Lengths | None
+    length_check: LengthCheck | None
     """For an iterable-style dataset."""
     stager: Stager | DirectStager | None
     """Copies batches to a device."""
@@ -136,19 +136,19 @@ class Pass:
     """Applied to each batch in the training loop's thread."""
 
     @property
-    def session(self) -> Session:
+    def scheduler(self) -> RangeScheduler:
         """Which batches the loop took, and which come next."""
-        return self.receiver.inbox.session
+        return self.receiver.reorder_buffer.scheduler
 
     @property
-    def inbox(self) -> Inbox | DirectReceiver:
+    def reorder_buffer(self) -> ReorderBuffer | DirectReceiver:
         """Where its batches arrive."""
-        return self.receiver.inbox
+        return self.receiver.reorder_buffer
 
     @property
     def measures(self) -> Measures:
         """What is measured of it."""
-        return self.receiver.inbox.measures
+        return self.receiver.reorder_buffer.measures
 
     def feed(self, *, taking: bool = False) -> None:
         """Draw further index lists: not for each batch that the loop takes, but for some of them at once.
@@ -162,10 +162,10 @@ class Pass:
             return
         if lists.frames:
             self._send_lists(lists)  # that an interrupted call had drawn
-        window = self.session.window
+        window = self.scheduler.window
         # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
         # as torch does; ours is drawn from for some batches at once
-        step = max(1, window // 4) if self.session.adaptive else 1
+        step = max(1, window // 4) if self.scheduler.adaptive else 1
         goal = self.progress.batch + taking + window
         if goal - lists.drawn < step:
             return
@@ -176,17 +176,17 @@ class Pass:
             self._send_lists(lists)
 
     def _send_lists(self, lists: IndexLists) -> None:
-        self.inbox.feed(lists.frames)
+        self.reorder_buffer.feed(lists.frames)
         lists.frames = {}
         lists.states.release(self.progress.batch)
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
-            self.inbox.complete()
+            self.reorder_buffer.complete()
 
     def over(self) -> bool:
         """Whether the epoch's last batch was taken."""
         drawn_all = self.lists is None or self.lists.exhausted
-        return drawn_all and self.progress.batch >= self.session.stop
+        return drawn_all and self.progress.batch >= self.scheduler.stop
 
     def close(self) -> None:
         """Nobody will take any more of its batches."""
@@ -212,7 +212,7 @@ class LoaderIterator:
         self._lock = threading.RLock()
         """Of next(), for training loops of several threads."""
         self._is_awaited = False
-        self._pass: Pass | None = None
+        self._iteration: Iteration | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
     @classmethod
@@ -220,17 +220,17 @@ class LoaderIterator:
         """What the server calls a new pass: those of one loader differ in what follows the ``#`` only."""
         return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
 
-    def begin(self, pass_: Pass) -> None:
+    def begin(self, iteration: Iteration) -> None:
         """Go through another epoch; what is left of the one before is given up."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        if self._pass is not None:
-            self._pass.close()
-            _passes.discard(self._pass)
-        self._pass = pass_
-        self._finalizer = weakref.finalize(self, _end, pass_)
+        if self._iteration is not None:
+            self._iteration.close()
+            _iterations.discard(self._iteration)
+        self._iteration = iteration
+        self._finalizer = weakref.finalize(self, _end, iteration)
         self._finalizer.atexit = False  # see `_leave`
-        _passes.add(pass_)
+        _iterations.add(iteration)
 
     @property
     def is_copy(self) -> bool:
@@ -246,9 +246,9 @@ class LoaderIterator:
         Raises:
             TypeError: If the dataset is iterable-style, or the sampler has no length.
         """
-        if self._pass is None or self._pass.batches is None:
+        if self._iteration is None or self._iteration.batches is None:
             raise TypeError("an iterator of an iterable-style dataset has no len(): use len(loader)")
-        return len(self._pass.batches)
+        return len(self._iteration.batches)
 
     def __next__(self) -> Any:
         current = self._current
@@ -278,17 +278,17 @@ class LoaderIterator:
         finally:
             del error
 
-    def _settle(self, current: Pass, delivery: Delivery) -> None:
+    def _settle(self, current: Iteration, delivery: Delivery) -> None:
         """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
         number = delivery.frame.address.batch
-        current.inbox.take(number)
+        current.reorder_buffer.take(number)
         if current.stager is not None:
             current.stager.discard(delivery.frame)
         current.measures.step(number)
-        if current.lengths is not None and delivery.raised is None:
-            current.lengths.yielded(number, delivery.batch)
+        if current.length_check is not None and delivery.raised is None:
+            current.length_check.yielded(number, delivery.batch)
 
-    def _delivery(self, current: Pass) -> Delivery:
+    def _delivery(self, current: Iteration) -> Delivery:
         """Return what the next batch is: what an interrupted call had found out, or what has arrived.
 
         Raises:
@@ -306,10 +306,10 @@ class LoaderIterator:
             self._finish(current)
         if current.receiver.loads_ahead:
             current.feed(taking=True)
-        arrived = current.inbox.peek()
+        arrived = current.reorder_buffer.peek()
         if arrived is None:  # the batch waits for its copy to a device once more
             self._wait(current)
-            arrived = current.inbox.peek()
+            arrived = current.reorder_buffer.peek()
         assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
         if current.stager is not None:
             current.stager.warn()
@@ -317,7 +317,7 @@ class LoaderIterator:
         progress.state = (progress.next, delivery)
         return delivery
 
-    def _made(self, current: Pass, arrived: Arrived) -> Delivery:
+    def _made(self, current: Iteration, arrived: Arrived) -> Delivery:
         """Return the batch as the user is to have it, or the error in its place.
 
         Raises:
@@ -360,7 +360,7 @@ class LoaderIterator:
                     with current.measures.waiting():
                         async with asyncio.timeout(current.timeout or None):
                             while not self._is_there(current):
-                                await current.inbox.arrival()
+                                await current.reorder_buffer.arrival()
             except TimeoutError:
                 raise timed_out(current.timeout) from None
         try:
@@ -369,46 +369,46 @@ class LoaderIterator:
             raise StopAsyncIteration from None
 
     @property
-    def _current(self) -> Pass | None:
-        if self.is_copy and (self._pass is None or self._pass.receiver.loads_ahead):
+    def _current(self) -> Iteration | None:
+        if self.is_copy and (self._iteration is None or self._iteration.receiver.loads_ahead):
             raise TeleloaderError(
                 f"this iterator belongs to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
                 "iter(loader) makes another one here"
             )
-        return self._pass
+        return self._iteration
 
-    def _wait(self, current: Pass) -> None:
+    def _wait(self, current: Iteration) -> None:
         with current.measures.waiting():
             while True:
-                current.inbox.wait(current.timeout)
+                current.reorder_buffer.wait(current.timeout)
                 if self._is_there(current):
                     return
 
-    def _is_there(self, current: Pass) -> bool:
+    def _is_there(self, current: Iteration) -> bool:
         """Whether the next batch, an error in its place, or the epoch's end has come."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()
-        progress, inbox = current.progress, current.inbox
-        while (arrived := inbox.peek()) is not None:
+        progress, reorder_buffer = current.progress, current.reorder_buffer
+        while (arrived := reorder_buffer.peek()) is not None:
             frame = arrived.frame
             if frame.address.batch >= progress.batch:
                 if not isinstance(frame.content, End):
                     return True
-                if current.lengths is not None:
-                    current.lengths.ended(frame.address.batch, frame.content)
+                if current.length_check is not None:
+                    current.length_check.ended(frame.address.batch, frame.content)
                 progress.state = progress.after(frame, current.spec.shards)
-            inbox.take(frame.address.batch)
+            reorder_buffer.take(frame.address.batch)
         return current.over()
 
-    def _finish(self, current: Pass) -> NoReturn:
+    def _finish(self, current: Iteration) -> NoReturn:
         if current.lists is not None and current.lists.error is not None:
             raise current.lists.error  # again and again: StopIteration would look like the end of the epoch
         current.progress.finished = True
         current.measures.end()
         if not current.stays and self._finalizer is not None:
             self._finalizer()
-        if current.lengths is not None:
-            current.lengths.finished()
+        if current.length_check is not None:
+            current.length_check.finished()
         raise StopIteration
 
     def __reduce__(self) -> NoReturn:
@@ -431,40 +431,40 @@ class AsyncLoaderIterator:
         return await self._iterator.__anext__()
 
 
-_passes: set[Pass] = set()
+_iterations: set[Iteration] = set()
 """Those of this process that have not ended."""
 
 
-def _end(pass_: Pass) -> None:
+def _end(iteration: Iteration) -> None:
     """Nobody will go on with a pass, nor begin another one on its session."""
-    if pass_ not in _passes:
+    if iteration not in _iterations:
         return  # a forked copy: it is the parent's
-    _passes.discard(pass_)
+    _iterations.discard(iteration)
     try:
-        pass_.close()
+        iteration.close()
     finally:
-        if pass_.spec.session is not None:
-            pass_.receiver.end_session()
+        if iteration.spec.session is not None:
+            iteration.receiver.end_session()
 
 
 def _leave() -> None:
     """The interpreter ends: so do threads that still iterate, without a word."""
-    for pass_ in _passes.copy():
+    for iteration in _iterations.copy():
         with suppress(Exception):  # the others end all the same
-            pass_.receiver.close(SystemExit())
-            _end(pass_)
+            iteration.receiver.close(SystemExit())
+            _end(iteration)
 
 
-_of_parent: list[Pass] = []
+_of_parent: list[Iteration] = []
 """In a forked process: kept for ever, because to free device memory there would call a driver that does not work."""
 
 
 def _leave_to_parent() -> None:
-    _of_parent.extend(_passes)
-    _passes.clear()
+    _of_parent.extend(_iterations)
+    _iterations.clear()
 
 
 # what is registered last is called first: before the servers of objects of this process end, which are finalizers too
-weakref.finalize(Pass, lambda: None)
+weakref.finalize(Iteration, lambda: None)
 atexit.register(_leave)
 after_fork_in_child(_leave_to_parent)

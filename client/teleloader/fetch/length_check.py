@@ -16,7 +16,7 @@ _IN_NEXT, _IN_FINISH = 4, 5
 """The line of the training loop, seen from here through `LoaderIterator`."""
 
 
-class Lengths:
+class LengthCheck:
     """Counts what one pass gives, and warns.
 
     Args:

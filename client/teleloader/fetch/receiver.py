@@ -6,9 +6,9 @@ import threading
 from typing import Final
 
 from teleloader.dataset import RemoteDataset
-from teleloader.fetch.fetcher import Source, Wanted
-from teleloader.fetch.reorder import Inbox
-from teleloader.fetch.scheduler import Session
+from teleloader.fetch.fetcher import Fetcher, FetchOptions
+from teleloader.fetch.reorder import ReorderBuffer
+from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.sampling import index_frame
 from teleloader.stats import Measures
 from teleloader_shared import local
@@ -26,8 +26,8 @@ class Receiver:
     Args:
         dataset: Where they come from.
         registered_at: Number of the server that knows the loader.
-        wanted: What to receive.
-        session: What to ask for.
+        options: What to receive.
+        scheduler: What to ask for.
         measures: Where to count what arrives.
         stays: Whether the workers of a loader's own are to be kept until `close`, though all has arrived.
     """
@@ -35,45 +35,46 @@ class Receiver:
     loads_ahead: Final = True
     """Whether batches are loaded before the training loop waits for them."""
     index_list = staticmethod(index_frame)
-    """Returns what `Inbox.feed` takes for a batch's address and what the sampler yielded for it."""
+    """Returns what `ReorderBuffer.feed` takes for a batch's address and what the sampler yielded for it."""
 
     def __init__(
         self,
         dataset: RemoteDataset,
         registered_at: int,
-        wanted: Wanted,
-        session: Session,
+        options: FetchOptions,
+        scheduler: RangeScheduler,
         measures: Measures,
         *,
         stays: bool,
     ) -> None:
         servers = [*dataset.servers[registered_at:], *dataset.servers[:registered_at]]
-        self.inbox = Inbox(
-            session,
+        self.reorder_buffer = ReorderBuffer(
+            scheduler,
             [server.url for server in servers],
             measures,
-            HELD_FACTOR * wanted.max_batch_bytes,
-            complete=wanted.spec.order != "client",
+            HELD_FACTOR * options.max_batch_bytes,
+            complete=options.spec.order != "client",
             stays=stays,
         )
-        groups = [[server] for server in servers] if session.shared else [servers]
-        self.key = wanted.key
-        self._sources = [
-            Source(number, group, wanted, self.inbox, is_registered=number == 0) for number, group in enumerate(groups)
+        groups = [[server] for server in servers] if scheduler.shared else [servers]
+        self.key = options.key
+        self._fetchers = [
+            Fetcher(number, group, options, self.reorder_buffer, is_registered=number == 0)
+            for number, group in enumerate(groups)
         ]
 
     def close(self, why: BaseException | None = None) -> None:
         """End the threads and their connections; `why` is raised where somebody waits for a batch."""
-        self.inbox.close(why)
-        for source in self._sources:
-            if threading.current_thread() is not source.thread and not local.is_server_thread():
+        self.reorder_buffer.close(why)
+        for fetcher in self._fetchers:
+            if threading.current_thread() is not fetcher.thread and not local.is_server_thread():
                 # a daemon thread that is in torch's code when the interpreter ends would abort the process
-                source.join(CLOSE_TIMEOUT)
+                fetcher.join(CLOSE_TIMEOUT)
 
     def end_session(self) -> None:
         """Tell the servers that the loader's own workers are not needed any more."""
-        for source in self._sources:
-            for server in source.registered_at.copy():
+        for fetcher in self._fetchers:
+            for server in fetcher.registered_at.copy():
                 if local.is_server_thread():  # it must not wait for its own answer
                     threading.Thread(target=server.end_session, args=(self.key,), daemon=True).start()
                 else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from teleloader.fetch.scheduler import HEDGE_LEAST, Session
+from teleloader.fetch.scheduler import HEDGE_LEAST, RangeScheduler
 from teleloader.stats import Measures
 from teleloader.transport.base import Range
 from teleloader_shared.codec import End, Frame
@@ -37,11 +37,11 @@ class Arrived(NamedTuple):
     """Bytes of memory of all batches from the first one of the iterator up to this one."""
 
 
-class Inbox:
+class ReorderBuffer:
     """What has arrived of an epoch, and why no more can come.
 
     Args:
-        session: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
+        scheduler: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
         urls: The servers that there are.
         measures: Where to count what arrives.
         most_held: Bytes that batches may take which the loop has not taken, before no more is asked for.
@@ -50,9 +50,16 @@ class Inbox:
     """
 
     def __init__(
-        self, session: Session, urls: list[str], measures: Measures, most_held: int, *, complete: bool, stays: bool
+        self,
+        scheduler: RangeScheduler,
+        urls: list[str],
+        measures: Measures,
+        most_held: int,
+        *,
+        complete: bool,
+        stays: bool,
     ) -> None:
-        self.session = session
+        self.scheduler = scheduler
         self.measures = measures
         self.lock = threading.RLock()
         """Held by its own methods in C, unlike a condition: a signal handler that raises cannot leave it locked."""
@@ -150,11 +157,11 @@ class Inbox:
         with self.lock:
             if self._batches and self._batches[0].frame.address.batch == number:
                 self._bytes_out = self._batches[0].total
-                self.session.taken = number + 1
+                self.scheduler.taken = number + 1
                 self._batches.popleft()
-            was_stuffed = self.session.stuffed
+            was_over_memory = self.scheduler.over_memory
             self._weigh()
-            if was_stuffed or self._is_staged or (self._sated and self.session.has_room):
+            if was_over_memory or self._is_staged or (self._sated and self.scheduler.has_room):
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
@@ -162,7 +169,7 @@ class Inbox:
         if indices:
             with self.lock:
                 self._indices.update(indices)
-                self.session.extend(max(indices) + 1)
+                self.scheduler.extend(max(indices) + 1)
                 self.changed.notify_all()
 
     def complete(self) -> None:
@@ -186,7 +193,7 @@ class Inbox:
                 with self.lock:
                     self._weigh()
                     self.starved = True
-                    if self._is_staged or (self._sated and self.session.has_room):
+                    if self._is_staged or (self._sated and self.scheduler.has_room):
                         self.changed.notify_all()
                     if self._is_available():
                         return
@@ -222,7 +229,7 @@ class Inbox:
 
     def is_over(self) -> bool:
         """Whether there is nothing more to receive."""
-        all_here = self._complete and self.session.finished and not self._stays
+        all_here = self._complete and self.scheduler.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
     @property
@@ -242,14 +249,14 @@ class Inbox:
 
         That is when the loop has taken enough, or when it waits for just that batch.
         """
-        session = self.session
+        scheduler = self.scheduler
         with self.changed:
             return self.changed.wait_for(
                 lambda: (
-                    not session.stuffed
+                    not scheduler.over_memory
                     or self.is_over()
-                    or session.has_lost
-                    or (not self._batches and k <= session.received)
+                    or scheduler.has_retries
+                    or (not self._batches and k <= scheduler.received)
                 ),
                 timeout,
             )
@@ -257,17 +264,17 @@ class Inbox:
     def next_range(self, server: int) -> Range | None:
         """What to ask a server for now."""
         with self.changed:
-            wanted = self.session.next_range(server, time.monotonic())
-            self.measures.hedges = self.session.hedges
+            wanted = self.scheduler.next_range(server, time.monotonic())
+            self.measures.hedges = self.scheduler.hedges
             return self._listed(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
         """Wait until there may be something to ask a server for, or so long."""
-        if self.session.shared:  # what another server is late with tells nobody of it
+        if self.scheduler.shared:  # what another server is late with tells nobody of it
             timeout = HEDGE_LEAST
         with self.changed:
             self._sated += 1
-            self.changed.wait_for(lambda: self.is_over() or self.session.has_work(server, time.monotonic()), timeout)
+            self.changed.wait_for(lambda: self.is_over() or self.scheduler.has_work(server, time.monotonic()), timeout)
             self._sated -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
@@ -279,18 +286,18 @@ class Inbox:
             self._failing[url] = None
             self.measures.batches += len(frames)
             self.measures.nbytes += nbytes
-            session, first = self.session, self.session.received
+            scheduler, first = self.scheduler, self.scheduler.received
             for frame in frames:
                 k = frame.address.batch
-                if session.is_missing(k):
+                if scheduler.is_missing(k):
                     self._early[k] = (frame, url)
                     self._bytes_in += frame.memory
                     if isinstance(frame.content, End):
-                        session.shard_ended(k)
+                        scheduler.shard_ended(k)
             self._weigh()
-            rest = session.arrived(len(frames), nbytes, server, now)
-            session.paced(now)
-            for k in range(first, session.received):
+            rest = scheduler.arrived(len(frames), nbytes, server, now)
+            scheduler.paced(now)
+            for k in range(first, scheduler.received):
                 self._indices.pop(k, None)
                 frame, source = self._early.pop(k)
                 self._bytes_ordered += frame.memory
@@ -304,15 +311,18 @@ class Inbox:
 
     def _weigh(self) -> None:
         """Find out whether so much is here that no more is to be asked for."""
-        was_stuffed, self.session.stuffed = self.session.stuffed, self._bytes_in - self._bytes_out > self._most_held
-        if was_stuffed and not self.session.stuffed:
+        was_over_memory, self.scheduler.over_memory = (
+            self.scheduler.over_memory,
+            self._bytes_in - self._bytes_out > self._most_held,
+        )
+        if was_over_memory and not self.scheduler.over_memory:
             self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
         """A server knows the loader, and has so many workers."""
         with self.changed:
             self._failing[url] = None
-            self.session.joined(server, num_workers)
+            self.scheduler.joined(server, num_workers)
 
     def decoded(self, seconds: float) -> None:
         """Decoding an answer took so long."""
@@ -324,10 +334,10 @@ class Inbox:
         with self.changed:
             self.measures.reconnects += 1
 
-    def lost(self, server: int) -> None:
+    def disconnected(self, server: int) -> None:
         """What a server was asked for must be asked for again."""
         with self.changed:
-            self.session.lost(server)
+            self.scheduler.disconnected(server)
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:

@@ -36,13 +36,13 @@ HEDGE_LEAST: Final = 0.05
 HEDGE_UNKNOWN: Final = 1.0
 """Seconds before which no ask is hedged while it is not known how long answers take."""
 RECENT_ANSWERS: Final = 64
-FIRST_REST: Final = 1.0
+MIN_COOLDOWN_S: Final = 1.0
 """Seconds for which a server is left whose answer came too late; doubled each time in a row."""
-LAST_REST: Final = 30.0
+MAX_COOLDOWN_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
+class _Request:
     """Batches [start, stop) that a server was asked for and has not answered."""
 
     start: int
@@ -56,14 +56,14 @@ class _Ask:
 @dataclass(slots=True)
 class _Server:
     num_workers: int
-    asks: deque[_Ask] = field(default_factory=deque)
+    in_flight: deque[_Request] = field(default_factory=deque)
     """In the order in which they are answered."""
-    is_lost: bool = False
-    rest: float = 0.0
-    rests_until: float = -math.inf
+    is_disconnected: bool = False
+    cooldown: float = 0.0
+    ejected_until: float = -math.inf
 
 
-class Session:
+class RangeScheduler:
     """The state of one pass through [start, stop) of an epoch.
 
     Args:
@@ -92,13 +92,13 @@ class Session:
         self.received = start
         """The next batch that has not arrived."""
         self.stop = stop
-        self.stuffed = False
+        self.over_memory = False
         """Whether what has arrived takes so much memory that no more is to be asked for."""
         self.hedges = 0
         """Batches that were asked for once more because another server was late with them."""
         self._asked = start
         """Nothing from here on was ever asked for."""
-        self._again: list[Range] = []
+        self._retries: list[Range] = []
         """What was asked of servers that were lost, in order."""
         self._beyond: set[int] = set()
         """What has arrived of the batches after `received`."""
@@ -152,31 +152,31 @@ class Session:
     @property
     def has_room(self) -> bool:
         """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
-        if self.stuffed:
+        if self.over_memory:
             return False
         room = self.taken + self.window - self._asked
         return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
 
     @property
-    def has_lost(self) -> bool:
+    def has_retries(self) -> bool:
         """Whether something must be asked for again that another server did not send."""
-        return bool(self._again)
+        return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
         """Whether `next_range` has something to ask the server for."""
-        if self._again:
+        if self._retries:
             return True
-        if self._rests(server, now):
+        if self._is_ejected(server, now):
             return False
         return self.has_room or self._to_hedge(server, now) is not None
 
     def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
         """What to ask a server for now; None when enough is on its way."""
-        while self._again:
-            lost = self._again.pop(0)
+        while self._retries:
+            lost = self._retries.pop(0)
             if (wanted := self._missing(lost)) is not None:
                 return self._ask(server, wanted, now)
-        if self._rests(server, now):
+        if self._is_ejected(server, now):
             return None
         if self.has_room:
             return self._ask(server, self._further(server), now)
@@ -187,7 +187,7 @@ class Session:
         return self._ask(server, late, now, is_hedge=True)
 
     def _ask(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
-        self._servers[server].asks.append(_Ask(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))
+        self._servers[server].in_flight.append(_Request(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))
         return wanted
 
     def _further(self, server: int) -> Range:
@@ -230,16 +230,16 @@ class Session:
 
     def _is_out(self, wanted: Range) -> bool:
         """Whether some server is asked for all of it."""
-        asks = (ask for server in self._servers for ask in server.asks)
-        return any(ask.start <= wanted.start and wanted.stop <= ask.stop for ask in asks)
+        in_flight = (request for server in self._servers for request in server.in_flight)
+        return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
 
     def _to_hedge(self, server: int, now: float) -> Range | None:
         """What is missing of an ask that holds the loop up, if one other server has been at it for too long."""
         holding = [
-            (other, ask)
+            (other, request)
             for other, state in enumerate(self._servers)
-            for ask in state.asks
-            if ask.start <= self.received < ask.stop
+            for request in state.in_flight
+            if request.start <= self.received < request.stop
         ]
         if len(holding) != 1:
             return None
@@ -255,10 +255,10 @@ class Session:
             return HEDGE_UNKNOWN
         return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
 
-    def _rests(self, server: int, now: float) -> bool:
+    def _is_ejected(self, server: int, now: float) -> bool:
         """Whether to leave a server that was too slow, while there is another one."""
-        return now < self._servers[server].rests_until and any(
-            not other.is_lost and now >= other.rests_until for other in self._servers
+        return now < self._servers[server].ejected_until and any(
+            not other.is_disconnected and now >= other.ejected_until for other in self._servers
         )
 
     # -- what happened
@@ -267,15 +267,15 @@ class Session:
         """A server has told how many workers it has."""
         self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
 
-    def lost(self, server: int) -> None:
+    def disconnected(self, server: int) -> None:
         """The connection to a server broke: what it has not answered must be asked for again, here or elsewhere."""
         gone = self._servers[server]
-        gone.is_lost = True
-        asks = list(gone.asks)
-        gone.asks.clear()
-        lost = [self._missing(Range(ask.start, ask.stop, ask.ahead)) for ask in asks]
-        self._again += [wanted for wanted in lost if wanted is not None and not self._is_out(wanted)]
-        self._again.sort()
+        gone.is_disconnected = True
+        in_flight = list(gone.in_flight)
+        gone.in_flight.clear()
+        lost = [self._missing(Range(request.start, request.stop, request.ahead)) for request in in_flight]
+        self._retries += [wanted for wanted in lost if wanted is not None and not self._is_out(wanted)]
+        self._retries.sort()
 
     def extend(self, stop: int) -> None:
         """More batches are known to be wanted."""
@@ -299,8 +299,8 @@ class Session:
             What is left of the range: to be asked for again, on the same connection and before anything else.
         """
         answering = self._servers[server]
-        ask = answering.asks[0]
-        numbers = range(ask.start, ask.start + count)
+        request = answering.in_flight[0]
+        numbers = range(request.start, request.start + count)
         is_new = any(map(self.is_missing, numbers))
         self._beyond.update(filter(self.is_missing, numbers))
         while self.received in self._beyond:
@@ -308,18 +308,18 @@ class Session:
             self.received += 1
         mean = nbytes / count
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean
-        self._latencies.append(now - ask.since)
-        answering.is_lost = False
+        self._latencies.append(now - request.since)
+        answering.is_disconnected = False
         if is_new:
-            answering.rest = 0.0
-        elif not ask.is_hedge:
-            answering.rest = min(LAST_REST, max(FIRST_REST, 2 * answering.rest))
-            answering.rests_until = now + answering.rest
-        rest = self._missing(Range(ask.start + count, ask.stop, ask.ahead))
+            answering.cooldown = 0.0
+        elif not request.is_hedge:
+            answering.cooldown = min(MAX_COOLDOWN_S, max(MIN_COOLDOWN_S, 2 * answering.cooldown))
+            answering.ejected_until = now + answering.cooldown
+        rest = self._missing(Range(request.start + count, request.stop, request.ahead))
         if rest is None:
-            answering.asks.popleft()
+            answering.in_flight.popleft()
         else:
-            ask.start, ask.stop, ask.since = rest.start, rest.stop, now
+            request.start, request.stop, request.since = rest.start, rest.stop, now
         return rest
 
     def paced(self, now: float) -> None:

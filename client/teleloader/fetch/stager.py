@@ -11,7 +11,7 @@ import threading
 import warnings
 from typing import Any, Final
 
-from teleloader.fetch.reorder import Inbox
+from teleloader.fetch.reorder import ReorderBuffer
 from teleloader.tensors.devices import Copy, CopyTimes, Device, is_out_of_memory
 from teleloader_shared.codec import End, Failure, Frame
 
@@ -24,17 +24,17 @@ CLOSE_TIMEOUT: Final = 5.0
 class Stager:
     """Copies up to `ahead` batches before the training loop requests them, each when it has arrived.
 
-    A copy does not remove its batch from the inbox: whatever interrupts the training loop, it can be copied anew.
+    A copy does not remove its batch from the reorder buffer, so a batch can be copied again after an interruption.
 
     Args:
-        inbox: Where batches arrive.
+        reorder_buffer: Where batches arrive.
         device: Where to copy them.
         ahead: Batches on the device, or on their way there, that the loop has not taken. With 0, a batch is copied when
             the loop waits for it.
     """
 
-    def __init__(self, inbox: Inbox, device: Device, ahead: int) -> None:
-        self._inbox = inbox
+    def __init__(self, reorder_buffer: ReorderBuffer, device: Device, ahead: int) -> None:
+        self._reorder_buffer = reorder_buffer
         self._device = device
         self._ahead = ahead
         self._copies: dict[int, Copy | Exception] = {}
@@ -44,7 +44,7 @@ class Stager:
         """The last batch that was counted as copied late."""
         self._warning: str | None = None
         """For the training loop, whose thread it concerns."""
-        inbox.stage(self.is_ready)
+        reorder_buffer.stage(self.is_ready)
         self._thread = threading.Thread(target=self._run, name="teleloader-stager", daemon=True)
         self._thread.start()
 
@@ -73,14 +73,14 @@ class Stager:
 
     def discard(self, frame: Frame) -> None:
         """Forget the copy of a batch: the loop took it, or is to be given a fresh one."""
-        with self._inbox.lock:
+        with self._reorder_buffer.lock:
             self._copies.pop(frame.address.batch, None)
-            self._inbox.changed.notify_all()
+            self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
         """End the thread. Waits for no copy: the allocators keep memory for as long as one uses it."""
-        with self._inbox.lock:
-            self._inbox.changed.notify_all()
+        with self._reorder_buffer.lock:
+            self._reorder_buffer.changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT)
         self._copies.clear()
@@ -104,36 +104,36 @@ class Stager:
             self._put(frame, copy)
             if isinstance(copy, Copy):
                 self._times.add(copy)
-            self._inbox.measures.copy += self._times.collect()
+            self._reorder_buffer.measures.copy += self._times.collect()
             del frame, copy  # while this thread waits it must keep no batch alive
 
     def _next(self) -> Frame | None:
         """Wait for a batch to copy; None when the iterator was closed."""
-        with self._inbox.changed:
-            while self._inbox.closed is None:
+        with self._reorder_buffer.changed:
+            while self._reorder_buffer.closed is None:
                 frame = self._find()
                 if frame is not None:
                     return frame
-                self._inbox.changed.wait()
+                self._reorder_buffer.changed.wait()
         return None
 
     def _find(self) -> Frame | None:
-        for i, frame in enumerate(self._inbox.arrived()):
-            is_awaited = i == 0 and self._inbox.starved
+        for i, frame in enumerate(self._reorder_buffer.arrived()):
+            is_awaited = i == 0 and self._reorder_buffer.starved
             if not is_awaited and len(self._copies) >= self._ahead:
                 return None
             if not self.is_ready(frame):
                 if is_awaited and frame.address.batch != self._late:
                     self._late = frame.address.batch
-                    self._inbox.measures.late_copies += 1
+                    self._reorder_buffer.measures.late_copies += 1
                 return frame
         return None
 
     def _put(self, frame: Frame, copy: Copy | Exception) -> None:
-        with self._inbox.changed:
-            if self._inbox.closed is None:
+        with self._reorder_buffer.changed:
+            if self._reorder_buffer.closed is None:
                 self._copies[frame.address.batch] = copy
-                self._inbox.staged()
+                self._reorder_buffer.staged()
 
     def _stop_ahead(self, error: Exception) -> None:
         """Copy each batch only when the loop waits for it, from now on: by then it may have freed memory."""

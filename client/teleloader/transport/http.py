@@ -19,7 +19,7 @@ from urllib.parse import urlencode, urlsplit
 from teleloader.api.control import MAX_PROBLEM_BYTES, Server, error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.base import Range
-from teleloader.transport.tracing import AskTrace
+from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable
 from teleloader_shared.forks import after_fork_in_child
@@ -127,7 +127,7 @@ class BatchConnection:
         self._server = server
         self._below = path
         self._path = parts.path + path
-        self.trace: AskTrace | None = None
+        self.trace: RequestTrace | None = None
         """Of the last request."""
         self.first_byte = 0
         """When its answer began, as ``time.time_ns()``."""
@@ -160,7 +160,7 @@ class BatchConnection:
         """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
         return self._http.sock is not None and not self._arrival.select(0)
 
-    def ask(self, wanted: Range, trace: AskTrace | None = None) -> None:
+    def ask(self, wanted: Range, trace: RequestTrace | None = None) -> None:
         """Send the request for a range; `receive` takes the answer.
 
         Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 
-class PassTrace:
+class IterationTrace:
     """Makes the spans of one pass through an epoch, as parts of the span that was current at its ``iter()``.
 
     Args:
@@ -30,17 +30,17 @@ class PassTrace:
         self._within: Context = context.get_current()
         self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
 
-    def ask(self, wanted: Range) -> AskTrace:
+    def ask(self, wanted: Range) -> RequestTrace:
         """Begin the span of a request."""
         from opentelemetry.trace import SpanKind
 
         attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
-        return AskTrace(
+        return RequestTrace(
             tracing.tracer().start_span("teleloader ask", self._within, SpanKind.CLIENT, attributes=attributes)
         )
 
 
-class AskTrace:
+class RequestTrace:
     """The span of one request."""
 
     def __init__(self, span: Span) -> None:

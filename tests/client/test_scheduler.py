@@ -1,0 +1,464 @@
+"""What is asked for, and how far ahead; no socket, no thread, no clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teleloader.fetch.scheduler import (
+    COVERED_BYTES,
+    HEDGE_LEAST,
+    HEDGE_UNKNOWN,
+    MAX_WINDOW,
+    MIN_COOLDOWN_S,
+    RangeScheduler,
+)
+from teleloader.transport.base import Range
+from teleloader_shared.messages import READY_BYTES
+from tests.conftest import examples
+
+FOR_EVER = 2**62
+
+fixed = settings(max_examples=examples(60))
+
+
+def ranges(scheduler: RangeScheduler) -> list[Range]:
+    """All that may be asked for now."""
+    found = []
+    while (wanted := scheduler.next_range()) is not None:
+        found.append(wanted)
+    return found
+
+
+def spans(scheduler: RangeScheduler) -> list[tuple[int, int]]:
+    """The same, without what is wanted ahead of it."""
+    return [(wanted.start, wanted.stop) for wanted in ranges(scheduler)]
+
+
+def fast_loop(scheduler: RangeScheduler) -> None:
+    """A small batch arrives, and the loop takes 2,000 of them a second."""
+    scheduler.next_range()
+    scheduler.arrived(1, 4096)
+    scheduler.paced(0.0)
+    scheduler.taken = 200
+    scheduler.paced(0.1)
+
+
+# --- How many batches to an answer --------------------------------------------------------------------------------
+
+
+def test_the_first_answers_are_single_batches() -> None:
+    """Until the size of a batch is known, it may be large."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=2, num_workers=2)
+    assert ranges(scheduler) == [Range(0, 1, 2), Range(1, 2, 2), Range(2, 3, 2), Range(3, 4, 2)]
+
+
+def test_small_batches_travel_together() -> None:
+    """Once they are known to be small."""
+    scheduler = RangeScheduler(0, 10_000, prefetch_factor=100)
+    scheduler.next_range()
+    scheduler.arrived(1, 4096)
+    scheduler.taken = 1
+    assert ranges(scheduler)[0] == Range(1, 101, 100)
+
+
+def test_large_batches_travel_alone() -> None:
+    """One to an answer, so that several connections carry several."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=4)
+    scheduler.next_range()
+    scheduler.arrived(1, READY_BYTES)
+    scheduler.taken = 1
+    assert [wanted.stop - wanted.start for wanted in ranges(scheduler)] == [1, 1, 1, 1]
+
+
+def test_after_a_break_what_has_not_arrived_is_asked_for_again() -> None:
+    """And nothing that has."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=5)
+    before = spans(scheduler)
+    scheduler.arrived(1, 2000)
+    scheduler.arrived(1, 2000)
+    scheduler.disconnected(0)
+    assert spans(scheduler) == before[2:]
+
+
+# --- How far ahead ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_workers", "window"), [(0, 3), (1, 3), (4, 12)])
+def test_so_many_batches_are_held_ready_for_each_worker(num_workers: int, window: int) -> None:
+    """prefetch_factor times the server's workers, as with torch; a server without workers counts as one.
+
+    Nearly so many: asking for each batch singly would cost more than it brings.
+    """
+    scheduler = RangeScheduler(0, 100, prefetch_factor=3, num_workers=num_workers)
+    assert scheduler.window == window
+    assert 0.75 * window < len(spans(scheduler)) <= window
+
+
+def test_a_fast_loop_is_given_more() -> None:
+    """Enough for a quarter of a second at its pace, so that it does not feel the network's delay."""
+    scheduler = RangeScheduler(0, 10**6, prefetch_factor=2)
+    fast_loop(scheduler)
+    assert scheduler.window == 500
+
+
+def test_a_fast_loop_of_large_batches_is_not_given_all_memory() -> None:
+    """The window covers so many bytes at most."""
+    scheduler = RangeScheduler(0, 10**6, prefetch_factor=2)
+    scheduler.next_range()
+    scheduler.arrived(1, COVERED_BYTES // 3)
+    scheduler.paced(0.0)
+    scheduler.taken = 1000
+    scheduler.paced(0.1)
+    assert scheduler.window == 4, "as many as begin within the limit"
+
+
+def test_what_may_look_at_the_training_is_not_fetched_further_ahead() -> None:
+    """Not adaptive: the window is prefetch_factor * num_workers however fast the loop is, and no work goes beyond."""
+    scheduler = RangeScheduler(0, 10**6, prefetch_factor=2, num_workers=3, adaptive=False)
+    assert ranges(scheduler) == [Range(k, k + 1, 0) for k in range(6)]
+    fast_loop(scheduler)
+    assert scheduler.window == 6
+    assert [wanted.ahead for wanted in ranges(scheduler)] == [0]
+
+
+def test_shards_are_asked_one_range_after_another() -> None:
+    """Two requests may overtake each other, and no shard goes back; what the window allows is made ahead instead."""
+    scheduler = RangeScheduler(0, FOR_EVER, prefetch_factor=2, num_workers=3, adaptive=False, shards=3)
+    assert scheduler.connections == 1
+    assert scheduler.next_range() == Range(0, 1, 5)
+    assert RangeScheduler(0, 9, prefetch_factor=2, num_workers=3).connections == 2
+
+
+# --- Several servers ----------------------------------------------------------------------------------------------
+
+
+def answer(scheduler: RangeScheduler, server: int, now: float, *, times: int = 1) -> None:
+    """The server is asked, and answers after 10 ms."""
+    for i in range(times):
+        wanted = scheduler.next_range(server, now + i)
+        assert wanted is not None
+        scheduler.arrived(wanted.stop - wanted.start, READY_BYTES, server, now + i + 0.01)
+        scheduler.taken = scheduler.received
+
+
+def of_two(num_workers: int = 3) -> RangeScheduler:
+    """A pass over two servers, of which it is known that they answer within 10 ms."""
+    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, num_workers=num_workers, servers=2)
+    answer(scheduler, 0, 0.0, times=20)
+    return scheduler
+
+
+def test_consecutive_ranges_go_to_whichever_server_asks() -> None:
+    """Each is given as many batches as it has workers; none is made ahead, for it may be another server's."""
+    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, num_workers=3, servers=2)
+    scheduler.joined(1, 2)
+    wanted = [scheduler.next_range(server) for server in (0, 1, 1, 0)]
+    assert wanted == [Range(0, 3, 0), Range(3, 5, 0), Range(5, 7, 0), Range(7, 10, 0)]
+    assert scheduler.window == 10
+
+
+def test_what_a_lost_server_was_asked_for_is_asked_of_another() -> None:
+    """Before anything else, and without what has arrived of it."""
+    scheduler = of_two()
+    at = scheduler.taken
+    scheduler.next_range(0, 30.0)
+    scheduler.next_range(1, 30.0)
+    scheduler.arrived(1, READY_BYTES, 0, 30.01)
+    scheduler.disconnected(0)
+    assert scheduler.next_range(1, 30.02) == Range(at + 1, at + 3, 0)
+    assert scheduler.next_range(1, 30.02) == Range(at + 6, at + 9, 0)
+
+
+def test_an_ask_that_holds_the_loop_up_is_hedged() -> None:
+    """Once it takes longer than most, of a server that has nothing else to do; the first answer counts."""
+    scheduler = of_two()
+    at = scheduler.taken
+    held = scheduler.next_range(0, 30.0)
+    assert held is not None
+    while scheduler.next_range(1, 30.0) is not None:
+        scheduler.arrived(3, READY_BYTES, 1, 30.01)
+    assert scheduler.next_range(1, 30.0 + 0.9 * HEDGE_LEAST) is None
+    assert not scheduler.has_work(1, 30.0 + 0.9 * HEDGE_LEAST)
+    late = 30.0 + 1.1 * HEDGE_LEAST
+    assert not scheduler.has_work(0, late), "the one that is late is not asked twice"
+    assert scheduler.has_work(1, late)
+    assert scheduler.next_range(1, late) == held
+    assert scheduler.next_range(1, late) is None
+    scheduler.arrived(3, READY_BYTES, 1, late)
+    assert scheduler.received > at
+    assert not scheduler.is_missing(at)
+    before = scheduler.received
+    assert scheduler.arrived(1, READY_BYTES, 0, late) is None, "nothing is left to ask of it"
+    assert scheduler.received == before
+
+
+def test_a_hedge_that_is_lost_is_asked_again() -> None:
+    """As long as the first one is held up."""
+    scheduler = of_two()
+    held = scheduler.next_range(0, 30.0)
+    while scheduler.next_range(1, 30.0) is not None:
+        scheduler.arrived(3, READY_BYTES, 1, 30.01)
+    for late in (31.0, 32.0):
+        assert scheduler.next_range(1, late) == held
+        scheduler.disconnected(1)
+
+
+def test_an_ask_that_holds_nobody_up_is_not_hedged() -> None:
+    """The next batch of the loop is what counts."""
+    scheduler = of_two()
+    scheduler.next_range(1, 30.0)
+    scheduler.next_range(0, 30.0)
+    scheduler.arrived(3, READY_BYTES, 1, 30.01)
+    scheduler.taken = scheduler.received - 1
+    while scheduler.next_range(1, 30.02) is not None:
+        scheduler.arrived(3, READY_BYTES, 1, 30.02)
+    late = scheduler.next_range(1, 40.0)
+    assert late is not None, "now it does: what the other one was asked for comes next"
+    assert late.start == scheduler.received
+
+
+def test_until_it_is_known_how_long_answers_take_an_ask_is_hedged_late() -> None:
+    """The first answers of a server that has only started take long."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=1, num_workers=1, servers=2)
+    scheduler.next_range(0, 0.0)
+    scheduler.next_range(1, 0.0)
+    scheduler.arrived(1, READY_BYTES, 1, 0.1)
+    assert scheduler.next_range(1, 0.9 * HEDGE_UNKNOWN) is None
+    assert scheduler.next_range(1, HEDGE_UNKNOWN) == Range(0, 1, 0)
+
+
+def be_late(scheduler: RangeScheduler, now: float) -> float:
+    """Server 0 answers when server 1 has answered the same already; when that is."""
+    scheduler.next_range(0, now)
+    while scheduler.next_range(1, now) is not None:
+        scheduler.arrived(3, READY_BYTES, 1, now)
+    now += 1.0
+    scheduler.next_range(1, now)
+    scheduler.arrived(3, READY_BYTES, 1, now)
+    scheduler.taken = scheduler.received
+    scheduler.arrived(3, READY_BYTES, 0, now)
+    return now
+
+
+def test_a_server_that_is_too_slow_is_not_left_when_it_is_the_only_one() -> None:
+    """Slow is better than nothing."""
+    scheduler = of_two()
+    now = be_late(scheduler, 30.0)
+    assert scheduler.next_range(0, now) is None
+    scheduler.disconnected(1)
+    assert scheduler.next_range(0, now) is not None
+
+
+def test_a_server_that_is_too_slow_is_left_and_tried_again() -> None:
+    """For longer each time in a row."""
+    scheduler = of_two()
+    now = 30.0
+    for rest in (MIN_COOLDOWN_S, 2 * MIN_COOLDOWN_S):
+        now = be_late(scheduler, now)
+        assert scheduler.next_range(0, now + 0.9 * rest) is None
+        now += rest
+    assert scheduler.next_range(0, now) is not None
+
+
+# --- An end that shows on the way ---------------------------------------------------------------------------------
+
+
+def test_what_becomes_known_is_asked_for() -> None:
+    """The order of a sampler is drawn bit by bit: until then there is nothing to ask for."""
+    scheduler = RangeScheduler(3, 3, prefetch_factor=4)
+    assert (ranges(scheduler), scheduler.finished) == ([], True)
+    scheduler.extend(5)
+    assert (spans(scheduler), scheduler.finished) == ([(3, 4), (4, 5)], False)
+    scheduler.extend(6)
+    assert (spans(scheduler), scheduler.finished) == ([(5, 6)], False)
+    for _ in range(3):
+        scheduler.arrived(1, 10)
+    assert (spans(scheduler), scheduler.finished) == ([], True)
+
+
+def test_work_ahead_does_not_go_beyond_what_is_known() -> None:
+    """Nobody can make a batch of indices that are not drawn yet."""
+    scheduler = RangeScheduler(0, 0, prefetch_factor=2, num_workers=4)
+    scheduler.extend(2)
+    assert ranges(scheduler) == [Range(0, 1, 1), Range(1, 2, 0)]
+
+
+def test_the_epoch_ends_when_each_shard_has_ended() -> None:
+    """In the place of the last one's next batch; it is not known before."""
+    scheduler = RangeScheduler(0, FOR_EVER, prefetch_factor=2, num_workers=3, shards=3)
+    ends = [7, 11, 9]  # shard 1 has one batch less than shard 2, and two less than shard 0
+    for k in sorted(ends):
+        assert scheduler.stop == FOR_EVER
+        scheduler.shard_ended(k)
+    assert scheduler.stop == 12
+
+
+def test_a_shard_ends_once() -> None:
+    """It answers to each later batch of its own that it has no more; the others are still waited for."""
+    scheduler = RangeScheduler(0, FOR_EVER, prefetch_factor=2, num_workers=2, shards=2)
+    for k in (0, 2, 4):
+        scheduler.shard_ended(k)
+        assert scheduler.stop == FOR_EVER
+    scheduler.shard_ended(5)
+    assert scheduler.stop == 6
+    scheduler.shard_ended(7)  # it was asked for before that was known
+    assert scheduler.stop == 6
+
+
+def test_without_shards_no_answer_ends_the_epoch() -> None:
+    """The end of a map-style epoch is the plan's, whatever a server says."""
+    scheduler = RangeScheduler(0, 10, prefetch_factor=2)
+    scheduler.shard_ended(3)
+    assert scheduler.stop == 10
+
+
+# --- However it goes ----------------------------------------------------------------------------------------------
+
+Figures = tuple[int, int, bool]
+
+figures = st.tuples(st.integers(1, 8), st.integers(0, 8), st.booleans())
+"""prefetch_factor, num_workers, adaptive."""
+
+
+def made(start: int, stop: int, figures: Figures, shards: int = 0, servers: int = 1) -> RangeScheduler:
+    """A scheduler with those figures."""
+    prefetch_factor, num_workers, adaptive = figures
+    scheduler = RangeScheduler(
+        start, stop, prefetch_factor, num_workers, adaptive=adaptive, shards=shards, servers=servers
+    )
+    for server in range(servers):
+        scheduler.joined(server, num_workers)
+    return scheduler
+
+
+class Game:
+    """Answers come, the loop takes, servers are lost, in an order that hypothesis draws."""
+
+    def __init__(
+        self, scheduler: RangeScheduler, figures: Figures, data: st.DataObject, *, shards: int = 0, servers: int = 1
+    ) -> None:
+        self.scheduler = scheduler
+        self._shards = shards
+        self.arrived: set[int] = set()
+        self._figures = figures
+        self._data = data
+        self._in_flight: list[list[Range]] = [[] for _ in range(servers)]
+        self._now = 0.0
+
+    def step(self) -> list[int]:
+        """Something happens; which batches arrived that had not before."""
+        prefetch_factor, num_workers, adaptive = self._figures
+        scheduler = self.scheduler
+        self._now += self._data.draw(st.floats(0, 0.1))
+        for server, in_flight in enumerate(self._in_flight):
+            while (
+                len(in_flight) < scheduler.connections
+                and (wanted := scheduler.next_range(server, self._now)) is not None
+            ):
+                in_flight.append(wanted)
+        least = prefetch_factor * max(1, num_workers) * len(self._in_flight)
+        assert scheduler.window <= (max(MAX_WINDOW, least) if adaptive else least)
+        asked = [server for server, in_flight in enumerate(self._in_flight) if in_flight]
+        if not asked:
+            assert scheduler.taken < scheduler.received, "nothing is asked for, and nothing is left to take: a deadlock"
+            scheduler.taken += 1
+            return []
+        server = self._data.draw(st.sampled_from(asked))
+        if self._data.draw(st.integers(0, 9)) == 9:
+            self._in_flight[server].clear()
+            scheduler.disconnected(server)
+            return []
+        return self._answer(server)
+
+    def _answer(self, server: int) -> list[int]:
+        scheduler, in_flight = self.scheduler, self._in_flight[server]
+        first = in_flight[0]
+        assert first.stop + first.ahead <= scheduler.stop
+        if len(self._in_flight) > 1 or not (scheduler.adaptive or self._shards):
+            assert first.ahead == 0
+        came = list(range(first.start, first.start + self._data.draw(st.integers(1, first.stop - first.start))))
+        new = [k for k in came if scheduler.is_missing(k)]
+        assert not self.arrived.intersection(new)
+        self.arrived.update(new)
+        nbytes = len(came) * self._data.draw(st.sampled_from([100, 10**5, 10**7]))
+        rest = scheduler.arrived(len(came), nbytes, server, self._now)
+        scheduler.paced(self._now)
+        if rest is None:
+            in_flight.pop(0)
+        else:
+            assert came[-1] < rest.start < rest.stop <= first.stop
+            in_flight[0] = rest
+        assert all(k in self.arrived for k in range(scheduler.taken, scheduler.received))
+        scheduler.taken += self._data.draw(st.integers(0, scheduler.received - scheduler.taken))
+        return new
+
+
+@fixed
+@given(start=st.integers(0, 50), length=st.integers(0, 100), servers=st.integers(1, 4), figures=figures, data=st.data())
+def test_every_batch_arrives_exactly_once(
+    start: int, length: int, servers: int, figures: Figures, data: st.DataObject
+) -> None:
+    """However answers and the loop interleave, and however connections break."""
+    scheduler = made(start, start + length, figures, servers=servers)
+    game = Game(scheduler, figures, data, servers=servers)
+    while not scheduler.finished:
+        game.step()
+    assert game.arrived == set(range(start, start + length))
+
+
+@fixed
+@given(start=st.integers(0, 50), parts=st.lists(st.integers(1, 20), max_size=10), figures=figures, data=st.data())
+def test_every_batch_that_becomes_known_is_asked_for(
+    start: int, parts: list[int], figures: Figures, data: st.DataObject
+) -> None:
+    """Whenever further ones do."""
+    scheduler = made(start, start, figures)
+    game = Game(scheduler, figures, data)
+    for part in parts:
+        scheduler.extend(scheduler.stop + part)
+        for _ in range(data.draw(st.integers(0, 5))):
+            if not scheduler.finished:
+                game.step()
+    while not scheduler.finished:
+        game.step()
+    assert game.arrived == set(range(start, start + sum(parts)))
+
+
+@fixed
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4), figures=figures, data=st.data())
+def test_shards_of_any_sizes_come_to_an_end(sizes: list[int], figures: Figures, data: st.DataObject) -> None:
+    """Every batch of each was asked for, and none after the last shard's end."""
+    shards = len(sizes)
+    scheduler = made(0, FOR_EVER, figures, shards)
+    game = Game(scheduler, figures, data, shards=shards)
+    ends = []
+    while not scheduler.finished:
+        for k in game.step():
+            if k // shards >= sizes[k % shards]:
+                ends.append(k)
+                scheduler.shard_ended(k)
+    assert scheduler.stop == max(size * shards + shard for shard, size in enumerate(sizes)) + 1
+    assert {k % shards for k in ends} == set(range(shards))
+
+
+@fixed
+@given(length=st.integers(1, 100), servers=st.integers(2, 4), figures=figures, data=st.data())
+def test_a_server_that_never_answers_holds_nobody_up(
+    length: int, servers: int, figures: Figures, data: st.DataObject
+) -> None:
+    """Though its connections stay: the others give all batches."""
+    scheduler = made(0, length, figures, servers=servers)
+    now = 0.0
+    while not scheduler.finished:
+        now += 2 * HEDGE_UNKNOWN
+        assert now < 1000 * HEDGE_UNKNOWN * length, "nothing comes any more"
+        scheduler.next_range(0, now)
+        server = data.draw(st.integers(1, servers - 1))
+        wanted = scheduler.next_range(server, now)
+        if wanted is not None:
+            while wanted is not None:
+                wanted = scheduler.arrived(1, READY_BYTES, server, now)
+        scheduler.taken = scheduler.received
+    assert scheduler.received == length
