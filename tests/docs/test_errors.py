@@ -96,15 +96,15 @@ def epoch_of(server: ServerProcess, dataset: str, **options: Any) -> str:
     return raised_by(lambda: list(loader))
 
 
-# -- connecting
+# -- connection
 
 
-@meets("No server answers")
+@meets("Server unavailable")
 def _(free_port: int) -> str:
     return raised_by(lambda: RemoteDataset(f"http://127.0.0.1:{free_port}", "train", reconnect_timeout=0.1))
 
 
-@meets("Another server answers")
+@meets("Response not from a loader server")
 def _() -> str:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -124,29 +124,29 @@ def _() -> str:
     return said
 
 
-@meets("The address is no URL")
+@meets("Invalid server URL")
 def _() -> str:
     return raised_by(lambda: RemoteDataset("10.0.0.5:8000", "train"))
 
 
-@meets("There is no dataset of that name")
+@meets("Unknown dataset")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(server.url, "trian"))
 
 
-@meets("Which dataset?")
+@meets("Dataset name missing")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(server.url))
 
 
-@meets("The two sides are of different releases")
+@meets("Protocol versions differ")
 def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
     dataset = RemoteDataset(server.url, "train")
     monkeypatch.setattr(control, "PROTOCOL_VERSION", 2)
     return raised_by(lambda: next(iter(DataLoader(dataset, output="numpy"))))
 
 
-# -- being let in
+# -- authentication
 
 
 @pytest.fixture(scope="module")
@@ -165,32 +165,32 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     running.end()
 
 
-@meets("No token came")
+@meets("Token missing")
 def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train"))
 
 
-@meets("The token is none of the server's")
+@meets("Token unknown")
 def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train", token="tl_of-another-server"))
 
 
-@meets("The token has expired")
+@meets("Token expired")
 def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train", token=f"{SECRET}-old"))
 
 
-@meets("The token is not for this")
+@meets("Token without the required scope")
 def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train", token=SECRET))
 
 
-@meets("A token in the address")
+@meets("Password in the server URL")
 def _() -> str:
     return raised_by(lambda: RemoteDataset("http://trainer:password@10.0.0.5:8000", "train"))
 
 
-@meets("The server does not know its name")
+@meets("Host header not allowed")
 def _(server: ServerProcess) -> str:
     headers = {"Host": f"loader.example.com:{httpx.URL(server.url).port}"}
     detail: str = httpx.get(f"{server.url}/stats", headers=headers, trust_env=False).json()["detail"]
@@ -212,37 +212,37 @@ def with_certificate(start_server: StartServer, files: Files, name: str, *hosts:
     return start_server("--demo", "--num-workers", "1", "--ssl-certfile", cert, "--ssl-keyfile", key).url
 
 
-@meets("The certificate is of an unknown CA")
+@meets("Certificate of an unknown CA")
 def _(start_server: StartServer, files: Files) -> str:
     url = with_certificate(start_server, files, "server", "127.0.0.1")
     return raised_by(lambda: RemoteDataset(url))
 
 
-@meets("The certificate has expired")
+@meets("Certificate expired")
 def _(start_server: StartServer, files: Files) -> str:
     until = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     url = with_certificate(start_server, files, "expired", "127.0.0.1", until=until)
     return raised_by(lambda: RemoteDataset(url, ca=files.ca))
 
 
-@meets("The certificate is for another name")
+@meets("Certificate for another name")
 def _(start_server: StartServer, files: Files) -> str:
     url = with_certificate(start_server, files, "other", "loader.example.com")
     return raised_by(lambda: RemoteDataset(url, ca=files.ca))
 
 
-@meets("`https://` where there is no TLS")
+@meets("`https://` URL of a server without TLS")
 def _(server: ServerProcess, files: Files) -> str:
     return raised_by(lambda: RemoteDataset(server.url.replace("http:", "https:"), "train", ca=files.ca))
 
 
-@meets("`http://` where there is TLS")
+@meets("`http://` URL of a server with TLS")
 def _(start_server: StartServer, files: Files) -> str:
     url = with_certificate(start_server, files, "server", "127.0.0.1")
     return raised_by(lambda: RemoteDataset(url.replace("https:", "http:"), reconnect_timeout=0))
 
 
-# -- limits
+# -- server limits
 
 
 class Held:
@@ -261,7 +261,7 @@ class Held:
         return index
 
 
-@meets("Too many loaders with workers of their own")
+@meets("Too many loaders with private workers")
 def _() -> str:
     limits = ClientLimits(max_sessions_per_principal=1)
     with serve([1, 2], num_workers=1, limits=limits, token=SECRET) as url:
@@ -296,25 +296,25 @@ def _() -> str:
         return raised_by(lambda: [one.result() for one in asked])
 
 
-# -- something is not installed
+# -- missing packages
 
 
-@meets("The server's packages are missing")
+@meets("Server packages missing")
 def _() -> str:
     return without("uvicorn", SERVER)
 
 
-@meets("The command's packages are missing")
+@meets("Packages of the `teleloader` command missing")
 def _() -> str:
     return without("click", TOOLS)
 
 
-@meets("An object, and no server to host it")
+@meets("Server packages missing for a dataset object")
 def _() -> str:
     return without("uvloop", "from teleloader import DataLoader; DataLoader([1, 2], num_workers=1)")
 
 
-@meets("torch is missing")
+@meets("torch missing")
 def _(server: ServerProcess) -> str:
     made = f"DataLoader(RemoteDataset({server.url!r}, 'train'), output='torch')"
     unseen = "import importlib.util as i; find = i.find_spec; i.find_spec = lambda n: n != 'torch' and find(n) or None"
@@ -327,100 +327,100 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(dataset, pin_memory=True, output="numpy"))
 
 
-@meets("A compression library is missing")
+@meets("Compression library missing")
 def _(server: ServerProcess) -> str:
     made = f"DataLoader(RemoteDataset({server.url!r}, 'train'), compression='zstd', output='numpy')"
     return without("zstandard", f"from teleloader import *; next(iter({made}))")
 
 
-# -- starting a server
+# -- server start
 
 
-@meets("Others could come in without a token")
+@meets("Authentication required")
 def _() -> str:
     return logged_by("--demo", "--host", "0.0.0.0")
 
 
-@meets("The token file is missing or empty")
+@meets("Token file missing or empty")
 def _() -> str:
     return logged_by("--demo", "--tokens", "no-such.toml").splitlines()[-1]
 
 
-@meets("An entry of the token file is invalid")
+@meets("Invalid entry in the token file")
 def _(tmp_path: Path) -> str:
     file = tmp_path / "tokens.toml"
     file.write_text(f'[trainer]\ntoken = "{SECRET}"\n')
     return logged_by("--demo", "--tokens", str(file)).splitlines()[-1]
 
 
-@meets("There is no such module")
+@meets("Module not found")
 def _() -> str:
     return logged_by("my_pakage.data:train")
 
 
-@meets("The module has no such name")
+@meets("Name not found in the module")
 def _() -> str:
     return logged_by(f"{DATA}trian")
 
 
-@meets("It is no dataset")
+@meets("Not a dataset")
 def _() -> str:
     return logged_by(f"train={BROKEN}no_dataset")
 
 
-@meets("It cannot be built")
+@meets("Exception while building a dataset")
 def _() -> str:
     return logged_by(f"train={BROKEN}cannot_be_built")
 
 
-@meets("The address is taken")
+@meets("Address already in use")
 def _() -> str:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return logged_by("--demo", "--port", str(taken.getsockname()[1]))
 
 
-@meets("Too few open files are allowed")
+@meets("Limit of open files too low")
 def _() -> str:
     program = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); {SERVER}"
     done = piped(program, "--demo", "--port", "0")
     return re.split(r" ERROR +", done.err)[-1]
 
 
-@meets("The configuration says something unknown")
+@meets("Unknown entry in the configuration file")
 def _(tmp_path: Path) -> str:
     config = tmp_path / "loader.toml"
     config.write_text("[server]\nworkers = 16\n[datasets.train]\nfactory = 'my_package.data:train'\n")
     return piped(SERVER, "--config", str(config)).err.partition("\n\n")[2]
 
 
-# -- making a loader
+# -- loader construction
 
 
-@meets("A function that has no name on the server")
+@meets("Function without an importable name")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), collate_fn=lambda samples: samples))
 
 
-@meets("A function that the server does not allow")
+@meets("Function not allowed by the server")
 def _(server: ServerProcess) -> str:
     from tests.docs.my_package.data import pad_batch
 
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), collate_fn=pad_batch))
 
 
-@meets("A worker-init function for shared workers")
+@meets("Worker-init function for shared workers")
 def _(server: ServerProcess) -> str:
     from tests.docs.my_package.data import open_files
 
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), num_workers=1, worker_init_fn=open_files))
 
 
-@meets("The dataset has no length")
+@meets("Dataset without a length")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: len(RemoteDataset(server.url, "stream")))
 
 
-@meets("Two that decide the order")
+@meets("`seed` together with a sampler")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sampler=[1, 2], seed=7))
 
@@ -459,23 +459,23 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-@meets("A device that torch does not know")
+@meets("Unknown device type")
 def _(server: ServerProcess) -> str:
     need("torch")
     return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="gpu")))
 
 
-@meets("An accelerator that is not available")
+@meets("Accelerator not available")
 def _(server: ServerProcess, without_accelerators: None) -> str:
     return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="cuda")))
 
 
-@meets("An index without an accelerator")
+@meets("Device index without an accelerator")
 def _(server: ServerProcess, without_accelerators: None) -> str:
     return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device=0)))
 
 
-@meets("An accelerator that this process cannot see")
+@meets("Device index not visible to the process")
 def _(server: ServerProcess, one_gpu: None) -> str:
     return raised_by(lambda: iter(DataLoader(RemoteDataset(server.url, "train"), device="cuda:7")))
 
@@ -489,28 +489,28 @@ def _(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> str:
     return warned_by(lambda: devices.warn_of_shared_device("cuda", stacklevel=1))
 
 
-@meets("A device without torch tensors")
+@meets("Device without torch tensors")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device="cuda", output="numpy"))
 
 
-@meets("A sharding without JAX arrays")
+@meets("Sharding with NumPy output")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), output="numpy", sharding="data"))
 
 
-@meets("A wrong number of batches on the device")
+@meets("Invalid `device_ahead`")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), device_ahead=-1))
 
 
-@meets("A sharding without JAX")
+@meets("Sharding with torch output")
 def _(server: ServerProcess) -> str:
     need("torch")
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sharding="data"))
 
 
-@meets("A limit of page-locked memory that is not a number")
+@meets("Invalid limit of page-locked memory")
 def _(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(pinned, "_budget", None)
     monkeypatch.setenv(pinned.MAX_PINNED_BYTES_VARIABLE, "4GiB")
@@ -540,47 +540,47 @@ def _(server: ServerProcess, one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> 
     return warned_by(lambda: list(loader))
 
 
-# -- in the loop
+# -- training loop
 
 
-@meets("An exception in the dataset")
+@meets("Exception in the dataset")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "raising")
 
 
-@meets("An exception of another type")
+@meets("Exception of a type that is not builtin")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "raising-its-own")
 
 
-@meets("Samples that do not fit together")
+@meets("Samples of different shapes")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "uneven")
 
 
-@meets("Something that cannot travel")
+@meets("Value that cannot be encoded")
 def _(server: ServerProcess) -> str:
     loader = DataLoader(RemoteDataset(server.url, "unsendable"), batch_size=None, sampler=[17], output="numpy")
     return raised_by(lambda: list(loader))
 
 
-@meets("A batch that is too large")
+@meets("Batch too large")
 def _(server: ServerProcess) -> str:
     loader = DataLoader(RemoteDataset(server.url, "large"), sampler=[17], output="numpy")
     return raised_by(lambda: list(loader))
 
 
-@meets("A batch that kills its worker")
+@meets("Batch whose workers die")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "deadly")
 
 
-@meets("A batch that hangs")
+@meets("Batch timeout")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "stuck")
 
 
-@meets("A batch that is late")
+@meets("Loader timeout")
 def _() -> str:
     held = Held()
     with serve(held, num_workers=0) as url:
@@ -591,7 +591,7 @@ def _() -> str:
             held.let_go.set()
 
 
-@meets("The data have changed")
+@meets("Dataset changed during training")
 def _(start_server: StartServer, free_port: int) -> str:
     server = start_server(f"train={DATA}train", port=free_port)
     loader = DataLoader(RemoteDataset(server.url, "train"), output="numpy")
@@ -602,13 +602,13 @@ def _(start_server: StartServer, free_port: int) -> str:
     return raised_by(lambda: list(batches))
 
 
-@meets("The servers have different data")
+@meets("Servers with different datasets")
 def _(start_server: StartServer) -> str:
     urls = [start_server(f"train={DATA}{name}").url for name in ("train", "validation")]
     return raised_by(lambda: RemoteDataset(urls, "train"))
 
 
-@meets("In a process that was forked")
+@meets("Iterator in a forked process")
 def _(server: ServerProcess) -> str:
     batches = iter(DataLoader(RemoteDataset(server.url, "train"), output="numpy"))
     next(batches)
@@ -626,7 +626,7 @@ def _(server: ServerProcess) -> str:
 # -- resuming
 
 
-@meets("A state of another run")
+@meets("State of a loader with other arguments")
 def _(server: ServerProcess) -> str:
     dataset = RemoteDataset(server.url, "train")
     state = DataLoader(dataset, batch_size=64, shuffle=True, seed=7, output="numpy").state_dict()
@@ -634,7 +634,7 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: loader.load_state_dict(json.loads(json.dumps(state))))
 
 
-@meets("A state that another number of ranks cannot take")
+@meets("State not divisible among the new number of ranks")
 def _(server: ServerProcess) -> str:
     dataset = RemoteDataset(server.url, "train")
     loader = DataLoader(dataset, batch_size=64, seed=7, output="numpy")
