@@ -37,6 +37,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._packer = msgpack.Packer()
+        """Reused: each Packer allocates and frees 256 KiB, which the C library may return to the kernel every time."""
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
         """Descriptors that came, in order; None for one that this process had no room for."""
@@ -88,11 +90,11 @@ class Channel:
         """Keep a message for the next `flush`; a large bytes object at the end of a list is not copied."""
         if type(message) is list and message and type(message[-1]) is bytes and len(message[-1]) >= _LARGE_BYTES:
             *items, last = message
-            head = msgpack.Packer().pack_array_header(len(message)) + b"".join(map(msgpack.packb, items))
+            head = self._packer.pack_array_header(len(message)) + b"".join(map(self._packer.pack, items))
             self._unsent.append(memoryview(head + _BIN32_HEAD.pack(_BIN32, len(last))))
             self._unsent.append(memoryview(last))
             return
-        self._unsent.append(memoryview(msgpack.packb(message)))
+        self._unsent.append(memoryview(self._packer.pack(message)))
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message with its file descriptors, and what was put before it, waiting until it is sent."""
@@ -102,7 +104,7 @@ class Channel:
             if fds:
                 # descriptors belong to the first byte of their message, so what stands before it must go first
                 self.flush()
-                data = msgpack.packb(message)
+                data = self._packer.pack(message)
                 with suppress(BrokenPipeError, ConnectionResetError):
                     sent = socket.send_fds(self._socket, [data], list(fds))
                     if sent < len(data):
