@@ -97,6 +97,17 @@ def test_a_forbidden_import_breaks_its_contract(checkout: Path, contract: str) -
         (checkout / file).write_text(source)
 
 
+def test_worker_health_is_one_of_the_decisions(checkout: Path) -> None:
+    """The contract covers it, like the dispatcher."""
+    file = checkout / "server/teleloader_server/workers/health.py"
+    source = file.read_text()
+    file.write_text(f"{source}\nimport asyncio\n")
+    try:
+        assert "decisions have no I/O, threads or processes, not even through what they import" in broken(checkout)
+    finally:
+        file.write_text(source)
+
+
 def dynamic_imports(source: str) -> Iterator[int]:
     """Yield the lines that import a module by a name that is a value: import-linter does not see these."""
     for node in ast.walk(ast.parse(source)):

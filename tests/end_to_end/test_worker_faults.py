@@ -26,7 +26,7 @@ import pytest
 
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset, RemoteError, WorkerDied
 from teleloader_server import serve
-from teleloader_server.workers import processes
+from teleloader_server.workers import health
 from tests.conftest import ROOT, StartServer, need
 from tests.end_to_end.hosted import Samples, Stream
 
@@ -199,7 +199,7 @@ def test_a_worker_that_takes_its_time_is_left_alone() -> None:
 
 def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """``batch_timeout=0``: as long as the worker lives it is waited for."""
-    monkeypatch.setattr(processes, "CHECK_EVERY", 0.02)
+    monkeypatch.setattr(health, "CHECK_INTERVAL", 0.02)
     gate = Authenticator()
 
     def sample(index: int) -> int:
@@ -230,6 +230,24 @@ def test_a_worker_that_never_starts_is_an_error(caplog: pytest.LogCaptureFixture
     assert any("in _sleep" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("session", [False, True])
+def test_a_worker_that_exits_at_each_start_is_an_error_where_no_other_can_compute_its_batches(session: bool) -> None:
+    """Private workers have a shard each, so another one that is ready does not help; shared ones share all batches."""
+
+    def end(worker: int) -> None:
+        if worker == 1:
+            os._exit(3)
+
+    with serve(Samples(lambda i: i, 4), num_workers=2, worker_init_fn=end) as url:
+        batches = iter(loader_of(url, seed=None if session else 1, num_workers=2 * session))
+        if not session:
+            assert arrived(batches) == [[0], [1], [2], [3]]
+            return
+        assert next(batches).tolist() == [0]
+        with pytest.raises(WorkerDied, match=r"no worker of the server can start: .* exited with code 3"):
+            next(batches)
+
+
 class Replayed:
     """A stream of 40 samples, each of which takes a while; the worker dies once on its way."""
 
@@ -256,8 +274,8 @@ def test_a_stream_that_is_gone_through_again_gets_on() -> None:
 @pytest.fixture
 def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is stopped is noticed soon."""
-    monkeypatch.setattr(processes, "CHECK_EVERY", 0.05)
-    monkeypatch.setattr(processes, "STOPPED_LIMIT", 0.2)
+    monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr(health, "STOP_TIMEOUT", 0.2)
 
 
 @pytest.mark.usefixtures("short_stops")
@@ -547,7 +565,7 @@ def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, n
     assert len({pid for _, pid, _ in found}) >= 60 / 15
     assert stats["server"]["worker_restarts"] == stats["datasets"][0]["batches_retried"] == 0
     assert not any("replacing it" in line for line in server.log)
-    server.await_line(r"worker 0 \(pid \d+\) was given 5 batches, and is replaced when it has done what it has to do")
+    server.await_line(r"worker 0 \(pid \d+\) was given 5 batches; it is recycled after its last batch")
 
 
 def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer) -> None:

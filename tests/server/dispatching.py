@@ -16,7 +16,7 @@ from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
 from teleloader_server.dispatch.store import Evict
-from teleloader_server.workers.pool import Attribution
+from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
 TRAIN: Epoch = ("train", 0)
@@ -131,12 +131,14 @@ class Service:
         self.held_up.discard(worker)
         self.dispatcher.worker_resumed(worker)
 
-    def lose(self, worker: int = 0, attribution: Attribution = "unknown") -> list[Address]:
+    def lose(
+        self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
+    ) -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
         del self.queues[worker]
         self.worn.discard(worker)
         self.held_up.discard(worker)
-        given_up = self.dispatcher.worker_lost(worker, attribution)
+        given_up = self.dispatcher.worker_lost(worker, attribution, overdue)
         for address in given_up:
             self.ready[address] = 1
             self.dispatcher.finished(None, address, 1)

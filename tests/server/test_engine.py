@@ -13,7 +13,8 @@ from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine, Loader
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.loading.pipeline import Report, Task
-from teleloader_server.workers.pool import WorkerExit, WorkerState
+from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 

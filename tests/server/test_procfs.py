@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
-import pytest
 
-from teleloader_server.workers import procfs
-from teleloader_server.workers.procfs import NO_MEMORY, StopWatch, is_stopped, memory, oom_kills, resident_bytes
+from teleloader_server.workers.procfs import NO_MEMORY, is_stopped, memory, oom_kills, resident_bytes
 
 PTRACE_TRACEME = 0
 
@@ -66,24 +64,6 @@ def test_what_a_debugger_holds_is_not_stopped() -> None:
     with child(be_traced) as pid:
         await_state(pid, psutil.STATUS_TRACING_STOP)
         assert not is_stopped(pid)
-
-
-def test_a_stop_is_timed_from_the_first_look_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as each look finds the process stopped; a process that was seen to run begins anew."""
-    stopped, now = True, 100.0
-    monkeypatch.setattr(procfs, "is_stopped", lambda _: stopped)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    watch = StopWatch()
-    assert watch.seconds(1) == 0
-    now = 103.0
-    assert watch.seconds(1) == 3
-    stopped = False
-    assert watch.seconds(1) == 0
-    stopped, now = True, 105.0
-    assert watch.seconds(1) == 0
-    now = 106.0
-    watch.reset()
-    assert watch.seconds(1) == 0
 
 
 def test_resident_memory_is_that_of_psutil() -> None:

@@ -1,9 +1,8 @@
-"""A worker process as the server sees it: what it is at, since when, and where it hangs."""
+"""A worker process as the server sees it: its current task, and the stacks of one that hangs."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -29,30 +28,11 @@ def process() -> Iterator[WorkerHandle]:
     notes = os.memfd_create("notes")
     os.write(notes, BEGUN.pack(-1) + REVOKED.pack(-1))
     found.take_notes(notes)
-    found.ready = True
-    found.tasks = {number: task(number) for number in (7, 8, 9)}
+    found.health.ready = True
+    found.health.tasks = {number: task(number) for number in (7, 8, 9)}
     yield found
-    found.forget()
+    found.close()
     theirs.close()
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        """What it shows."""
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """In place of the monotonic one."""
-    found = Clock()
-    monkeypatch.setattr(time, "monotonic", found)
-    return found
 
 
 def begin(process: WorkerHandle, task_id: int) -> None:
@@ -63,51 +43,22 @@ def begin(process: WorkerHandle, task_id: int) -> None:
 
 def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerHandle) -> None:
     """Not always the first of its tasks: that may be finished, and its report late."""
-    assert process.task_at_hand() is None
+    assert process.current_task() is None
     begin(process, 8)
-    assert process.task_at_hand() == task(8)
-    assert process.waiting() == [task(7), task(9)]
+    assert process.current_task() == task(8)
+    assert process.queued() == [task(7), task(9)]
     begin(process, 6)
-    assert process.task_at_hand() is None
-    assert process.waiting() == [task(7), task(8), task(9)]
+    assert process.current_task() is None
+    assert process.queued() == [task(7), task(8), task(9)]
 
 
 def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> None:
     """It leaves out all up to the last of them that it has not begun; the server forgets them."""
     begin(process, 7)
-    process.revoke(process.waiting())
+    process.revoke(process.queued())
     assert process._notes is not None
     assert REVOKED.unpack(os.pread(process._notes, REVOKED.size, BEGUN.size)) == (9,)
-    assert process.tasks == {7: task(7)}
-
-
-def test_time_counts_from_the_last_progress(process: WorkerHandle, clock: Clock) -> None:
-    """Only while there is something to wait for."""
-    process.got_on()
-    clock.now += 5
-    assert process.is_overdue(4)
-    assert not process.is_overdue(5)
-    process.got_on()
-    assert not process.is_overdue(4)
-    clock.now += 5
-    process.tasks.clear()
-    assert not process.is_overdue(4)
-    process.held_up = True
-    assert process.is_overdue(4), "it is at something that was taken back"
-    process.held_up = process.ready = False
-    assert process.is_overdue(4), "it does not start"
-
-
-def test_time_in_which_the_server_did_not_run_does_not_count(process: WorkerHandle, clock: Clock) -> None:
-    """And is never a credit for the time to come."""
-    process.got_on()
-    clock.now += 5
-    process.forgive(3)
-    assert process.is_overdue(1.5)
-    assert not process.is_overdue(2.5)
-    process.forgive(100)
-    clock.now += 1.5
-    assert process.is_overdue(1)
+    assert process.health.tasks == {7: task(7)}
 
 
 async def test_a_worker_that_had_not_started_has_no_stack() -> None:
@@ -115,7 +66,7 @@ async def test_a_worker_that_had_not_started_has_no_stack() -> None:
     channel, theirs = Channel.pair()
     process = WorkerHandle(0, channel)
     assert await process.stacks() == "(it had not started to run)"
-    process.forget()
+    process.close()
     theirs.close()
 
 

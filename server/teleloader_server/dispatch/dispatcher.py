@@ -32,7 +32,7 @@ from teleloader_server.dispatch.records import (
     Urgency,
 )
 from teleloader_server.dispatch.store import Evict, Store
-from teleloader_server.workers.pool import Attribution
+from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3

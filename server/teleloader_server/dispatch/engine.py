@@ -22,7 +22,8 @@ from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, Ra
 from teleloader_server.dispatch.store import Evict
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.pipeline import Report, Task, indices_of
-from teleloader_server.workers.pool import Lease, Pool, WorkerExit, WorkerState
+from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied

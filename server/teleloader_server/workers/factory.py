@@ -8,7 +8,7 @@ from typing import Protocol
 
 from teleloader_server.config import DatasetConfig, IndexKind, Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
-from teleloader_server.workers.forkserver import Template
+from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.inprocess import InProcessPool
 from teleloader_server.workers.pool import Pool
 from teleloader_server.workers.processes import ProcessPool
@@ -62,7 +62,7 @@ class ConfiguredPools:
         """Workers forked from a clean process that has built the datasets."""
         if self._limits.num_workers == 0:
             return InProcessPool(lambda: open_datasets(self._configs), self._limits)
-        self._processes = ProcessPool(lambda: Template.spawn(self._configs), self._limits)
+        self._processes = ProcessPool(lambda: ForkServer.spawn(self._configs), self._limits)
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
@@ -92,8 +92,8 @@ class ConfiguredPools:
             self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
         )
         if self._processes is None:
-            return ProcessPool(lambda: Template.spawn(mine), limits, spec)
-        return ProcessPool(self._processes.split_template, limits, spec)
+            return ProcessPool(lambda: ForkServer.spawn(mine), limits, spec)
+        return ProcessPool(self._processes.split_forkserver, limits, spec)
 
 
 class ObjectPools:
@@ -148,4 +148,4 @@ class ObjectPools:
     def _pool(self, hosted: Mapping[str, HostedDataset], limits: Limits, session: LoaderSpec | None) -> Pool:
         if limits.num_workers == 0:
             return InProcessPool(lambda: hosted, limits)
-        return ProcessPool(lambda: Template.fork(hosted), limits, session)
+        return ProcessPool(lambda: ForkServer.fork(hosted), limits, session)

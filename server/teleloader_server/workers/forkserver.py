@@ -1,4 +1,4 @@
-"""The template process: has the datasets built, and forks workers that share them.
+"""The fork server: has the datasets built, and forks workers that share them.
 
 It opens no network socket and runs no thread of ours, so that forking it is cheap and safe: N workers share one copy
 of the data, and a dead worker is replaced in milliseconds. It is born in one of two ways: as a clean interpreter that
@@ -38,8 +38,8 @@ _LONGEST_END: Final = 2 * _LAST_WORDS
 """Seconds after which a template that was told to end is killed: it is stopped, or still builds its datasets."""
 
 
-class Template:
-    """The template process, as the server sees it: its channel and its end."""
+class ForkServer:
+    """The fork server as the server sees it: its channel and its end."""
 
     def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
         self.channel = channel
@@ -60,7 +60,7 @@ class Template:
             self.pid, self.end = pid, os.pidfd_open(pid)
 
     @classmethod
-    def spawn(cls, configs: Sequence[DatasetConfig]) -> Template:
+    def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
         """Start a clean interpreter that builds the datasets; it says ``built`` or ``failed`` when it has."""
         channel, theirs = Channel.pair()
         with theirs:
@@ -71,7 +71,7 @@ class Template:
         return cls(channel, process.pid, process.wait)
 
     @classmethod
-    def fork(cls, hosted: Mapping[str, HostedDataset]) -> Template:
+    def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
         """Fork this process; the datasets are what they are now."""
         channel, theirs = Channel.pair()
         pid = _fork(theirs)
@@ -79,12 +79,12 @@ class Template:
             _be_forked(theirs, hosted)
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-    def split(self) -> Template:
+    def split(self) -> ForkServer:
         """A fork of the template, with workers of its own, which see the datasets as they were built."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(["split"], [theirs.fileno()])
-        return Template(channel)
+        return ForkServer(channel)
 
     def reap(self) -> None:
         """Close the channel, which ends the process and its workers, and wait for it, but not for ever."""

@@ -8,43 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.pipeline import Report, Task
-from teleloader_shared.codec import Address
+from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
 """A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
-
-
-Attribution = Address | Literal["unknown", "nobody", "machine"]
-"""Cause of a worker's end. All ways in which a worker can be lost, each with its attribution and the consequence:
-
-- Ended by a signal or an exit, out of memory, ended with its template, or stopped for 3 s (SIGSTOP, SIGTSTP, SIGTTIN,
-  SIGTTOU): ``unknown``. Perhaps one of its batches is the cause, so each is computed again by a worker that has no
-  other. The third loss of such a worker is `WorkerDied` in the place of the batch.
-- One batch took longer than `batch_timeout`: the batch's address. `LoaderTimeout` in its place, with no other attempt.
-- No descriptor, memory or process for the worker or for its batches: ``machine``. Retried with backoff; after
-  `batch_timeout`, `WorkerDied` that names the resource.
-- Preempted for another client, or not ready after `batch_timeout`: ``nobody``. Its batches are computed again.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
-    """How a worker was lost."""
-
-    reason: str
-    """A sentence without its end, which begins with the worker."""
-    attribution: Attribution = "unknown"
-    stack: str = ""
-    """Where it hung."""
-    overdue: frozenset[Address] = frozenset()
-    """Batches that were lost to ``machine`` for `batch_timeout` now: they are given up."""
 
 
 class PoolListener(Protocol):

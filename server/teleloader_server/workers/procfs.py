@@ -58,26 +58,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-class StopWatch:
-    """For how long a process has been stopped, as far as it was looked at."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def reset(self) -> None:
-        """It has surely run meanwhile."""
-        self._since = None
-
-    def seconds(self, pid: int) -> float:
-        """Look at it; 0.0 when it is not stopped."""
-        if not is_stopped(pid):
-            self._since = None
-            return 0.0
-        if self._since is None:
-            self._since = time.monotonic()
-        return time.monotonic() - self._since
-
-
 def cpu_seconds(pid: int | None) -> float:
     """Processor time that a process has used; None is this one, and one that is gone has used none."""
     if pid is None:

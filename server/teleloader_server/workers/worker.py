@@ -383,12 +383,3 @@ def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: Worker
         sys.stdout.flush()
         sys.stderr.flush()
     return code
-
-
-def exit_reason(status: int) -> str:
-    """What ``os.waitpid`` says of a process's end, in words."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        known = number in set(signal.Signals)
-        return f"killed by signal {signal.Signals(number).name if known else number} ({signal.strsignal(number)})"
-    return f"exited with code {os.waitstatus_to_exitcode(status)}"
