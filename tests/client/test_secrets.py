@@ -51,8 +51,8 @@ def present_a_wrong_token() -> None:
 
 
 def lose_the_server() -> None:
-    """Let the server go in the middle of an epoch."""
-    with serve([1, 2], num_workers=0, token=TOKEN) as url:
+    """Let the server go in the middle of an epoch, which is longer than what is prefetched."""
+    with serve(range(100_000), num_workers=0, token=TOKEN) as url:
         batches = iter(DataLoader(RemoteDataset(url, token=TOKEN, reconnect_timeout=0.1), 1, output="numpy"))
     list(batches)
 
