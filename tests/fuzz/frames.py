@@ -34,6 +34,9 @@ from tests.fuzz import canary
 from tests.fuzz.mutation import MOST_BYTES, mutate_bytes, mutate_tree
 from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, numpy_dtype
 
+with suppress(ModuleNotFoundError):  # the first tensor would import it in an execution, and exceed the limit
+    import torch  # noqa: F401
+
 MOST_ARRAYS: Final = 16 * 2**20
 """What a reader is told that arrays may take: a bomb must not make more."""
 REFUSALS: Final = (ProtocolError,)
