@@ -10,7 +10,8 @@ import pytest
 from teleloader_server.loading.pipeline import Task
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.handle import WorkerHandle, _without_our_callers
-from teleloader_server.workers.worker import BEGUN, REVOKED, Worker
+from teleloader_server.workers.messages import BEGUN, REVOKED
+from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
 

@@ -20,17 +20,17 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
-from teleloader_server.workers import worker
+from teleloader_server.workers import messages, worker
 from teleloader_server.workers.channel import Channel, close_inherited
+from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.procfs import shortage
-from teleloader_server.workers.worker import WorkerSettings
 
 _LAST_WORDS: Final = 2.0
 """Seconds that workers have to end by themselves when the server stops."""
@@ -67,7 +67,7 @@ class ForkServer:
             program = "from teleloader_server.workers.forkserver import main; main()"
             command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
-        channel.send(["build", [dataclasses.asdict(config) for config in configs], sys.path])
+        channel.send(encode(messages.Build([dataclasses.asdict(config) for config in configs], sys.path)))
         return cls(channel, process.pid, process.wait)
 
     @classmethod
@@ -83,7 +83,7 @@ class ForkServer:
         """A fork of the template, with workers of its own, which see the datasets as they were built."""
         channel, theirs = Channel.pair()
         with theirs:
-            self.channel.send(["split"], [theirs.fileno()])
+            self.channel.send(encode(messages.Split()), [theirs.fileno()])
         return ForkServer(channel)
 
     def reap(self) -> None:
@@ -116,17 +116,17 @@ def main() -> None:
         return  # the server ended before it could be noticed
     worker.leave_signals_to_the_server()
     try:
-        messages: list[Any] = []
-        while not messages:  # a long one comes in pieces
-            messages = control.receive()
+        received: list[Any] = []
+        while not received:  # a long message comes in pieces
+            received = control.receive()
     except EOFError:
         return
-    (_, configs, path), *more = messages
-    sys.path[:] = path
+    build, more = cast(messages.Build, decode(received[0])), map(decode, received[1:])
+    sys.path[:] = build.path
     try:
-        hosted = open_datasets(DatasetConfig(**config) for config in configs)
+        hosted = open_datasets(DatasetConfig(**config) for config in build.configs)
     except ConfigError as error:
-        control.send(["failed", str(error), os.getpid()])
+        control.send(encode(messages.BuildFailed(str(error))))
         return
     # objects that exist now are never looked at by the collector again, so it does not un-share their pages
     gc.collect()
@@ -151,11 +151,12 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
         os._exit(0)
 
 
-def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Sequence[Any] = ()) -> None:
+def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> None:
     """Fork workers and further templates on request and report how they end, until the server closes the channel."""
     gc.disable()
     gc.freeze()
-    control.send(["built", [dataclasses.asdict(dataset.info) for dataset in hosted.values()], os.getpid()])
+    infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]
+    control.send(encode(messages.Built(os.getpid(), infos)))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     _carry_out(requests, control, selector, hosted)
@@ -165,33 +166,36 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Sequ
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 _, status = os.waitpid(key.data, 0)
-                control.send(["exited", key.data, status])
+                control.send(encode(messages.Exited(key.data, status)))
                 continue
             try:
-                messages = control.receive()
+                received = control.receive()
             except EOFError:
                 _await_workers(selector, control)
                 return
-            _carry_out(messages, control, selector, hosted)
+            _carry_out(map(decode, received), control, selector, hosted)
 
 
 def _carry_out(
-    requests: Sequence[Any], control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]
+    requests: Iterable[messages.Message],
+    control: Channel,
+    selector: selectors.BaseSelector,
+    hosted: Mapping[str, HostedDataset],
 ) -> None:
     for request in requests:
         try:
-            if request == ["split"]:
-                _watch(_fork_template(control, selector, hosted), selector)
-            else:
-                settings = WorkerSettings(*request[1])
-                pid = _fork_worker(control, selector, hosted, settings)
-                _watch(pid, selector)
-                control.send(["forked", settings.number, pid])
+            match request:
+                case messages.Split():
+                    _watch(_fork_forkserver(control, selector, hosted), selector)
+                case messages.ForkWorker(worker=number):
+                    pid = _fork_worker(control, selector, hosted, request)
+                    _watch(pid, selector)
+                    control.send(encode(messages.Forked(number, pid)))
         except OSError as error:  # there is no process to be had, for now
             reason = shortage(error)
             print(f"cannot fork: {reason}", file=sys.stderr)
-            if request != ["split"]:
-                control.send(["not forked", settings.number, reason])
+            if isinstance(request, messages.ForkWorker):
+                control.send(encode(messages.ForkFailed(request.worker, reason)))
 
 
 def _watch(pid: int, selector: selectors.BaseSelector) -> None:
@@ -215,7 +219,7 @@ def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
             os.waitpid(key.data, 0)
 
 
-def _fork_template(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
+def _fork_forkserver(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
     end = socket.socket(fileno=control.take_fd())
     pid = _fork(end)
     if pid != 0:
@@ -265,7 +269,10 @@ def _become_child() -> None:
 
 
 def _fork_worker(
-    control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset], settings: WorkerSettings
+    control: Channel,
+    selector: selectors.BaseSelector,
+    hosted: Mapping[str, HostedDataset],
+    settings: messages.ForkWorker,
 ) -> int:
     end = socket.socket(fileno=control.take_fd())
     pid = _fork(end)

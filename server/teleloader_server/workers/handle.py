@@ -8,13 +8,14 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from teleloader_server.loading.pipeline import Task
 from teleloader_server.workers.arena import Mapping
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.health import WorkerHealth
-from teleloader_server.workers.worker import BEGUN, REVOKED, STACK_SIGNAL, Worker
+from teleloader_server.workers.messages import BEGUN, REVOKED, STACK_SIGNAL, FreeSlots, Message, encode
+from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
 STACK_WAIT: Final = 0.5
@@ -61,9 +62,9 @@ class WorkerHandle:
 
     # -- messages
 
-    def send(self, message: list[Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message soon: one system call carries all messages of one callback."""
-        self.channel.put(message)
+        self.channel.put(encode(message))
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -92,12 +93,12 @@ class WorkerHandle:
         slots = []
         while self._released:
             slots.append(self._released.popleft())
-        self.send(["free", slots])
+        self.send(FreeSlots(slots))
 
     # -- notes in shared memory
 
     def take_notes(self, file: int) -> None:
-        """Use the file that the worker shares: see `worker.BEGUN`."""
+        """Use the file that the worker shares: see `messages`."""
         self._notes = file
 
     def current_task(self) -> Task | None:

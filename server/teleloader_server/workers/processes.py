@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +18,24 @@ import numpy as np
 
 from teleloader_server.config import ConfigError, Limits
 from teleloader_server.loading.pipeline import Report, Task
-from teleloader_server.workers import health
+from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Mapping as SlotMapping
-from teleloader_server.workers.aside import aside
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.handle import WorkerHandle
-from teleloader_server.workers.health import Action, Restarts, Shortages, StopTimer, WorkerExit, exit_reason
+from teleloader_server.workers.health import (
+    MIN_BACKOFF,
+    Action,
+    Restarts,
+    Shortages,
+    WorkerExit,
+    check_interval,
+    exit_reason,
+)  # fmt: skip
+from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.pool import PoolListener, WorkerState
 from teleloader_server.workers.procfs import is_stopped, oom_kills, resident_bytes, shortage
-from teleloader_server.workers.worker import WorkerSettings
+from teleloader_server.workers.supervisor import Supervisor
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -43,9 +51,9 @@ class _Place:
     recycled: int = 0
     respawn: asyncio.TimerHandle | None = None
     """Pending start of the next process, after the exit of the last one."""
-    began: list[Any] | None = None
+    began: Sequence[Any] | None = None
     """`Began` of the current pass of its shard of an iterable-style dataset: the next process continues there."""
-    reached: list[Any] | None = None
+    reached: Sequence[Any] | None = None
     """`Reached` of that pass."""
 
 
@@ -61,17 +69,19 @@ class ProcessPool:
     def __init__(
         self, make_forkserver: Callable[[], ForkServer], limits: Limits, session: LoaderSpec | None = None
     ) -> None:
-        self._make_forkserver = make_forkserver
+        self._supervisor = Supervisor(
+            make_forkserver,
+            self._hear_forkserver,
+            self._forkserver_restarted,
+            lambda reason: self._listener.no_worker_starts(reason),
+        )
         self._limits = limits
         self._session = None if session is None else session.to_json()
         self._places: dict[int, _Place] = {}
         self._task_ids = itertools.count()
         self._closing = False
-        self._restarting: asyncio.Task[None] | None = None
-        self._check_interval = health.check_interval(limits)
+        self._check_interval = check_interval(limits)
         self._inspections: set[asyncio.Task[None]] = set()
-        self._stop_timer = StopTimer()
-        """Of the fork server."""
         self._oom_kills = oom_kills()
         self._shortages = Shortages()
 
@@ -85,7 +95,7 @@ class ProcessPool:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         try:
-            self._infos = await self._build()
+            infos = await self._supervisor.start()
         except OSError as error:
             raise OSError(error.errno, shortage(error)) from error
         self._checked = time.monotonic()
@@ -96,22 +106,23 @@ class ProcessPool:
         except OSError as error:
             await self.close()
             raise OSError(error.errno, shortage(error)) from error
-        return self._infos
+        return infos
 
     def submit(self, worker: int, task: Task) -> None:
         """Send a task to a worker, and before it the task's loader if the worker does not know it."""
         process = self._places[worker].process
+        health, loader = process.health, task.address.loader
         task_id = next(self._task_ids)
-        if not process.health.tasks:
-            process.health.progress(time.monotonic())
-        process.health.tasks[task_id] = task
-        process.health.submitted += 1
-        address = task.address
-        if address.loader not in process.loaders:
-            process.loaders.add(address.loader)
-            process.send(["loader", address.loader, task.spec.to_json(), task.length])
-        process.send(["task", task_id, address.loader, address.epoch, address.batch, task.indices])
-        self._recycle_if_due(process, 0)
+        if not health.tasks:
+            health.progress(time.monotonic())
+        health.tasks[task_id] = task
+        health.submitted += 1
+        if loader not in process.loaders:
+            process.loaders.add(loader)
+            process.send(messages.AddLoader(loader, task.spec.to_json(), task.length))
+        process.send(messages.Load(task_id, *task.address, task.indices))
+        if self._limits.max_batches_per_worker:
+            self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
         """Kill a worker, through no fault of its tasks."""
@@ -124,7 +135,7 @@ class ProcessPool:
         for place in self._places.values():
             if loader in place.process.loaders:
                 place.process.loaders.remove(loader)
-                place.process.send(["forget", loader])
+                place.process.send(messages.ForgetLoader(loader))
 
     def workers(self) -> list[WorkerState]:
         """The places and their state."""
@@ -132,7 +143,7 @@ class ProcessPool:
             WorkerState(
                 number,
                 place.process.pid,
-                place.process.health.ready and not self._is_restarting,
+                place.process.health.ready and not self._supervisor.is_restarting,
                 place.restarts.count,
                 place.recycled,
                 place.restarts.last_exit,
@@ -145,7 +156,7 @@ class ProcessPool:
 
     def pids(self) -> list[int]:
         """The fork server and the workers."""
-        pids = [self._forkserver.pid, *(place.process.pid for place in self._places.values())]
+        pids = [self._supervisor.current.pid, *(place.process.pid for place in self._places.values())]
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
@@ -154,9 +165,9 @@ class ProcessPool:
         Raises:
             ConfigError: When there is none at the moment.
         """
-        if self._forkserver.channel.fileno() == -1:
+        if self._supervisor.current.channel.fileno() == -1:
             raise ConfigError("the process that has built the datasets is being restarted")
-        return self._forkserver.split()
+        return self._supervisor.current.split()
 
     def mapped_bytes(self) -> int:
         """Shared memory of all slots."""
@@ -168,186 +179,81 @@ class ProcessPool:
         self._next_check.cancel()
         for inspection in self._inspections:
             inspection.cancel()
-        if self._restarting is not None:
-            self._restarting.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._restarting
         for place in self._places.values():
             self._forget(place.process)
-        self._unwatch_forkserver()
-        await aside(self._forkserver.reap)
-        # the pool is part of reference cycles: it must not keep the datasets until the next garbage collection
-        self._make_forkserver = _no_forkserver
+        await self._supervisor.close()
 
     # -- the fork server
 
-    @property
-    def _is_restarting(self) -> bool:
-        """Whether the fork server has died, and no other one is built yet."""
-        return self._restarting is not None and not self._restarting.done()
+    def _hear_forkserver(self, message: messages.Message) -> None:
+        match message:
+            case messages.Forked(worker, pid):
+                self._places[worker].process.pid = pid
+            case messages.ForkFailed(worker, reason):
+                loss = WorkerExit(f"worker {worker} cannot be started: {reason}", "machine")
+                self._lose(self._places[worker].process, loss)
+            case messages.Exited(pid, status):
+                self._exited(pid, status)
 
-    def _watch_forkserver(self, receive: Callable[[], object], ended: Callable[[], object]) -> None:
-        self._loop.add_reader(self._forkserver.channel, receive)
-        if self._forkserver.end != -1:
-            self._loop.add_reader(self._forkserver.end, ended)
-
-    def _unwatch_forkserver(self) -> None:
-        for end in (self._forkserver.channel.fileno(), self._forkserver.end):
-            if end != -1:
-                self._loop.remove_reader(end)
-
-    async def _build(self) -> list[DatasetInfo]:
-        """Start the fork server. One that is killed meanwhile, as the kernel does when memory is short, is replaced.
-
-        Raises:
-            ConfigError: When the datasets cannot be built, or the third fork server in a row is killed.
-            OSError: When the machine lacks something for a process.
-        """
-        for attempt in itertools.count(1):
-            try:
-                return await self._start_forkserver()
-            except ConfigError as error:
-                was_killed = self._forkserver.exit_code is not None and self._forkserver.exit_code < 0
-                if not was_killed or attempt == health.MAX_FAILED_STARTS:
-                    raise
-                logger.error("%s; starting another", error)
-        raise AssertionError("unreachable")
-
-    async def _start_forkserver(self) -> list[DatasetInfo]:
-        forkserver = self._forkserver = self._make_forkserver()
-        built: asyncio.Future[list[Any]] = self._loop.create_future()
-
-        def hear(message: list[Any]) -> None:
-            if not built.done():
-                built.set_result(message)
-
-        def receive() -> None:
-            try:
-                for message in forkserver.channel.receive():
-                    hear(message)
-            except EOFError:
-                hear(["ended", "", 0])
-
-        def ended() -> None:
-            with suppress(BlockingIOError):  # when what it has forked holds its channel open
-                while not built.done():
-                    receive()
-            hear(["ended", "", 0])
-
-        self._watch_forkserver(receive, ended)
-        try:
-            word, content, pid = await built
-        except asyncio.CancelledError:
-            self._unwatch_forkserver()
-            forkserver.channel.hang_up()
-            raise
-        self._unwatch_forkserver()
-        if word != "built":
-            await aside(forkserver.reap)
-            raise ConfigError(content or f"the process that builds the datasets {_ending(forkserver)}; see its output")
-        forkserver.is_process(pid)
-        self._watch_forkserver(self._receive_from_forkserver, self._forkserver_ended)
-        return [DatasetInfo(**info) for info in content]
-
-    def _forkserver_ended(self) -> None:
-        self._unwatch_forkserver()
-        pid = self._forkserver.pid
-        logger.error("the fork server (pid %s) died; starting another", pid, extra={"pid": pid})
-        self._restarting = self._loop.create_task(self._restart_forkserver())
-
-    def _receive_from_forkserver(self) -> None:
-        try:
-            messages = self._forkserver.channel.receive()
-        except EOFError:
-            self._forkserver_ended()
-            return
-        for message in messages:
-            match message:
-                case ["forked", int(number), int(pid)]:
-                    self._places[number].process.pid = pid
-                case ["not forked", int(number), str(reason)]:
-                    loss = WorkerExit(f"worker {number} cannot be started: {reason}", "machine")
-                    self._lose(self._places[number].process, loss)
-                case ["exited", int(pid), int(status)]:
-                    self._exited(pid, status)
-
-    async def _restart_forkserver(self) -> None:
-        # the kernel ends the workers with their parent, so all places are lost together
-        lost = [place.process for place in self._places.values()]
-        await aside(self._forkserver.reap)
-        for process in lost:
-            # they are ours only where we adopt orphans: as a container's first process
+    def _forkserver_restarted(self) -> None:
+        for place in self._places.values():
+            process = place.process
+            # orphans are adopted by this process only if it is the first one of a container
             if process.pid is not None:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-        for attempt in itertools.count(1):
-            try:
-                infos = await self._start_forkserver()
-                if infos == self._infos:
-                    break
-                self._unwatch_forkserver()
-                await aside(self._forkserver.reap)
-                reason = f"the datasets changed since the start: start the server anew to host {infos}"
-            except (ConfigError, OSError) as error:
-                reason = f"the datasets cannot be built again: {error}"
-            logger.error("%s", reason)
-            if attempt >= health.MAX_FAILED_STARTS:
-                self._listener.no_worker_starts(reason)
-            await asyncio.sleep(health.backoff(attempt))
-        for process in lost:
             self._lose(process, WorkerExit(f"{process} ended with the fork server"))
 
     # -- the workers
 
     def _fork(self, number: int) -> WorkerHandle:
         channel, theirs = Channel.pair()
-        limits = self._limits
-        free_limit = limits.memory_budget // limits.num_workers
+        limits, before = self._limits, self._places.get(number)
+        message = messages.ForkWorker(
+            number, limits.num_workers, limits.max_batch_bytes, limits.memory_budget // limits.num_workers,
+            self._session,
+            None if before is None else before.began, None if before is None else before.reached,
+        )  # fmt: skip
         with theirs:
-            before = self._places.get(number)
-            settings = WorkerSettings(
-                number, limits.num_workers, limits.max_batch_bytes, free_limit, self._session,
-                began=None if before is None else before.began, reached=None if before is None else before.reached,
-            )  # fmt: skip
-            self._forkserver.channel.send(["fork", dataclasses.astuple(settings)], [theirs.fileno()])
+            self._supervisor.current.channel.send(encode(message), [theirs.fileno()])
         process = WorkerHandle(number, channel)
         self._loop.add_reader(channel, self._receive, process)
         return process
 
     def _receive(self, process: WorkerHandle) -> bool:
-        """Take what a worker says; False when it says no more for now."""
+        """Receive messages of a worker; return False if there are no more for now."""
         try:
-            messages = process.channel.receive()
+            received = process.channel.receive()
         except BlockingIOError:
             return False
         except EOFError:
-            # how it ended is told by the fork server, which is its parent
+            # the fork server, which is its parent, reports its exit status
             self._loop.remove_reader(process.channel)
             return False
-        for message in messages:
+        for message in map(decode, received):
             self._hear(process, message)
         return True
 
-    def _hear(self, process: WorkerHandle, message: list[Any]) -> None:
+    def _hear(self, process: WorkerHandle, message: messages.Message) -> None:
         match message:
-            case ["done", list(finished)]:
-                process.health.completed += len(finished)
+            case messages.Done(results):
+                process.health.completed += len(results)
                 self._progress(process)
-                for task_id, frame, nbytes, *report, reached in finished:
-                    self._done(process, task_id, frame, nbytes, Report(*report), reached)
-            case ["began", list(began)]:
+                for result in results:
+                    self._done(process, *result)
+            case messages.PassStarted(began):
                 self._places[process.number].began = began
-            case ["slot", int(slot), int(size)]:
-                self._map(process, slot, size)
-            case ["retract", int(slot)]:
+            case messages.SlotCreated(slot, nbytes):
+                self._map(process, slot, nbytes)
+            case messages.SlotRemoved(slot):
                 del process.slots[slot]
-            case ["started", int(pid)]:
+            case messages.Started(pid):
                 process.pid = pid
-                with suppress(OSError):  # there is no descriptor left: then it cannot tell where it hangs
+                with suppress(OSError):  # without a descriptor, the worker cannot report its stacks
                     process.take_notes(process.channel.take_fd())
-            case ["ready"]:
+            case messages.Ready():
                 self._ready(process)
-            case ["progress"]:
+            case messages.Progress():
                 self._progress(process)
 
     def _map(self, process: WorkerHandle, slot: int, size: int) -> None:
@@ -375,12 +281,12 @@ class ProcessPool:
 
     def _done(
         self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
-        reached: list[Any] | None,
+        reached: Sequence[Any] | None,
     ) -> None:  # fmt: skip
         task = process.health.tasks.pop(task_id, None)
         if task is None:  # it was reclaimed when the worker had just started it
             if not isinstance(frame, bytes):
-                process.send(["free", [frame]])
+                process.send(messages.FreeSlots([frame]))
             return
         if isinstance(frame, bytes):
             lease = np.frombuffer(frame, np.uint8)
@@ -396,12 +302,8 @@ class ProcessPool:
         lag = max(0.0, now - self._checked - self._check_interval)
         self._checked = now
         self._next_check = self._loop.call_later(self._check_interval, self._check)
-        pid = self._forkserver.pid
-        if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > health.STOP_TIMEOUT:
-            # unlike a worker it is not replaced: all workers would end with it, and all datasets be built again
-            logger.warning("the fork server (pid %d) was stopped (SIGSTOP); it is continued", pid, extra={"pid": pid})
-            _signal(pid, signal.SIGCONT)
-        if not self._is_restarting:
+        self._supervisor.check(now)
+        if not self._supervisor.is_restarting:
             for place in self._places.values():
                 place.process.health.excuse(lag, now)
                 self._check_worker(place.process)
@@ -474,7 +376,7 @@ class ProcessPool:
     def _recycle(self, process: WorkerHandle) -> None:
         """Replace a process that has completed all of its tasks."""
         place = self._places[process.number]
-        if self._closing or self._is_restarting or place.process is not process:
+        if self._closing or self._supervisor.is_restarting or place.process is not process:
             return
         if not process.health.ready or process.health.has_work:
             return
@@ -528,8 +430,8 @@ class ProcessPool:
         place.respawn = None
         if self._closing:
             return
-        delay = health.MIN_BACKOFF
-        if not self._is_restarting:
+        delay = MIN_BACKOFF
+        if not self._supervisor.is_restarting:
             try:
                 place.process = self._fork(place.process.number)
                 return
@@ -547,18 +449,6 @@ class ProcessPool:
         process.close()
 
 
-def _ending(forkserver: ForkServer) -> str:
-    """How a fork server ended that has not built its datasets."""
-    code = forkserver.exit_code
-    if code is None:
-        return "ended without a word"
-    return f"was {exit_reason(-code)}" if code < 0 else exit_reason(code << 8)
-
-
 def _signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _no_forkserver() -> ForkServer:
-    raise RuntimeError("cannot start a fork server: the pool is closed")

@@ -9,7 +9,6 @@ import mmap
 import multiprocessing.util
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -18,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,10 @@ from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all, seed_worker
 from teleloader_server.loading.replay import Reached
 from teleloader_server.loading.worker_info import set_worker_info
+from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
+from teleloader_server.workers.messages import BEGUN, REVOKED, STACK_SIGNAL, decode, encode
 from teleloader_shared.codec import Address, FrameWriter
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
@@ -46,21 +47,6 @@ INLINE_BYTES: Final = 32 * 1024
 
 PROGRESS_EVERY: Final = 0.1
 """Seconds between words to the server while a batch takes long because others are gone through on the way to it."""
-
-STACK_SIGNAL: Final = signal.SIGRTMIN + 13
-"""Upon it a worker writes the stacks of its threads behind its notes (`BEGUN`), whatever it is doing."""
-
-BEGUN: Final = struct.Struct("<q")
-"""What stands in the file of notes that a worker shares with the server: the task that it began last, -1 for none.
-
-Messages cannot say it: a worker that hangs sends none, reports of finished batches are late, and none comes at all
-while C code holds the interpreter's lock.
-"""
-REVOKED: Final = struct.Struct("<q")
-"""What stands behind it, written by the server: this task and those before it are to be left out if not begun.
-
-When both sides write at the same time, a batch may be made twice; then what the worker reports of it is not used.
-"""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
@@ -99,24 +85,6 @@ def look_after_children() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What a worker is told at its birth."""
-
-    number: int
-    num_workers: int
-    max_batch_bytes: int
-    """The largest frame that may be."""
-    free_limit: int
-    """Bytes of shared memory that are kept for reuse."""
-    session: Mapping[str, Any] | None
-    """The spec, as JSON, of the loader whose own the worker is; None for one that all share."""
-    began: Sequence[Any] | None = None
-    """`Began` of the worker in whose place this one comes."""
-    reached: Sequence[Any] | None = None
-    """`Reached` of that worker."""
-
-
 class Worker:
     """What runs in a worker process.
 
@@ -126,28 +94,28 @@ class Worker:
         settings: What else it is told.
     """
 
-    def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> None:
+    def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> None:
         self._channel = channel
         self._hosted = {name: _replica(found) for name, found in hosted.items()}
-        self._number = settings.number
+        self._number = settings.worker
         self._num_workers = settings.num_workers
         self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
         self._loading = Loading(
             self._hosted,
-            settings.number,
+            settings.worker,
             settings.max_batch_bytes,
             self._adopt_torch,
             self._tell_progress,
-            lambda began: self._send(["began", began]),
+            lambda began: self._send(messages.PassStarted(began)),
         )
         self._loading.replace(
             None if settings.began is None else Began(*settings.began),
             None if settings.reached is None else Reached.from_message(*settings.reached),
         )
-        self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(["retract", slot]))
+        self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(messages.SlotRemoved(slot)))
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
         self._tasks: deque[tuple[int, Task]] = deque()
-        self._finished: deque[list[Any]] = deque()
+        self._finished: deque[messages.Result] = deque()
         self._sending = threading.Lock()
         self._unreported = threading.Event()
         self._current: HostedDataset | None = None
@@ -164,7 +132,7 @@ class Worker:
         """
         self._share_notes()
         self._initialise()
-        self._send(["ready"])
+        self._send(messages.Ready())
         # a batch that is finished must not wait for the next one, which may take for ever
         threading.Thread(target=self.report_late, daemon=True).start()
         while True:
@@ -173,7 +141,7 @@ class Worker:
                 self._receive()
             task_id, task = self._tasks.popleft()
             if task_id <= REVOKED.unpack_from(self._notes, BEGUN.size)[0]:
-                self._send(["progress"])
+                self._send(messages.Progress())
                 continue
             BEGUN.pack_into(self._notes, 0, task_id)
             self._work(task_id, task)
@@ -188,7 +156,7 @@ class Worker:
         os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
         self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
-        self._send(["started", self._pid], [file])
+        self._send(messages.Started(self._pid), [file])
 
     def _initialise(self) -> None:
         self._adopt_torch()
@@ -250,16 +218,16 @@ class Worker:
         set_worker_info(self._id, count, self._worker_seed, hosted.dataset)
 
     def _receive(self) -> None:
-        for message in self._channel.receive():
+        for message in map(decode, self._channel.receive()):
             match message:
-                case ["loader", str(key), dict(spec), int(length)]:
-                    self._loaders[key] = (LoaderSpec.from_json(spec), length)
-                case ["task", int(task_id), str(key), int(epoch), int(batch), bytes() | None as indices]:
+                case messages.Load(task_id, key, epoch, batch, indices):
                     self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
-                case ["forget", str(key)]:
+                case messages.AddLoader(key, spec, length):
+                    self._loaders[key] = (LoaderSpec.from_json(spec), length)
+                case messages.ForgetLoader(key):
                     del self._loaders[key]
                     self._loading.forget(key)
-                case ["free", list(slots)]:
+                case messages.FreeSlots(slots):
                     for slot in slots:
                         self._arena.give_back(slot)
 
@@ -287,12 +255,7 @@ class Worker:
             writer.write(place(writer.nbytes))
             nbytes, report = writer.nbytes, Report(0, failed=True, fetch=0.0, collate=0.0, encode=0.0)
         frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
-        self._finished.append(
-            [
-                task_id, frame, nbytes, report.samples, report.failed, report.fetch, report.collate, report.encode,
-                self._loading.reached,
-            ]
-        )  # fmt: skip
+        self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.reached))
 
     def close(self) -> None:
         """Release what user code holds, as at the end of one of torch's workers.
@@ -313,7 +276,7 @@ class Worker:
         now = time.monotonic()
         if now - self._told > PROGRESS_EVERY:
             self._told = now
-            self._send(["progress"])
+            self._send(messages.Progress())
 
     def report_late(self) -> None:
         """Be the thread that tells the server of finished batches while the next one takes long."""
@@ -331,14 +294,14 @@ class Worker:
             while self._finished:
                 finished.append(self._finished.popleft())
             if finished:
-                self._channel.send(["done", finished])
+                self._channel.send(encode(messages.Done(finished)))
 
     def _announce(self, slot: int, fd: int, size: int) -> None:
-        self._send(["slot", slot, size], [fd])
+        self._send(messages.SlotCreated(slot, size), [fd])
 
-    def _send(self, message: list[Any], fds: Sequence[int] = ()) -> None:
+    def _send(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         with self._sending:
-            self._channel.send(message, fds)
+            self._channel.send(encode(message), fds)
 
 
 def _replica(hosted: HostedDataset) -> HostedDataset:
@@ -356,7 +319,7 @@ def _replica(hosted: HostedDataset) -> HostedDataset:
         return hosted
 
 
-def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: WorkerSettings) -> int:
+def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> int:
     """Be a worker process until the server ends it.
 
     Returns:

@@ -1,0 +1,72 @@
+"""Messages between the server and its workers arrive as they were sent."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teleloader_server.loading.pipeline import Report
+from teleloader_server.workers import messages
+from teleloader_server.workers.channel import Channel
+from teleloader_server.workers.messages import Done, Load, Message, Result, decode, encode
+
+small = st.integers(0, 2**40)
+anything = st.none() | st.booleans() | small | st.text(max_size=5)
+reports = st.builds(Report, small, failed=st.booleans(), fetch=st.floats(0), collate=st.floats(0), encode=st.floats(0))
+results = st.builds(Result, small, st.binary(max_size=9) | small, small, reports, st.none() | st.lists(anything))
+STRATEGIES = {
+    "int": small,
+    "str": st.text(max_size=9),
+    "bytes | None": st.none() | st.binary(max_size=9),
+    "Sequence[int]": st.lists(small),
+    "Sequence[str]": st.lists(st.text(max_size=9)),
+    "Sequence[Any]": st.lists(anything),
+    "Sequence[Any] | None": st.none() | st.lists(anything),
+    "Mapping[str, Any]": st.dictionaries(st.text(max_size=5), anything),
+    "Mapping[str, Any] | None": st.none() | st.dictionaries(st.text(max_size=5), anything),
+    "Sequence[Mapping[str, Any]]": st.lists(st.dictionaries(st.text(max_size=5), anything)),
+    "Sequence[Result]": st.lists(results),
+}
+
+
+def fields(kind: Any) -> dict[str, st.SearchStrategy[Any]]:
+    """Return a strategy for each field, by its annotation."""
+    return {name: STRATEGIES[hint.__forward_arg__] for name, hint in kind.__annotations__.items()}
+
+
+@pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_a_message_is_decoded_as_it_was_encoded(kind: Any, data: st.DataObject) -> None:
+    """Through a channel, with its type and those of its fields."""
+    message = data.draw(st.builds(kind, **fields(kind)))
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    try:
+        ours.send(encode(message))
+        (received,) = map(decode, other.receive())
+    finally:
+        ours.close()
+        other.close()
+    assert received == message
+    assert type(received) is kind
+    if isinstance(received, Done):
+        assert all(type(result) is Result and type(result.report) is Report for result in received.results)
+
+
+def test_each_message_has_a_code() -> None:
+    """Only parts of messages have none."""
+    defined = {
+        found for found in vars(messages).values()
+        if isinstance(found, type) and issubclass(found, tuple) and found.__module__ == messages.__name__
+    }  # fmt: skip
+    assert defined - {Result} == set(get_args(Message))
+
+
+def test_a_large_index_list_is_not_copied() -> None:
+    """It is the last item, as `Channel.put` requires."""
+    assert list(get_type_hints(Load))[-1] == "indices"
+    indices = b"x" * 100
+    assert encode(Load(1, "key", 2, 3, indices))[-1] is indices
