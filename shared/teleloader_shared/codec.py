@@ -36,6 +36,7 @@ _BIN32_START: Final = struct.Struct(">BI")
 _ARRAY32, _FIXSTR4, _UINT64, _UINT32, _TRUE, _FALSE, _BIN8, _BIN32 = 0xDD, 0xA4, 0xCF, 0xCE, 0xC3, 0xC2, 0xC4, 0xC6
 _VALUES_BEFORE_SEGMENTS: Final = 6
 _BIN8_HEAD: Final = 2
+_PADS: Final = tuple(bytes((_BIN8, size)) + bytes(size) for size in range(ALIGNMENT))
 _BIN32_HEAD: Final = 5
 
 HEADER_SHARE: Final = 32
@@ -242,7 +243,7 @@ class FrameWriter:
         for leaf, (start, size) in zip(self._leaves, self._segments, strict=True):
             _write_pad(raw, end, start - _BIN32_HEAD)
             _BIN32_START.pack_into(raw, start - _BIN32_HEAD, _BIN32, size)
-            leaf.write(buffer[start : start + size].view(dtypes.storage(leaf.dtype_name)).reshape(leaf.shape))
+            leaf.write(np.ndarray(leaf.shape, dtypes.storage(leaf.dtype_name), raw, start))
             end = start + size
         _write_pad(raw, end, self.nbytes)
         values = _VALUES_BEFORE_SEGMENTS + 2 * len(self._segments) + 1
@@ -508,8 +509,7 @@ def _aligned(offset: int) -> int:
 
 def _write_pad(raw: memoryview, start: int, end: int) -> None:
     """A bin8 of zeros that fills [start, end)."""
-    size = end - start - _BIN8_HEAD
-    raw[start:end] = bytes((_BIN8, size)) + bytes(size)
+    raw[start:end] = _PADS[end - start - _BIN8_HEAD]
 
 
 def _header_limit(max_bytes: int) -> int:

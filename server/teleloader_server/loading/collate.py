@@ -55,17 +55,13 @@ class Stack:
                 f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 "
                 f"and {list(shapes[entry])} at entry {entry}"
             )
-        self._dtype = arrays[0].dtype
+        dtype = arrays[0].dtype
         if len(types) > 1:
-            self._dtype = _promoted(array.dtype for array in arrays)
-            arrays = [array.astype(self._dtype, copy=False) for array in arrays]
+            dtype = _promoted(array.dtype for array in arrays)
+            arrays = [array.astype(dtype, copy=False) for array in arrays]
         self._arrays = arrays
         self.shape = (len(arrays), *shapes[0])
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the element type."""
-        return dtypes.name_of(self._dtype)
+        self.dtype_name = dtypes.name_of(dtype)
 
     def write(self, out: NDArray[Any]) -> None:
         """Stack into `out`."""
