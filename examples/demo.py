@@ -135,7 +135,8 @@ def show_stats(stats: dict[str, Any]) -> None:
         for column in table.columns:
             column.no_wrap = True  # a name that is cut names nothing
         for record in records[:ROWS]:
-            table.add_row(*(_text(record[field]) for field in fields))
+            values = {**record, **record.get("stages", {})}
+            table.add_row(*(_text(values[field]) for field in fields))
         console.print(table)
 
 

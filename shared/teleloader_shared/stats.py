@@ -155,12 +155,12 @@ class DatasetStats:
     samples_computed: int
     samples_per_second: float
     """Recent; computed."""
-    fetch: Latency
-    """Per batch, in the dataset's ``__getitem__`` (or ``__getitems__``)."""
-    collate: Latency
-    """Per batch, in the collate function."""
-    encode: Latency
-    """Per batch, to lay out, copy and checksum frames."""
+    stages: dict[str, Latency]
+    """Time per batch by stage of loading, in order.
+
+    ``fetch``: the dataset's ``__getitem__`` or ``__getitems__``. ``collate``: the collate function. ``encode``: layout,
+    copy and checksum of the frame.
+    """
     slowest: list[SlowBatch]
     """The five that took longest to fetch, the slowest first."""
     errors: list[ErrorCount]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader_server.loading.pipeline import seed_all
+from teleloader_server.loading.random_state import seed_all
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.spec import LoaderSpec

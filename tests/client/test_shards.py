@@ -51,9 +51,9 @@ def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> No
     shards = DeliveredShards(LoaderSpec(dataset="data", **STREAM, **options), 3)
     shards.add([raw[0][0]], raw[0][1])
     shards.add([frame for frame, _ in raw[1:]], np.concatenate([data for _, data in raw[1:]]))
-    assert bench.loading.reached is not None
+    assert bench.loading.passes.reached is not None
     assert shards.spec.delivered is not None
-    assert delivered.unpack(shards.spec.delivered, 3, 0) == bench.loading.reached.shard
+    assert delivered.unpack(shards.spec.delivered, 3, 0) == bench.loading.passes.reached.shard
     assert delivered.unpack(shards.spec.delivered, 4, 0) is None
 
 

@@ -79,9 +79,11 @@ DATASET = DatasetStats(
     batches_retried=1,
     samples_computed=128_000,
     samples_per_second=4000.0,
-    fetch=Latency(4000, 0.03, 0.025, 0.08, 0.12, 0.4),
-    collate=Latency(4000, 0.002, 0.002, 0.004, 0.006, 0.01),
-    encode=Latency(4000, 0.0005, 0.0004, 0.0009, 0.001, 0.002),
+    stages={
+        "fetch": Latency(4000, 0.03, 0.025, 0.08, 0.12, 0.4),
+        "collate": Latency(4000, 0.002, 0.002, 0.004, 0.006, 0.01),
+        "encode": Latency(4000, 0.0005, 0.0004, 0.0009, 0.001, 0.002),
+    },
     slowest=[SlowBatch(77, 1, "0f1e2d3c4b5a69788796a5b4c3d2e1f0", 0.4, list(range(20)))],
     errors=[ErrorCount("ValueError", 3, "sample 17 is damaged", "Traceback ...\nValueError: ...", [16, 17], 5.0)],
 )

@@ -384,7 +384,7 @@ def test_stats_tell_where_the_time_goes() -> None:
         list(loader)
         stats = _stats(url)
     (dataset,), (consumer,) = stats["datasets"], stats["consumers"]
-    stages = [dataset[stage] for stage in ("fetch", "collate", "encode")]
+    stages = [dataset["stages"][stage] for stage in ("fetch", "collate", "encode")]
     assert all(0 < stage["p50"] <= stage["max"] for stage in stages)
     assert sum(worker["busy"] for worker in stats["workers"]) == pytest.approx(
         sum(stage["mean"] * stage["count"] for stage in stages)

@@ -70,7 +70,7 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
     found = consumer["diagnosis"]
     assert found["bottleneck"] == "loader", consumer
     # what the machine made of the steps and the batches, if it had other things to do
-    needed = stats["datasets"][0]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
+    needed = stats["datasets"][0]["stages"]["fetch"]["mean"] / ((mine.elapsed - mine.waited) / mine.steps)
     assert needed > num_workers
     assert abs(found["workers"] - needed) <= 1, (consumer, mine)
     assert f"(num_workers={found['workers']} of serve())" in found["advice"]

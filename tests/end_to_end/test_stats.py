@@ -112,10 +112,14 @@ def test_what_was_done_is_told() -> None:
     assert error["indices"] == list(range(30, 40))
     assert "raise LookupError" in error["traceback"]
     assert rows["batches_failed"] == 1
-    assert rows["fetch"]["count"] == rows["batches_computed"] == sum(worker["batches"] for worker in found["workers"])
+    assert (
+        rows["stages"]["fetch"]["count"]
+        == rows["batches_computed"]
+        == sum(worker["batches"] for worker in found["workers"])
+    )
     assert len(rows["slowest"]) == 5
     assert all(slow["indices"] == list(range(10 * slow["batch"], 10 * slow["batch"] + 10)) for slow in rows["slowest"])
-    assert rows["slowest"][0]["seconds"] == pytest.approx(rows["fetch"]["max"])
+    assert rows["slowest"][0]["seconds"] == pytest.approx(rows["stages"]["fetch"]["max"])
     server = found["server"]
     assert server["pid"] == os.getpid()
     assert server["cpus"] >= 1
@@ -307,9 +311,9 @@ def test_metrics_are_what_stats_says(url: str) -> None:
         assert found["teleloader_batches_sent_total", label] == dataset["batches_sent"]
         assert found["teleloader_samples_computed_total", label] == dataset["samples_computed"]
         stage = (*label, ("stage", "fetch"))
-        assert found["teleloader_stage_seconds_count", stage] == dataset["fetch"]["count"]
+        assert found["teleloader_stage_seconds_count", stage] == dataset["stages"]["fetch"]["count"]
         assert found["teleloader_stage_seconds_sum", stage] == pytest.approx(
-            dataset["fetch"]["mean"] * dataset["fetch"]["count"]
+            dataset["stages"]["fetch"]["mean"] * dataset["stages"]["fetch"]["count"]
         )
     assert found["teleloader_memory_budget_bytes", ()] == stats["server"]["memory_budget"]
     held = sum(value for (name, _), value in found.items() if name == "teleloader_consumers")

@@ -111,7 +111,7 @@ def test_the_demos_tables_fit_a_terminal_of_80_columns(
         "workers": [{"worker": 0, "batches": 12345, "busy": 12.3, "restarts": 0}],
         "datasets": [
             {"dataset": "digits-train", "batches_computed": 1234, "batches_sent": 1234, "samples_computed": 12345,
-             "fetch": latency, "collate": latency, "encode": latency},
+             "stages": {"fetch": latency, "collate": latency, "encode": latency}},
         ],
         "consumers": [
             {"dataset": "digits-train", "rank": 0, "epoch": 10, "batches_sent": 1234, "bytes_sent": 12345678,

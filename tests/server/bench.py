@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import host
-from teleloader_server.loading.pipeline import Began, Loading, Report, Task
+from teleloader_server.loading.passes import Began
+from teleloader_server.loading.pipeline import Loading
+from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared import codec
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame, to_bytes
 from teleloader_shared.spec import LoaderSpec

@@ -12,14 +12,14 @@ from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine, Loader
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import RangeRequest
-from teleloader_server.loading.pipeline import Report, Task
+from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.health import WorkerExit
 from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 BUDGET = 2**20
-REPORT = Report(1, failed=False, fetch=1.0, collate=0.0, encode=0.0)
+REPORT = Report(1, failed=False, stages=[1.0, 0.0, 0.0])
 
 
 class FakePool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.pipeline import MAX_PASSES
+from teleloader_server.loading.passes import MAX_PASSES
 from tests.server.bench import Bench, Made
 
 STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
@@ -133,9 +133,9 @@ def test_only_some_passes_are_remembered() -> None:
     bench = Bench(Stream())
     for epoch in range(2 * MAX_PASSES):
         bench.batch(0, epoch, **STREAM)
-    assert len(bench.loading._passes) == MAX_PASSES
-    bench.loading.forget("key")
-    assert not bench.loading._passes
+    assert len(bench.loading.passes._passes) == MAX_PASSES
+    bench.loading.passes.forget("key")
+    assert not bench.loading.passes._passes
 
 
 def test_a_state_is_loaded_after_the_epoch_is_set() -> None:

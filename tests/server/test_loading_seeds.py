@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.loading.pipeline import OwnRandomState, seed_all
+from teleloader_server.loading.random_state import OwnRandomState, seed_all
 from tests.conftest import need
 from tests.server.bench import Bench, Bulk, Made, Seeding, drawn, draws
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.loading.pipeline import Task, indices_of
+from teleloader_server.loading.tasks import Task, indices_of
 from teleloader_shared import user_state
 from teleloader_shared.codec import Address, End, to_bytes
 from teleloader_shared.spec import LoaderSpec

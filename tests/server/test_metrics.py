@@ -25,7 +25,7 @@ from teleloader_server.dispatch.counters import (
 )
 from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.dispatch.records import Consumer, EpochState, PrincipalShare
-from teleloader_server.loading.pipeline import Report, Task
+from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
 from teleloader_shared.messages import ConsumerReport
@@ -43,7 +43,7 @@ def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Ta
 
 def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
     """How it went."""
-    return Report(50, failed=failed, fetch=fetch, collate=0.002, encode=0.001)
+    return Report(50, failed=failed, stages=[fetch, 0.002, 0.001])
 
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:

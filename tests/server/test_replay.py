@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.loading.pipeline import Began
+from teleloader_server.loading.passes import Began
 from teleloader_server.loading.replay import Reached
 from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure
@@ -83,9 +83,9 @@ Make = Callable[[], Any]
 def replaced(old: Bench, make: Make) -> Bench:
     """A worker in the place of another one, with another replica."""
     new = Bench(make())
-    reached = old.loading.reached
+    reached = old.loading.passes.reached
     began = old.began[-1] if old.began else None
-    new.loading.replace(None if began is None else Began(*began), None if reached is None else Reached(*reached))
+    new.loading.passes.replace(None if began is None else Began(*began), None if reached is None else Reached(*reached))
     return new
 
 
@@ -135,8 +135,8 @@ def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
 
 def in_new_session(old: Bench, make: Make, *, epoch: int = 0) -> tuple[Bench, dict[str, Any]]:
     """Return a worker of a server that has forgotten the session, and the spec with which a client registers it."""
-    assert old.loading.reached is not None
-    return Bench(make()), {**STREAM, "delivered": delivered.pack(epoch, [old.loading.reached.shard])}
+    assert old.loading.passes.reached is not None
+    return Bench(make()), {**STREAM, "delivered": delivered.pack(epoch, [old.loading.passes.reached.shard])}
 
 
 @pytest.mark.parametrize("make", [Ordered, Kept])
@@ -179,8 +179,8 @@ def test_a_record_of_deliveries_may_name_a_state_that_could_not_be_kept() -> Non
     """Then the replay is verified by the digest alone."""
     first = Bench(Ordered())
     taken(first, range(2))
-    assert first.loading.reached is not None
-    shard = first.loading.reached.shard._replace(state="no state")
+    assert first.loading.passes.reached is not None
+    shard = first.loading.passes.reached.shard._replace(state="no state")
     spec = {**STREAM, "delivered": delivered.pack(0, [shard])}
     assert Bench(Ordered()).batch(2, **spec).tolist() == [4, 5]
 
@@ -256,7 +256,7 @@ def test_collate_functions_draw_again_too() -> None:
     np.random.seed(1)
     assert [first.batch(k, **STREAM).tolist() for k in range(3)] == expected[:3]
     again = bench_of()
-    again.loading.replace(Began(*first.began[-1]), first.loading.reached)
+    again.loading.passes.replace(Began(*first.began[-1]), first.loading.passes.reached)
     assert [again.batch(k, **STREAM).tolist() for k in range(3, 6)] == expected[3:]
 
 

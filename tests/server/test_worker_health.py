@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from teleloader_server.config import Limits
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
-from teleloader_server.loading.pipeline import Task
+from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.health import (
     CHECK_INTERVAL,
     MAX_BACKOFF,

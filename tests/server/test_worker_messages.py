@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.pipeline import Report
+from teleloader_server.loading.tasks import Report
 from teleloader_server.workers import messages
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import Done, Load, Message, Result, decode, encode

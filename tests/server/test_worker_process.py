@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from teleloader_server.loading.pipeline import Task
+from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.handle import WorkerHandle, _without_our_callers
 from teleloader_server.workers.messages import BEGUN, REVOKED

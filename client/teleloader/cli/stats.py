@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.console import Console, Group, RenderableType
@@ -23,7 +24,6 @@ from teleloader_shared.stats import (
     DatasetStats,
     Diagnosis,
     ErrorCount,
-    Latency,
     ServerStats,
     Stats,
     WorkerStats,
@@ -253,23 +253,23 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
 def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
     """A row for each dataset, with how long its stages take."""
     wide = width >= VERY_WIDE
+    stages = list(datasets[0].stages) if datasets else []
     columns = (
         Column("dataset", lambda found: found.dataset, is_words=True),
         Column("samples", lambda found: "-" if found.length is None else f"{found.length:,}", from_width=WIDE),
         Column("samples/s", lambda found: number(found.samples_per_second)),
-        Column("fetch", lambda found: _latency(found.fetch, wide=wide)),
-        Column("collate", lambda found: _latency(found.collate, wide=wide)),
-        Column("encode", lambda found: _latency(found.encode, wide=wide)),
+        *(Column(stage, partial(_stage_latency, stage, wide=wide)) for stage in stages),
         Column("computed", lambda found: f"{found.batches_computed:,}", from_width=WIDE),
         Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
     )
     made = table(columns, datasets, width)
-    made.caption = "fetch, collate, encode: for one batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
+    made.caption = f"{', '.join(stages)}: for one batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
     made.caption_justify = "left"
     return made
 
 
-def _latency(found: Latency, *, wide: bool) -> str:
+def _stage_latency(stage: str, dataset: DatasetStats, *, wide: bool) -> str:
+    found = dataset.stages[stage]
     if not found.count:
         return "-"
     shown = (found.p50, found.p95, found.p99) if wide else (found.p50, found.p95)

@@ -15,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.outline import Part, outline
 from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.stats import DatasetStats, Latency
+from teleloader_shared.stats import Latency
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
@@ -105,7 +105,7 @@ class Made:
     """The exception that ended it."""
     nbytes: int
     """Of their frames together."""
-    stages: DatasetStats
+    stages: Mapping[str, Latency]
     """How long it took."""
 
 
@@ -234,7 +234,7 @@ class Probe:
     async def _load(self, hosted: HostedDataset) -> None:
         self._tell("fetching samples")
         singles = await self._make(hosted, 1, range(self._batches * self._batch_size))
-        self.found.sample = singles.stages.fetch
+        self.found.sample = singles.stages["fetch"]
         if self._failed(singles):
             return
         self._tell("making batches")
@@ -244,11 +244,10 @@ class Probe:
         if not first.batches:
             self._problem("warning", "it gives no samples", "see whether its files are where it looks for them")
             return
-        stages = first.stages
         self.found.batch_size = self._batch_size
         self.found.parts = outline(first.batches[0])
         self.found.batch_bytes = first.nbytes // len(first.batches)
-        self.found.samples_per_second = self._batch_size / (stages.fetch.p50 + stages.collate.p50 + stages.encode.p50)
+        self.found.samples_per_second = self._batch_size / sum(stage.p50 for stage in first.stages.values())
         if hosted.info.kind == "map":
             await self._compare(hosted, first)
         else:
@@ -318,7 +317,7 @@ class Probe:
             if registered.batches is not None:
                 numbers = numbers[: registered.batches]
             frames = await _take(service, registered.key, numbers)
-            return _read_all(frames, (await StatsCollector(service).stats()).datasets[0])
+            return _read_all(frames, (await StatsCollector(service).stats()).datasets[0].stages)
         finally:
             await service.close()
 
@@ -347,7 +346,7 @@ class _LeafMemory(Bits):
         return ArrayLeaf(dtype_name, kind, super().leaf(offset, dtype_name, shape, kind))
 
 
-def _read_all(frames: Sequence[NDArray[np.uint8]], stages: DatasetStats) -> Made:
+def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> Made:
     batches, failure = {}, None
     for frame in frames:
         address, content, *_ = read(_LeafMemory(frame))

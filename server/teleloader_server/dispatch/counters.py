@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch
-from teleloader_server.loading.pipeline import Report, Task, indices_of
+from teleloader_server.loading.stages import STAGES, Fetch
+from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure
@@ -37,7 +38,6 @@ OVERTAKEN: Final = 2.0
 """Seconds by which a client's report may be late: asks are on several connections, and one may overtake another."""
 KEEP_LOOPS: Final = 60.0
 """Seconds after its last ask for which a training loop is remembered between two passes."""
-STAGES: Final = ("fetch", "collate", "encode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class DatasetCounters:
         """What a batch must have taken to be among the slowest."""
         self._slowest: list[_Slow] = []
         self._errors: dict[str, _Error] = {}
-        self.stages = {stage: Histogram() for stage in STAGES}
+        self.stages = {stage.name: Histogram() for stage in STAGES}
         """How long batches took, by stage."""
 
     def mark(self, now: float) -> None:
@@ -172,7 +172,7 @@ class LoaderCounters:
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
-        return {stage: spent / made if made else 0.0 for stage, spent in zip(STAGES, seconds, strict=True)}
+        return {stage: spent / made if made else 0.0 for stage, spent in zip(self.dataset.stages, seconds, strict=True)}
 
 
 @dataclass(slots=True)
@@ -366,23 +366,18 @@ class PoolCounters:
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """A worker finished a batch."""
-        _, _, fetch, collate, encode = report
         place = self.workers[worker]
         place.batches += 1
-        place.busy += fetch + collate + encode
+        place.busy += report.seconds
         loader = self.loaders.get(task.address.loader) or self._loader(task.address.loader, task.spec.dataset)
         loader.batches += 1
-        seconds = loader.seconds
-        seconds[0] += fetch
-        seconds[1] += collate
-        seconds[2] += encode
         dataset = loader.dataset
+        for stage, (histogram, seconds) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
+            loader.seconds[stage] += seconds
+            histogram.note(seconds)
         dataset.computed += 1
         dataset.samples += report.samples
-        stages = dataset.stages
-        stages["fetch"].note(fetch)
-        stages["collate"].note(collate)
-        stages["encode"].note(encode)
+        fetch = report.stages[STAGES.index(Fetch)]
         if fetch > dataset.slow_from:
             dataset.slow(fetch, task)
         if report.failed:

@@ -21,7 +21,7 @@ from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
 from teleloader_server.dispatch.store import Evict
 from teleloader_server.dispatch.tracing import Made, RequestTrace
-from teleloader_server.loading.pipeline import Report, Task, indices_of
+from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from teleloader_server.loading.pipeline import Report
+from teleloader_server.loading.stages import STAGES
+from teleloader_server.loading.tasks import Report
 from teleloader_shared import tracing
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ class RequestTrace:
         began = made.when - round(1e9 * made.report.seconds)
         if began > self._began:
             make("teleloader queue", self._inside, start_time=self._began, attributes=attributes).end(began)
-        for stage in ("fetch", "collate", "encode"):
-            ended = began + round(1e9 * getattr(made.report, stage))
-            make(f"teleloader {stage}", self._inside, start_time=began, attributes=attributes).end(ended)
+        for stage, seconds in zip(STAGES, made.report.stages, strict=True):
+            ended = began + round(1e9 * seconds)
+            make(f"teleloader {stage.name}", self._inside, start_time=began, attributes=attributes).end(ended)
             began = ended
 
     def end(self) -> None:

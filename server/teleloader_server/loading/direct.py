@@ -10,8 +10,11 @@ from typing import Any
 from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
-from teleloader_server.loading.pipeline import Loading, OwnRandomState, Task, seed_worker
+from teleloader_server.loading.pipeline import Loading
+from teleloader_server.loading.random_state import OwnRandomState, seed_worker
 from teleloader_server.loading.shards import state_of_beginning
+from teleloader_server.loading.stages import STAGES, Encode
+from teleloader_server.loading.tasks import Task
 from teleloader_shared import local
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import DatasetInfo
@@ -73,7 +76,8 @@ class DirectEpoch:
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec
         self._epoch = epoch
-        self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded)
+        stages = [stage for stage in STAGES if stage is not Encode]
+        self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded, stages=stages)
         self._random_state: AbstractContextManager[None] = OwnRandomState() if seeded else nullcontext()
         if seeded:
             with self._random_state:
@@ -96,12 +100,12 @@ class DirectEpoch:
         if self._spec.order == "client" and self._spec.batch_size is None:
             indices = [indices]
         with self._random_state:
-            fetched = self._loading.fetch(task, indices)
-            return self._loading.collate(task, indices, fetched)[1], fetched.state
+            batch = self._loading.run(task, indices)
+        return batch.content, batch.state
 
     def close(self) -> None:
         """Release the dataset's iterator, so that ``finally`` blocks of generators run."""
-        self._loading.close()
+        self._loading.passes.close()
 
 
 def load(dataset: Any, name: str) -> DirectLoader:

@@ -213,7 +213,6 @@ class StatsCollector:
 
     def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
         tally = self._counters.dataset(info.name)
-        stages = {stage: histogram.latency() for stage, histogram in tally.stages.items()}
         (samples,) = tally.made.rates(now, tally.samples)
         return DatasetStats(
             dataset=info.name,
@@ -225,7 +224,7 @@ class StatsCollector:
             batches_retried=tally.retried,
             samples_computed=tally.samples,
             samples_per_second=samples,
-            **stages,
+            stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
             slowest=tally.slowest(),
             errors=tally.errors(now),
         )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from teleloader_server.loading.pipeline import Task
+from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.arena import Mapping
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.health import WorkerHealth

@@ -15,7 +15,9 @@ import numpy as np
 
 from teleloader_server.config import Limits
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_server.loading.pipeline import Loading, OwnRandomState, Task
+from teleloader_server.loading.pipeline import Loading
+from teleloader_server.loading.random_state import OwnRandomState
+from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.aside import aside
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
@@ -109,10 +111,10 @@ class InProcessPool:
             loading = Loading(hosted, -1, self._limits.max_batch_bytes)
             while (task := self._tasks.get()) is not None:
                 if isinstance(task, str):
-                    loading.forget(task)
+                    loading.passes.forget(task)
                 else:
                     self._load(loading, task)
-            loading.close()
+            loading.passes.close()
 
     def _load(self, loading: Loading, task: Task) -> None:
         buffers: list[Lease] = []

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
-from teleloader_server.loading.pipeline import Report
+from teleloader_server.loading.tasks import Report
 
 # -- server to fork server
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.loading.pipeline import Report, Task
+from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.messages import DatasetInfo
 

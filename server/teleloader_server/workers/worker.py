@@ -24,14 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_server.loading.pipeline import Began, Loading, Report, Task, describe, seed_all, seed_worker
+from teleloader_server.loading.passes import Began
+from teleloader_server.loading.pipeline import Loading
+from teleloader_server.loading.random_state import seed_all, seed_worker
 from teleloader_server.loading.replay import Reached
+from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import BEGUN, REVOKED, STACK_SIGNAL, decode, encode
-from teleloader_shared.codec import Address, FrameWriter
+from teleloader_shared.codec import Address
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
@@ -108,7 +111,7 @@ class Worker:
             self._tell_progress,
             lambda began: self._send(messages.PassStarted(began)),
         )
-        self._loading.replace(
+        self._loading.passes.replace(
             None if settings.began is None else Began(*settings.began),
             None if settings.reached is None else Reached.from_message(*settings.reached),
         )
@@ -147,7 +150,7 @@ class Worker:
             self._work(task_id, task)
             if time.monotonic() - self._reported > REPORT_EVERY:
                 self._report()
-            else:
+            elif not self._unreported.is_set():  # set() takes a lock, is_set() does not
                 self._unreported.set()
 
     def _share_notes(self) -> None:
@@ -181,7 +184,7 @@ class Worker:
             self._init_failures[dataset] = error
             print(f"worker_init of dataset {dataset!r} failed in worker {self._number}:", file=sys.stderr)
             traceback.print_exception(error)
-        self._loading.torch_is_seeded = torch is not None and torch.initial_seed() != seed
+        self._loading.context.torch_is_seeded = torch is not None and torch.initial_seed() != seed
 
     @property
     def _id(self) -> int:
@@ -226,7 +229,7 @@ class Worker:
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
                 case messages.ForgetLoader(key):
                     del self._loaders[key]
-                    self._loading.forget(key)
+                    self._loading.passes.forget(key)
                 case messages.FreeSlots(slots):
                     for slot in slots:
                         self._arena.give_back(slot)
@@ -251,18 +254,16 @@ class Worker:
             nbytes, report = self._loading.load(task, place)
             self._end_if_forked()
         else:
-            writer = FrameWriter(task.address, describe(failure, [], self._number))
-            writer.write(place(writer.nbytes))
-            nbytes, report = writer.nbytes, Report(0, failed=True, fetch=0.0, collate=0.0, encode=0.0)
+            nbytes, report = self._loading.fail(task, failure, place)
         frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
-        self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.reached))
+        self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.passes.reached))
 
     def close(self) -> None:
         """Release what user code holds, as at the end of one of torch's workers.
 
         Generators run their ``finally`` blocks, and queues of `multiprocessing` send what was put to them last.
         """
-        self._loading.close()
+        self._loading.passes.close()
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:

@@ -3,7 +3,6 @@
 import { bar, byId, list, make, say, table } from "./dom.js";
 import { count, duration, indices, number, plural } from "./format.js";
 
-const STAGES = ["fetch", "collate", "encode"];
 const QUANTILES = ["p50", "p95", "p99"];
 
 function summary(dataset) {
@@ -32,8 +31,9 @@ class StageTable {
   }
 
   update(dataset) {
-    const longest = Math.max(...STAGES.map((stage) => dataset[stage].p99));
-    const items = STAGES.map((stage) => ({ stage, longest, ...dataset[stage] }));
+    const stages = Object.entries(dataset.stages);
+    const longest = Math.max(...stages.map(([, latency]) => latency.p99));
+    const items = stages.map(([stage, latency]) => ({ stage, longest, ...latency }));
     list(this.#table.body, items, ({ stage }) => stage, ({ stage }) => this.#row(stage));
   }
 

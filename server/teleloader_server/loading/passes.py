@@ -1,0 +1,239 @@
+"""Passes of a worker through iterable-style datasets: begin, resume, replay and verify them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.random_state import (
+    CallersRandomNumbers,
+    WorkerRandomNumbers,
+    random_state,
+    set_random_state,
+)
+from teleloader_server.loading.replay import Reached, Replay
+from teleloader_server.loading.shards import Outcome, Shard
+from teleloader_server.loading.tasks import Task, collate, frame_writer
+from teleloader_shared import delivered, user_state
+from teleloader_shared.codec import Address
+from teleloader_shared.delivered import Delivered
+from teleloader_shared.errors import StateMismatch, WorkerDied
+from teleloader_shared.protocols import accepts
+from teleloader_shared.spec import MAX_STATES, LoaderSpec
+
+MAX_PASSES: Final = 16
+"""Passes of a session whose beginnings a worker remembers; usually there is one at a time."""
+
+
+class Began(NamedTuple):
+    """The random state in which a worker began a pass; sent to its replacement."""
+
+    loader: str
+    epoch: int
+    generators: str
+    """Packed result of `random_state`."""
+    initial: str
+    """The same before the worker's first pass."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """A pass through an iterable-style dataset: one epoch of one loader."""
+
+    shard: Shard
+    replay: Replay
+    generators: Any = None
+    """The random state in which it began."""
+
+    @staticmethod
+    def number(task: Task) -> int:
+        """Return the number of a batch among those of its shard."""
+        return task.address.batch // task.spec.shards
+
+    def state(self, number: int) -> str | None:
+        """Return the shard's state after its batch `number`; after the first one with that before it."""
+        return self.shard.state(with_beginning=self.replay.first in (None, number))
+
+    def fetch(self, task: Task) -> list[Any] | None:
+        """Return the samples of a batch of the shard; None if the shard has ended.
+
+        Raises:
+            WorkerDied: If the shard has fewer samples than were delivered.
+        """
+        samples = self.shard.fetch(self.number(task))
+        if samples is None and self.replay.falls_short():
+            raise _other_samples(task)
+        return samples
+
+
+class Passes:
+    """Passes of one worker.
+
+    Args:
+        max_batch_bytes: Size limit of a frame.
+        owns_datasets: Whether nothing else in this process uses the datasets.
+        seeds: Whether each pass of an epoch begins in the same random state.
+        skipped: Called for each batch that is skipped on the way to a later one.
+        began: Called when a pass begins.
+    """
+
+    def __init__(
+        self,
+        max_batch_bytes: int,
+        *,
+        owns_datasets: bool,
+        seeds: bool,
+        skipped: Callable[[], None],
+        began: Callable[[Began], None],
+    ) -> None:
+        self._max_batch_bytes = max_batch_bytes
+        self._owns_datasets = owns_datasets
+        self._seeds = seeds
+        self._skipped = skipped
+        self._tell_began = began
+        self._initial: Any = None
+        """For a worker: the random state before its first pass."""
+        self._began: Began | None = None
+        self._passes: OrderedDict[tuple[str, int], Pass] = OrderedDict()
+        """By (loader, epoch); only the last one is being iterated."""
+        self.reached: Reached | None = None
+        """Progress of the last pass."""
+
+    def replace(self, began: Began | None, reached: Reached | None) -> None:
+        """Continue the pass of another worker."""
+        self._began, self.reached = began, reached
+        if began is not None:  # random states in frames must not depend on which worker computes them
+            self._initial = user_state.unpack(began.initial)
+
+    def forget(self, loader: str) -> None:
+        """Release the passes of a loader."""
+        for run in [run for run in self._passes if run[0] == loader]:
+            self._passes.pop(run).shard.close()
+
+    def close(self) -> None:
+        """Release the iterators of all datasets, so that ``finally`` blocks of generators run."""
+        while self._passes:
+            self._passes.popitem()[1].shard.close()
+
+    def of(self, hosted: HostedDataset, task: Task) -> Pass:
+        """Return the pass of a task; begin it if it is new."""
+        run = task.address[:2]
+        last = next(reversed(self._passes), None)
+        if last != run:
+            if last is not None:  # all passes share one dataset, so only one of them can be iterated
+                self._passes[last].shard.close()
+            if run not in self._passes:
+                self._passes[run] = self._new(hosted, task)
+            self._passes.move_to_end(run)
+            if len(self._passes) > MAX_PASSES:
+                self._passes.popitem(last=False)
+        return self._passes[run]
+
+    def deliver(self, pass_: Pass, task: Task, frame: NDArray[np.uint8], state: str | None) -> None:
+        """Note a batch as delivered.
+
+        Raises:
+            WorkerDied: If an earlier worker delivered other batches up to here.
+        """
+        replay, (loader, epoch, _) = pass_.replay, task.address
+        if not replay.matches(pass_.number(task), frame, checksum=task.spec.checksum):
+            pass_.shard.end()
+            raise _other_samples(task)
+        if replay.next == pass_.number(task) + 1:
+            self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
+
+    def _new(self, hosted: HostedDataset, task: Task) -> Pass:
+        spec, run = task.spec, task.address[:2]
+        saved = []
+        if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
+            text = spec.shard_states[task.address.batch % spec.shards]
+            saved += [] if text is None else [text]
+        if self._initial is None and self._owns_datasets:
+            self._initial = random_state()
+        earlier = self._delivered_earlier(spec, task.address)
+        if earlier is not None and earlier.state is not None and _can_be_unpacked(earlier.state):
+            saved.append(earlier.state)
+        shard = Shard(
+            hosted.dataset,
+            spec.batch_size,
+            spec.drop_last,
+            epoch=task.address.epoch,
+            # not the pass itself, which refers to the shard: a reference cycle would keep the dataset in memory
+            random_numbers=(WorkerRandomNumbers if self._seeds else CallersRandomNumbers)(
+                lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
+            ),
+            passed=lambda number, outcome: self._skip(hosted, task, self._passes[run], number, outcome),
+            saved=saved,
+            max_state=MAX_STATES // spec.shards,
+        )
+        return Pass(shard, Replay(earlier))
+
+    def _delivered_earlier(self, spec: LoaderSpec, address: Address) -> Delivered | None:
+        """Return the progress of an earlier worker or session in the shard and epoch of a batch."""
+        if self.reached is not None and self.reached[:2] == address[:2]:
+            return self.reached.shard
+        if spec.delivered is None:
+            return None
+        return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
+
+    def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
+        """Set the epoch and, each time in the same epoch, the same random state before the dataset is iterated."""
+        loader, epoch, _ = task.address
+        if accepts(hosted.dataset, "set_epoch", epoch):
+            hosted.dataset.set_epoch(epoch)
+        pass_.replay.restart(pass_.shard.next - 1)
+        if not self._seeds:
+            return
+        if saved is not None:
+            pass_.generators = saved
+        elif pass_.generators is None and self._began is not None and self._began[:2] == (loader, epoch):
+            pass_.generators = user_state.unpack(self._began.generators)
+        if pass_.generators is not None:
+            set_random_state(pass_.generators)
+            return
+        pass_.generators = random_state()
+        texts = (user_state.pack(generators) for generators in (pass_.generators, self._initial))
+        self._tell_began(Began(loader, epoch, *texts))
+
+    def _skip(self, hosted: HostedDataset, task: Task, pass_: Pass, number: int, outcome: Outcome) -> None:
+        """Repeat the work on a delivered batch that is skipped: collate functions also draw random numbers."""
+        self._skipped()
+        if isinstance(outcome, Exception):
+            return
+        spec, (loader, epoch, batch) = task.spec, task.address
+        there = task._replace(address=Address(loader, epoch, number * spec.shards + batch % spec.shards))
+        try:
+            _, content = collate(hosted, there, [], outcome)
+            if not pass_.replay.covers(number):
+                return
+            state = pass_.state(number)
+            writer = frame_writer(there, content, self._max_batch_bytes, 0, state)
+            frame = np.empty(writer.nbytes, np.uint8)
+            writer.write(frame)
+        except Exception:  # noqa: BLE001 - it was reported in place of its batch
+            return
+        self.deliver(pass_, there, frame, state)
+
+
+def _other_samples(task: Task) -> WorkerDied:
+    """Return the error of a dataset that cannot be iterated again."""
+    return WorkerDied(
+        f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
+        f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "
+        "would be lost or repeated. Give the dataset state_dict() and load_state_dict() (torchdata's "
+        "Stateful), or derive its order from a seed and the epoch (set_epoch)"
+    )
+
+
+def _can_be_unpacked(state: str) -> bool:
+    try:
+        user_state.unpack(state)
+    except StateMismatch:
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""Random generators of a process (`random`, NumPy's legacy generator, torch): seed, save and restore them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from teleloader_server.loading.shards import RandomNumbers
+from teleloader_shared.errors import StateMismatch
+from teleloader_shared.text import short
+
+RandomState = tuple[Any, Any, Any]
+"""The states of `random`, NumPy's legacy generator and torch; None for torch if it is not loaded."""
+
+_WORDS: Final = 624
+"""Words of a Mersenne Twister. NumPy does not check that the position is within them, and reads beyond them."""
+
+
+def seed_all(seed: int, *, torch_too: bool = True) -> None:
+    """Seed `random`, NumPy's legacy generator and, if it is loaded, torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch_too:
+        # not torch.manual_seed, which also seeds every accelerator: that takes 80 us per batch
+        torch.default_generator.manual_seed(seed)
+
+
+def seed_worker(base_seed: int, worker: int) -> None:
+    """Seed as torch seeds its workers: with base seed + worker ID, and NumPy with what torch derives from both."""
+    seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
+    if sys.modules.get("torch") is not None:
+        from torch.utils.data._utils.worker import _generate_state
+
+        np.random.seed(_generate_state(base_seed, worker))
+
+
+def random_state() -> RandomState:
+    """Return the states of all generators."""
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+
+
+def set_random_state(state: RandomState) -> None:
+    """Set all generators.
+
+    Raises:
+        StateMismatch: If the state, which may come from a client, was not made by `random_state`.
+    """
+    try:
+        python, legacy, torch_state = state
+        range(_WORDS + 1).index(legacy[2])
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch = sys.modules.get("torch")
+        if torch_state is not None and torch is not None:
+            torch.set_rng_state(torch_state)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, OverflowError) as error:
+        raise StateMismatch(
+            f"invalid random state of a shard: {short(error)}. Resume from an undamaged checkpoint"
+        ) from None
+
+
+def _are_equal(one: RandomState, other: RandomState) -> bool:
+    (python, legacy, tensor), (other_python, other_legacy, other_tensor) = one, other
+    if python != other_python or legacy[2:] != other_legacy[2:] or not np.array_equal(legacy[1], other_legacy[1]):
+        return False
+    if tensor is None or other_tensor is None:
+        return tensor is other_tensor
+    return bool(tensor.equal(other_tensor))
+
+
+class OwnRandomState:
+    """A context with its own random state, for loading in a process that draws random numbers for itself.
+
+    Each block continues where the last one ended; the state outside is restored afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._inside: RandomState | None = None
+
+    def __enter__(self) -> None:
+        self._outside = random_state()
+        if self._inside is not None:
+            set_random_state(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = random_state()
+        set_random_state(self._outside)
+
+
+class WorkerRandomNumbers(RandomNumbers):
+    """The generators of a worker, from which an iterable-style dataset draws.
+
+    Args:
+        prepare: Called before the dataset is iterated, with the random state at the beginning of the epoch if known.
+        initial: The random state in which each worker with this ID starts; None if they start in different states.
+    """
+
+    def __init__(self, prepare: Callable[[Any], object], initial: Any) -> None:
+        self._prepare = prepare
+        self._initial = initial
+
+    def begin(self, saved: Any) -> None:
+        """Prepare for iterating the dataset."""
+        self._prepare(saved)
+
+    def restore(self, saved: Any) -> None:
+        """Set the generators."""
+        if saved is not None:
+            set_random_state(saved)
+
+    def state(self) -> Any:
+        """Return the states of all generators; None if they are those in which each worker starts."""
+        now = random_state()
+        return None if self._initial is not None and _are_equal(now, self._initial) else now
+
+
+class CallersRandomNumbers(WorkerRandomNumbers):
+    """The generators of a training process that loads by itself: its loader saves and restores them."""
+
+    _before: Any = None
+
+    def begin(self, saved: Any) -> None:
+        """Prepare for iterating the dataset."""
+        self._before = random_state()
+        super().begin(saved)
+
+    def restore(self, saved: Any) -> None:
+        """Undo what iterating the dataset again drew."""
+        if self._before is not None:
+            set_random_state(self._before)
+
+    def passed(self) -> None:
+        """Undo what skipped batches drew."""
+        set_random_state(self._before)
+
+    def state(self) -> Any:
+        """Return None."""
