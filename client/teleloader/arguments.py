@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -111,6 +111,33 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
             "'pin_memory' argument is set as true but not supported on MPS now, device pinned memory won't be used.",
             stacklevel=stacklevel,
         )
+
+
+def check_ranks(
+    seed: int | None, rank: int | None, world_size: int | None, *, sampler: object, generator: object
+) -> None:
+    """Check `seed`, `rank` and `world_size`, which torch does not have.
+
+    Raises:
+        ValueError: If they exclude each other, or the arguments of torch that decide the order.
+    """
+    drawn = sampler is not None or generator is not None
+    if rank and world_size is None:
+        raise ValueError(f"rank={rank} needs world_size: among how many ranks the epoch is divided")
+    if seed is not None and drawn:
+        raise ValueError(
+            "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
+        )
+    if drawn and (rank is not None or world_size is not None):
+        raise ValueError(
+            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: a sampler "
+            "divides the epoch among ranks itself, as DistributedSampler does"
+        )
+
+
+def as_context(context: Any) -> Any:
+    """Return `multiprocessing_context` as torch's loaders show it: a context object in place of a start method."""
+    return get_context(context) if isinstance(context, str) else context
 
 
 def _check_workers(arguments: Arguments) -> None:

@@ -5,72 +5,56 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from multiprocessing import get_context
 from types import GenericAlias
-from typing import Any, ClassVar, Final, Literal, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex
 
 from teleloader import state
-from teleloader.arguments import Arguments, check, check_iteration, warn_of_pinning, warn_of_too_many_workers
-from teleloader.dataset import RemoteDataset
-from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
-from teleloader.fetch.fetcher import FetchOptions
-from teleloader.fetch.iteration import AsyncLoaderIterator, Iteration, LoaderIterator, Progress
-from teleloader.fetch.length_check import LengthCheck
-from teleloader.fetch.receiver import Receiver
-from teleloader.fetch.scheduler import RangeScheduler
-from teleloader.fetch.stager import Stager
+from teleloader.arguments import (
+    Arguments,
+    as_context,
+    check,
+    check_iteration,
+    check_ranks,
+    warn_of_pinning,
+    warn_of_too_many_workers,
+)
+from teleloader.fetch.direct import DirectDataset
+from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
 from teleloader.frameworks import SkippedBatches, integrate_accelerate
 from teleloader.functions import name_on_server
 from teleloader.hosting import find_dataset
+from teleloader.iterations import Start
+from teleloader.orders import Order, Orders, distributed_rank
 from teleloader.sampling import (
     PROCESS_GENERATORS,
-    Batches,
     IndexLists,
     RandomState,
-    ShownSamplers,
     draw_base_seed,
-    end_epoch,
-    initial_state,
     is_torchs_own,
     make_samplers,
     torchs_collate,
 )
 from teleloader.state import Position
 from teleloader.stats import LoaderStats, Measures
-from teleloader.tensors.devices import (
-    Device,
-    JaxDevice,
-    TorchDevice,
-    check_sharding,
-    current_accelerator,
-    parse_device,
-    warn_of_shared_device,
-    with_index,
-)
-from teleloader.tensors.memory import HostBuffers
+from teleloader.tensors.devices import current_accelerator
 from teleloader.tensors.output import Output, choose_output
-from teleloader.tensors.pinned import process_budget
-from teleloader.transport.tracing import IterationTrace
-from teleloader_shared import local, tracing
+from teleloader.tensors.placement import Placement, check_placement, place
+from teleloader_shared import local
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
-from teleloader_shared.errors import ProtocolError, TeleloaderError
-from teleloader_shared.messages import Registration
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
-from teleloader_shared.spec import MAX_EPOCH, Compression, LoaderSpec, Tail
+from teleloader_shared.spec import Compression, LoaderSpec, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """What torch does not let be set after construction."""
 
-_Order = Literal["plan", "client", "iterable"]
 _numbers = itertools.count()
 """Loaders of this process, for servers to tell their training loops apart."""
 
@@ -189,75 +173,59 @@ class DataLoader:
                 persistent_workers=persistent_workers, iterable=remote.iterable, cpus=remote.cpus,
             )
         )  # fmt: skip
-        brings_order = sampler is not None or batch_sampler is not None
-        _check_ours(seed, rank, world_size, brings_order=brings_order, generator=generator)
-        self.dataset = dataset
+        user_sampler = sampler if batch_sampler is None else batch_sampler
+        check_ranks(seed, rank, world_size, sampler=user_sampler, generator=generator)
         self._remote = remote
-        self.num_workers = num_workers
-        self.collate_fn = collate_fn
-        self.pin_memory_device = pin_memory_device
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
-        self.generator = generator
+        self._output: Output = choose_output(output)
+        self.dataset, self.generator = dataset, generator
+        self.num_workers, self.persistent_workers = num_workers, persistent_workers
+        self.collate_fn, self.worker_init_fn = collate_fn, worker_init_fn
+        self.timeout, self.in_order = timeout, in_order
+        self.pin_memory, self.pin_memory_device = pin_memory, pin_memory_device
         self.prefetch_factor = DEFAULT_PREFETCH_FACTOR if num_workers and prefetch_factor is None else prefetch_factor
-        self.persistent_workers = persistent_workers
-        self.in_order = in_order
-        self.multiprocessing_context = (
-            get_context(multiprocessing_context)
-            if isinstance(multiprocessing_context, str)
-            else multiprocessing_context
-        )
+        self.multiprocessing_context = as_context(multiprocessing_context)
+        self.device, self.device_transform, self.device_ahead = device, device_transform, device_ahead
+        self.sharding = sharding
         self.batch_size = None if batch_sampler is not None else batch_size
         self.drop_last = False if batch_sampler is not None else drop_last
-        self._output: Output = choose_output(output)
-        self.pin_memory = pin_memory
-        self.device = device
-        self.device_transform = device_transform
-        self.device_ahead = device_ahead
-        self.sharding = sharding
-        self._own_sampler = sampler if batch_sampler is None else batch_sampler
-        self._shuffle = bool(shuffle)
         self.sampler, self.batch_sampler = sampler, batch_sampler
-        if not remote.iterable and (self._output == "torch" or generator is not None):
-            self.sampler, made = make_samplers(dataset, self.batch_size, self._shuffle, drop_last, sampler, generator)
-            self.batch_sampler = made if batch_sampler is None else batch_sampler
-        elif sampler is not None and batch_size is not None:
-            self.batch_sampler = Batches(sampler, batch_size, drop_last)
-        self._shown = ShownSamplers() if brings_order else ShownSamplers(self.sampler, self.batch_sampler)
+        if not remote.iterable:
+            self.sampler, self.batch_sampler = make_samplers(
+                dataset, self.batch_size, bool(shuffle), drop_last, sampler, batch_sampler, generator,
+                as_torch=self._output == "torch" or generator is not None,
+            )  # fmt: skip
+        self._orders = Orders(
+            dataset, (self.sampler, self.batch_sampler), user_sampler,
+            iterable=remote.iterable, seeded=seed is not None, may_repeat=worker_init_fn is None,
+        )  # fmt: skip
         self._seed = seed
+        self._max_batch_bytes = max_batch_bytes
         self._spec = LoaderSpec(
-            dataset=remote.name,
-            batch_size=batch_size,
-            shuffle=self._shuffle,
-            drop_last=bool(self.drop_last),
-            seed=seed or 0,
-            rank=rank or 0,
-            world_size=1 if world_size is None else world_size,
-            tail=tail,
-            checksum=checksum,
-            compression=compression,
-            collate=name_on_server(self, "collate_fn", collate_fn, remote, batched=self._batched),
-            worker_init=name_on_server(self, "worker_init_fn", worker_init_fn, remote),
-        )
-        # looked up when it is needed: the loader may be made before the process group
-        self._distributed = rank is None and world_size is None and not brings_order
+            dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
+            seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
+            checksum=checksum, compression=compression,
+            collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
+        )  # fmt: skip
+        # looked up later: the loader may be created before the process group
+        self._distributed = rank is None and world_size is None and user_sampler is None
+        self._init_state()
+
+    def _init_state(self) -> None:
+        """Set what iterations change; raise if the order needs a length that the dataset does not have."""
         self._pool = BufferPool()
         self._number = next(_numbers)
         self._measures = Measures()
-        self._max_batch_bytes = max_batch_bytes
         self._next = Position()
         """Where the next iter() begins."""
         self._progress: Progress | None = None
         """Of the last iterator."""
         self._last: Callable[[], LoaderIterator | None] = lambda: None
-        """That iterator, as long as somebody has it."""
+        """That iterator, as long as it is referred to."""
         self._iterator: LoaderIterator | None = None
         """With persistent workers, the one and only."""
-        self._length_asked: int | None = None
-        self._may_repeat = worker_init_fn is None
-        if self._order == "plan":
-            len(dataset)
-        if collate_fn is None and self._output == "torch":
+        if self._order.has_plan:
+            len(self.dataset)
+        if self.collate_fn is None and self._output == "torch":
             self.collate_fn = torchs_collate(batched=self._batched)
         self._initialised = True
         integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
@@ -271,65 +239,46 @@ class DataLoader:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
         if name in ("device", "device_ahead", "sharding", "pin_memory"):
-            self._check_device(name, value)
+            check_placement(self._output, name, value)
         super().__setattr__(name, value)
         if not getattr(self, "_initialised", False):
             return
         if name == "num_workers" and self._owns_dataset and (value == 0) != isinstance(self._remote, DirectDataset):
             self._remote = find_dataset(self.dataset, value)
         if name in ("collate_fn", "worker_init_fn"):
-            found = name_on_server(self, name, value, self._remote, batched=self._batched)
-            functions: dict[str, Any] = {name.removesuffix("_fn"): found}
+            functions: dict[str, Any] = {name.removesuffix("_fn"): self._name_on_server(name)}
             self._spec = replace(self._spec, **functions)
 
-    # -- what there is to load
+    def _name_on_server(self, argument: str) -> str | None:
+        return name_on_server(self, argument, getattr(self, argument), self._remote, batched=self._batched)
+
+    # -- the batches of an epoch
 
     @property
     def spec(self) -> LoaderSpec:
         """What decides the plan; rank and world size are those of torch.distributed by now, unless given."""
-        rank, world_size = self._place
-        return replace(self._spec, fingerprint=self._remote.info.fingerprint, rank=rank, world_size=world_size)
+        return replace(self._spec_of_rank, fingerprint=self._remote.info.fingerprint)
 
     @property
-    def _place(self) -> tuple[int, int]:
-        """(rank, world size)."""
-        return _distributed() if self._distributed else (self._spec.rank, self._spec.world_size)
+    def _spec_of_rank(self) -> LoaderSpec:
+        if not self._distributed:
+            return self._spec
+        rank, world_size = distributed_rank()
+        return replace(self._spec, rank=rank, world_size=world_size)
 
     @property
-    def _order(self) -> _Order:
-        if self._remote.iterable:
-            return "iterable"
-        if self._own_sampler is not None:
-            return "client"
-        torchs = self.generator is not None or (self._output == "torch" and self._place[1] == 1)
-        if self._seed is None and torchs:
-            return "client" if self._shuffle or self._shown.change else "plan"
-        if self._shown.change:
-            raise ValueError(
-                f"{self._shown.change} was changed, but the order is that of seed={self._seed}, rank={self._place[0]}, "
-                f"world_size={self._place[1]}: make another loader with the arguments that it is to have"
-            )
-        return "plan"
+    def _order(self) -> Order:
+        spec = self._spec_of_rank
+        as_torch = self.generator is not None or (self._output == "torch" and spec.world_size == 1)
+        return self._orders.choose(spec, as_torch=as_torch and self._seed is None)
 
     def __len__(self) -> int:
-        match self._order:
-            case "plan":
-                return len(self.plan(0))
-            case "client":
-                return len(self._index_sampler)
-            case "iterable":
-                length = self._length_asked = len(self.dataset)
-                size = self.batch_size
-                return length if size is None else length // size if self.drop_last else -(-length // size)
+        return self._order.length(self._spec_of_rank)
 
     @property
     def _batched(self) -> bool:
-        """Whether samples are collated."""
+        """True if samples are collated."""
         return self.batch_size is not None or self.batch_sampler is not None
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def plan(self, epoch: int) -> Plan:
         """Which samples the batches of an epoch hold: ``plan[k]`` are the int64 indices of batch k.
@@ -337,65 +286,64 @@ class DataLoader:
         Raises:
             TypeError: When the order is not the plan's, but that of a sampler or of an iterable-style dataset.
         """
-        if self._order != "plan":
-            what = "a sampler's" if self._order == "client" else "that of an iterable-style dataset"
-            raise TypeError(f"the order of {self!r} is {what}, so there is no plan; with seed= there is one")
-        return Plan(self.spec, len(self.dataset), epoch)
+        order = self._order
+        plan = order.plan(self.spec, epoch)
+        if plan is None:
+            raise TypeError(
+                f"the order of {self!r} is {order.description}, so there is no plan; with seed= there is one"
+            )
+        return plan
 
     # -- iterating
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begun(self._accelerator())
+        return self._begun(self._placement())
 
     def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
-        return SkippedBatches(self, num_batches, lambda first: self._begun(self._accelerator(), first))
+        return SkippedBatches(self, num_batches, lambda first: self._begun(self._placement(), first))
 
-    def _begun(self, device: Device | None, first_batch: int = 0) -> LoaderIterator:
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Return an asynchronous iterator over the same batches; waiting for one does not block the event loop."""
+        placement = self._placement()  # here: each thread has a current device, and iter() runs in another thread
+        return AsyncLoaderIterator(lambda: self._begun(placement))
+
+    def _placement(self) -> Placement:
+        return place(self._output, self._pool, self.device, self.sharding, pin_memory=self.pin_memory)
+
+    def _begun(self, placement: Placement, first_batch: int = 0) -> LoaderIterator:
         """Return an iterator of the next epoch that begins with `first_batch`, or later in an epoch that resumes."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device, current_accelerator(), stacklevel=4)
         if not self._keeps_workers:
-            self._begin(iterator := LoaderIterator(), device, first_batch)
+            self._begin(iterator := LoaderIterator(), placement, first_batch)
             return iterator
         if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
-        self._begin(self._iterator, device, first_batch)
+        self._begin(self._iterator, placement, first_batch)
         return self._iterator
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """The same batches for asyncio: waiting for one does not hold up the event loop."""
-        device = self._accelerator()  # here: the current device is that of a thread, and iter() runs in another one
-        return AsyncLoaderIterator(lambda: self._begun(device))
-
-    def _begin(self, iterator: LoaderIterator, device: Device | None, first_batch: int) -> None:
+    def _begin(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
         """Make `iterator` go through the next epoch."""
         order = self._order
-        if order == "plan" and self._progress is not None and self._progress.is_unused and self._last() is None:
-            # frameworks try whether there is an iterator, and drop it: that was no epoch
-            self._next = self._progress.next
-        elif self._progress is not None and self._progress.following.epoch == self._next.epoch:
-            self._next = self._progress.following
-        begun = self._next = self._next._replace(batch=max(self._next.batch, first_batch))
-        if order == "client" and begun.sampler is None:
-            begun = self._next = begun._replace(sampler=initial_state(self._index_sampler))
-        random_state = self._random_state
+        begun = self._next = order.initial(self._beginning(order, first_batch))
+        resumed = begun.random
+        random_state = self._random_state(order)
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
-        if order == "client" and begun.random is None:
-            # before anything is drawn
+        if order.is_drawn and resumed is None:  # before anything is drawn
             drawn = {"draws_base_seed": draws, "drawn": self.num_workers > 0}
             self._next = begun._replace(random={**random_state.save(), **drawn})
-        with random_state.as_saved(begun.random) if begun.random else nullcontext():
-            lists = IndexLists(self._index_sampler, begun.batch, begun.sampler) if order == "client" else None
-            if begun.random and begun.random["draws_base_seed"]:
+        with random_state.as_saved(resumed) if resumed else nullcontext():
+            lists = order.index_lists(begun)
+            if resumed and resumed["draws_base_seed"]:
                 self._draw_base_seed()  # it is known; what is drawn next is the order
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            iteration = self._iteration(order, lists, iterator.spec, device)
+            iteration = self._start(order, lists, iterator.spec, placement).open(self._remote)
             iterator.begin(iteration)
-            if begun.random and begun.random["drawn"]:
+            if resumed and resumed["drawn"]:
                 iteration.feed()
         # torch without workers draws nothing before the first batch is requested
         if self.num_workers > 0:
@@ -406,159 +354,44 @@ class DataLoader:
         self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
 
-    def _iteration(
-        self, order: _Order, lists: IndexLists | None, before: LoaderSpec | None, device: Device | None
-    ) -> Iteration:
-        """The pass that begins now."""
-        remote, spec = self._remote, self._spec_of_pass(order, before)
-        receiver: Receiver | DirectReceiver
-        stager: Stager | DirectStager | None = None
-        to = device if self._copies else None
-        if isinstance(remote, DirectDataset):
-            progress, receiver = self._load_here(remote, order, spec, device)
-            stager = None if to is None else DirectStager(to, receiver.measures)
-        else:
-            server, registered = remote.register(spec)
-            spec = replace(spec, fingerprint=registered.fingerprint)
-            progress, receiver = self._receive(remote, server, order, spec, registered, device)
-            stager = None if to is None else Stager(receiver.reorder_buffer, to, self.device_ahead)
-        progress.sampler_states = None if lists is None else lists.states
-        return Iteration(
-            dataset=remote,
-            spec=spec,
-            progress=progress,
-            batches={"plan": range(receiver.reorder_buffer.scheduler.stop), "client": self._index_sampler}.get(order),
-            receiver=receiver,
+    def _beginning(self, order: Order, first_batch: int) -> Position:
+        position, progress = self._next, self._progress
+        if order.has_plan and progress is not None and progress.is_unused and self._last() is None:
+            # frameworks try whether there is an iterator, and drop it: that was no epoch
+            position = progress.next
+        elif progress is not None and progress.following.epoch == position.epoch:
+            position = progress.following
+        return position._replace(batch=max(position.batch, first_batch))
+
+    def _start(self, order: Order, lists: IndexLists | None, before: LoaderSpec | None, placement: Placement) -> Start:
+        return Start(
+            spec=self._spec_of_iteration(order, before),
+            order=order,
+            position=self._next,
             lists=lists,
+            placement=placement,
+            loader=self._number,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
             timeout=self.timeout,
-            stays=self._keeps_workers and spec.session is not None,
-            length_check=self._length_check() if order == "iterable" else None,
-            stager=stager,
-            transform=self.device_transform,
-        )
-
-    def _progress_of(
-        self, order: _Order, spec: LoaderSpec, length: int | None, *, keeps_dataset: bool
-    ) -> tuple[Progress, int]:
-        """Return where the pass begins, and the end of its batches as far as it is known."""
-        stop, longest = self._extent(order, spec, length)
-        begins = self._next if stop is None else self._next._replace(batch=min(self._next.batch, stop))
-        progress = Progress((begins, None), longest, keeps_base_seed=self._keeps_workers, keeps_dataset=keeps_dataset)
-        return progress, progress.batch if stop is None else stop
-
-    def _load_here(
-        self, dataset: DirectDataset, order: _Order, spec: LoaderSpec, device: Device | None
-    ) -> tuple[Progress, DirectReceiver]:
-        """Return where the pass begins, and what loads its batches in the thread that calls ``next()``."""
-        epoch, length = self._next.epoch, dataset.info.length
-        progress, stop = self._progress_of(order, spec, length, keeps_dataset=True)
-        progress.state = (dataset.at_beginning(progress.next), None)
-        pins = device is not None and device.pins and not self._copies
-        buffers = HostBuffers(self._output, self._pool, process_budget()) if pins else None
-        receiver = dataset.begin(
-            spec,
-            epoch,
-            RangeScheduler(progress.batch, stop, 1, adaptive=False),
-            Plan(spec, length or 0, epoch) if order == "plan" else None,
-            Measures(epoch, buffers),
-            self._output,
+            keeps_workers=self._keeps_workers,
             seeded=self._seed is not None,
-            pinned=buffers,
-        )
-        return progress, receiver
-
-    def _receive(
-        self,
-        dataset: RemoteDataset,
-        server: int,
-        order: _Order,
-        spec: LoaderSpec,
-        registered: Registration,
-        device: Device | None,
-    ) -> tuple[Progress, Receiver]:
-        """Return where the pass begins, and what receives its batches."""
-        progress, stop = self._progress_of(
-            order, spec, registered.length, keeps_dataset=self._keeps_workers or registered.num_workers == 0
-        )
-        if order == "plan" and stop != registered.batches:
-            raise ProtocolError(
-                f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
-            )
-        scheduler = RangeScheduler(
-            progress.batch,
-            stop,
-            self.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
-            registered.num_workers,
-            adaptive=order == "plan" or (order == "client" and is_torchs_own(self._index_sampler)),
-            shards=spec.shards if order == "iterable" else 0,
-            # shards stand at a place in the stream: they are on one server at a time
-            servers=1 if order == "iterable" else len(dataset.servers),
-        )
-        pinned = process_budget() if device is not None and device.pins else None
-        buffers = HostBuffers(self._output, self._pool, pinned)
-        options = FetchOptions(
-            spec=spec,
-            key=registered.key,
-            epoch=self._next.epoch,
-            consumer=LoaderIterator.consumer_name(spec.rank, self._number),
-            buffers=buffers,
-            device=device,
             max_batch_bytes=self._max_batch_bytes,
-            reconnect_timeout=dataset.reconnect_timeout,
-            trace=IterationTrace(registered.key, self._next.epoch) if tracing.is_on() else None,
+            transform=self.device_transform,
+            device_ahead=self.device_ahead,
+            before=self._measures,
         )
-        measures = Measures(self._next.epoch, buffers, self._measures.report())
-        stays = self._keeps_workers and spec.session is not None
-        return progress, Receiver(dataset, server, options, scheduler, measures, stays=stays)
 
-    def _check_device(self, name: str, value: Any) -> None:
-        """Raise if an argument that says where batches go is invalid, or does not fit `output`."""
-        if name == "pin_memory" and value and self._output != "torch":
-            raise TeleloaderError(_needs_torch("pin_memory", value))
-        if name == "device_ahead" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"device_ahead must be a whole number from 0, was {value!r}")
-        if name == "sharding" and value is not None:
-            if self._output != "jax":
-                raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={self._output!r}")
-            check_sharding(value)
-        if name == "device" and value is not None:
-            if self._output != "torch":
-                hint = "; for JAX, pass sharding= instead" if self._output == "jax" else ""
-                raise TeleloaderError(_needs_torch("device", value) + hint)
-            parse_device(value)
-
-    @property
-    def _copies(self) -> bool:
-        """Whether batches are copied to a device."""
-        return self._output == "jax" or parse_device(self.device) is not None
-
-    def _accelerator(self) -> Device | None:
-        """Return the accelerator to copy to or, with `pin_memory` alone, the one that page-locked memory is for."""
-        if self._output == "jax":
-            return JaxDevice(self.sharding)
-        if self.device is not None:
-            warn_of_shared_device(self.device, stacklevel=3)
-        named = parse_device(self.device)
-        if named is None and self.pin_memory:
-            named = current_accelerator()
-        return None if named is None else TorchDevice(with_index(named))
-
-    @property
-    def _random_state(self) -> RandomState:
-        sampler = self._own_sampler
-        return RandomState(self.generator, sampler, getattr(sampler, "sampler", None), process=self._process_generators)
-
-    @property
-    def _process_generators(self) -> Iterable[str]:
-        """Libraries whose global generators decide what the batches of later epochs are."""
-        order = self._order
-        if self._seed is not None or (order == "plan" and not self._remote.is_here):
-            return ()
-        users = self._own_sampler is not None and not is_torchs_own(self._own_sampler)
-        if users or isinstance(self._remote, DirectDataset):
-            return PROCESS_GENERATORS
-        draws = self._own_sampler is not None or (self.generator is None and self._output == "torch")
-        return ("torch",) if draws else ()
+    def _random_state(self, order: Order) -> RandomState:
+        """Return the generators that decide what the batches of later epochs are."""
+        sampler = order.user_sampler
+        process: Iterable[str] = ()
+        if self._seed is None and (self._remote.is_here or not order.has_plan):
+            if isinstance(self._remote, DirectDataset) or not (sampler is None or is_torchs_own(sampler)):
+                process = PROCESS_GENERATORS
+            elif sampler is not None or (self.generator is None and self._output == "torch"):
+                process = ("torch",)
+        return RandomState(self.generator, sampler, getattr(sampler, "sampler", None), process=process)
 
     @property
     def _keeps_workers(self) -> bool:
@@ -570,60 +403,43 @@ class DataLoader:
             return draw_base_seed(self.generator)
         return derive_seed("base", 0, self._next.epoch)
 
-    def _spec_of_pass(self, order: _Order, before: LoaderSpec | None) -> LoaderSpec:
-        """Return what the server is asked for in this epoch.
+    def _spec_of_iteration(self, order: Order, before: LoaderSpec | None) -> LoaderSpec:
+        """Return the spec of the next epoch.
 
         Args:
-            order: Who decides the order.
-            before: What it was asked for in the last epoch, if the loader keeps its workers.
+            order: The order of the epoch.
+            before: The spec of the last epoch, if the loader keeps its workers.
         """
-        spec, base_seed = self.spec, self._next.base_seed
-        if base_seed is None:
-            base_seed = derive_seed("base", spec.seed, self._next.epoch)
-        lends = any(name is not None and name.startswith(local.PREFIX) for name in (spec.collate, spec.worker_init))
-        # an object of this process is loaded as torch would, by workers that see it as it is now
-        live = self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
-        if order == "plan" and not live:
+        spec, position, live = self.spec, self._next, self._is_live
+        if order.has_plan and not live:
             return replace(spec, worker_init=None)
-        # replicas that this loader has iterated stand where they are
-        shard_states = self._next.shard_states if self._progress is None else None
-        resumed_epoch = 0 if shard_states is None else self._next.epoch
-        if before is not None:  # another spec would start other workers
-            shard_states, resumed_epoch = before.shard_states, before.resumed_epoch  # type: ignore[assignment]
+        base_seed = position.base_seed
+        if base_seed is None:
+            base_seed = derive_seed("base", spec.seed, position.epoch)
         own = replace(
             spec,
             session=(before and before.session) or secrets.token_hex(16),
-            # a shuffled plan is that of all ranks, which need not have drawn the same base seed
-            seed=spec.seed if order == "plan" and (self._seed is not None or spec.shuffle) else base_seed,
-            num_workers=operator.index(self.num_workers) if live or order == "iterable" else 0,
-            shard_states=shard_states,
-            resumed_epoch=resumed_epoch,
+            num_workers=operator.index(self.num_workers) if live or order.has_shards else 0,
         )
-        if order != "client":
-            return own
-        size = None if self.batch_sampler is None else 1
-        return replace(own, order="client", shuffle=False, drop_last=False, batch_size=size)
+        own = order.private_spec(own, base_seed)
+        if before is not None:  # another spec would start other workers
+            return replace(own, shard_states=before.shard_states, resumed_epoch=before.resumed_epoch)
+        # replicas that this loader has iterated keep their positions
+        if self._progress is None and position.shard_states is not None:
+            return replace(own, shard_states=position.shard_states, resumed_epoch=position.epoch)
+        return own
+
+    @property
+    def _is_live(self) -> bool:
+        """True if workers of this loader load an object of this process as it is now, as in torch."""
+        functions = (self._spec.collate, self._spec.worker_init)
+        lends = any(name is not None and name.startswith(local.PREFIX) for name in functions)
+        return self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
 
     @property
     def _owns_dataset(self) -> bool:
-        """Whether the loader was given an object of this process, not the name of one that a server hosts."""
+        """True if the loader was given an object of this process, not the name of one that a server hosts."""
         return self._remote is not self.dataset
-
-    def _extent(self, order: _Order, spec: LoaderSpec, length: int | None) -> tuple[int | None, int | None]:
-        """How many batches the epoch has for this rank, and for the one that has the most; None when it will show."""
-        if order != "plan":
-            return MAX_EPOCH if order == "iterable" else None, None
-        if length is None:
-            raise TypeError(f"object of type {self._remote.info.type!r} has no len()")
-        # under tail="uneven" rank 0 has the most
-        ranks = spec, replace(spec, rank=0)
-        mine, most = (len(Plan(each, length, self._next.epoch)) for each in ranks)
-        return mine, most
-
-    def _length_check(self) -> LengthCheck:
-        samples = self._remote.info.length if self._place[1] == 1 else None
-        may_repeat, self._may_repeat = self._may_repeat, False
-        return LengthCheck(self.dataset, self.num_workers, self._length_asked, samples, may_repeat=may_repeat)
 
     # -- where it stands
 
@@ -639,9 +455,7 @@ class DataLoader:
         if self._progress is not None and self._progress.position.epoch != epoch:
             self._next = self._next._replace(sampler=self._progress.following.sampler)
             self._progress = None
-        tell = getattr(self._own_sampler, "set_epoch", None)
-        if tell is not None:
-            tell(operator.index(epoch))
+        self._orders.set_epoch(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator stands, or the next one will begin, as JSON can hold it.
@@ -654,13 +468,15 @@ class DataLoader:
         Raises:
             StateMismatch: If an iterable-style dataset's own state cannot be saved; the message names the value.
         """
+        order, spec = self._order, self.spec
         position = self._next if self._progress is None else self._progress.position
-        if self._order == "client" and position == Position():
-            position = Position(sampler=initial_state(self._index_sampler))
+        if position == Position():
+            position = order.initial(position)
         if self._progress is None and isinstance(self._remote, DirectDataset):
             position = self._remote.at_beginning(position)
         position.check()
-        return state.save(position, self._identity, self._global_batch_size, self._random_state.save())
+        identity, generators = self._identity(order, spec), self._random_state(order).save()
+        return state.save(position, identity, order.global_batch_size(spec), generators)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
@@ -669,28 +485,21 @@ class DataLoader:
             StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
                 global batch of this loader.
         """
-        position, generators = state.load(state_dict, self._identity, self._global_batch_size)
-        if position.sampler is not None:
-            end_epoch(self._index_sampler, position.sampler)
-        self._random_state.restore(generators)
+        order, spec = self._order, self.spec
+        position, generators = state.load(state_dict, self._identity(order, spec), order.global_batch_size(spec))
+        order.resume(position)
+        self._random_state(order).restore(generators)
         self._next = position
         self._progress = self._iterator = None
 
-    @property
-    def _identity(self) -> dict[str, Any]:
-        """What a loader that goes on must have in common with this one."""
-        order = self._order
-        identity = {"dataset": self._remote.info.fingerprint, "order": order}
-        if order == "plan":
-            return {**identity, "seed": self._spec.seed, "shuffle": self._shuffle}
-        if order == "iterable":
-            return {**identity, "batch_size": self.batch_size, "num_workers": operator.index(self.num_workers)}
-        return {**identity, "batch_size": self.batch_size}
-
-    @property
-    def _global_batch_size(self) -> int | None:
-        """Samples in a batch of all ranks; None where the order is not the plan's."""
-        return (self.batch_size or 1) * self._place[1] if self._order == "plan" else None
+    def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
+        """Return what a loader that resumes must have in common with this one."""
+        values = {
+            "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
+            "num_workers": int(self.num_workers),
+        }  # fmt: skip
+        common = {name: values[name] for name in order.identity}
+        return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:
         """How the last ``iter()`` fares, or did: how long the training loop waits for data, what arrives and so on.
@@ -706,32 +515,4 @@ class DataLoader:
         return (
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
             f"drop_last={spec.drop_last}, seed={self._seed}{ranks})"
-        )
-
-
-def _needs_torch(option: str, value: object) -> str:
-    return f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'"
-
-
-def _distributed() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed where it is initialised, without loading torch for it."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def _check_ours(
-    seed: int | None, rank: int | None, world_size: int | None, *, brings_order: bool, generator: object
-) -> None:
-    if rank and world_size is None:
-        raise ValueError(f"rank={rank} needs world_size: among how many ranks the epoch is divided")
-    if seed is not None and (brings_order or generator is not None):
-        raise ValueError(
-            "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
-        )
-    if (brings_order or generator is not None) and (rank is not None or world_size is not None):
-        raise ValueError(
-            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: a sampler "
-            "divides the epoch among ranks itself, as DistributedSampler does"
         )

@@ -21,14 +21,38 @@ from teleloader_shared.tree import Tensor
 
 
 def make_samplers(
-    dataset: Sized, batch_size: int | None, shuffle: bool, drop_last: bool, sampler: Any, generator: Any
+    dataset: Sized,
+    batch_size: int | None,
+    shuffle: bool,
+    drop_last: bool,
+    sampler: Any,
+    batch_sampler: Any,
+    generator: Any,
+    *,
+    as_torch: bool,
 ) -> tuple[Any, Any]:
-    """The sampler and batch sampler (None for ``batch_size=None``) that torch's DataLoader makes of its arguments."""
-    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+    """Return `sampler` and `batch_sampler` of a loader: the given ones, or new ones as torch's DataLoader creates them.
 
-    if sampler is None:
-        sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
-    return sampler, None if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
+    Args:
+        dataset: A map-style dataset.
+        batch_size: As of the loader, like the following arguments.
+        shuffle: As of the loader.
+        drop_last: As of the loader.
+        sampler: As of the loader.
+        batch_sampler: As of the loader.
+        generator: As of the loader.
+        as_torch: Whether to make samplers of torch; else only a given sampler is batched.
+    """
+    batches: Any = Batches
+    if as_torch:
+        from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+        batches = BatchSampler
+        if sampler is None:
+            sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
+    if sampler is not None and batch_sampler is None and batch_size is not None:
+        batch_sampler = batches(sampler, batch_size, drop_last)
+    return sampler, batch_sampler
 
 
 def torchs_collate(*, batched: bool) -> Any:

@@ -239,8 +239,9 @@ def test_samplers_are_those_that_torch_makes() -> None:
         {"batch_size": 2, "sampler": [3, 1]},
     ):
         torchs = DataLoader(range(10), **arguments)  # type: ignore[arg-type, unused-ignore]
-        full = {"shuffle": False, "drop_last": False, "sampler": None, "generator": None, **arguments}
-        sampler, batch_sampler = make_samplers(range(10), **full)  # type: ignore[arg-type]
+        none = {"sampler": None, "batch_sampler": None, "generator": None}
+        full = {"shuffle": False, "drop_last": False, **none, **arguments}
+        sampler, batch_sampler = make_samplers(range(10), **full, as_torch=True)  # type: ignore[arg-type]
         assert type(sampler) is type(torchs.sampler)
         assert type(batch_sampler) is (type(None) if full["batch_size"] is None else type(torchs.batch_sampler))
         if batch_sampler is not None:

@@ -68,7 +68,7 @@ class DirectDataset:
     is_here: Final = True
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self.loader = loader
         info = loader.info
         self.name = info.name
         self.iterable = info.kind == "iterable"
@@ -77,42 +77,14 @@ class DirectDataset:
     @property
     def info(self) -> DatasetInfo:
         """The dataset as it is now."""
-        return self._loader.info
+        return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
         """Return `position`; where it is the beginning of an epoch, with the state of the dataset as it is now."""
         if position.batch or position.shard_states is not None:
             return position
-        state = self._loader.beginning(position.epoch)
+        state = self.loader.beginning(position.epoch)
         return position if state is None else position._replace(shard_states=(state,))
-
-    def begin(
-        self,
-        spec: LoaderSpec,
-        epoch: int,
-        scheduler: RangeScheduler,
-        plan: Plan | None,
-        measures: Measures,
-        output: Output,
-        *,
-        seeded: bool,
-        pinned: HostBuffers | None,
-    ) -> DirectReceiver:
-        """Return what loads the batches of one pass through an epoch.
-
-        Args:
-            spec: The loader.
-            epoch: The epoch.
-            scheduler: The position of the training loop.
-            plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
-            measures: Where to count batches.
-            output: The library of their arrays.
-            seeded: See the server's `DirectLoader.begin`.
-            pinned: Page-locked memory to copy tensors into; None leaves them where they are.
-        """
-        batches = self._loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
-        convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
-        return DirectReceiver(batches, Address(spec.key, epoch, 0), scheduler, plan, measures, convert, self.iterable)
 
 
 class Raised:
@@ -132,34 +104,39 @@ class DirectReceiver:
     """Makes the batches of one pass when the training loop waits for them; its own reorder buffer.
 
     Args:
-        epoch: Loads them.
-        address: Loader and epoch of the batches.
+        dataset: The dataset.
+        spec: The loader.
+        epoch: The epoch.
         scheduler: The position of the training loop.
-        plan: What the batches hold; None for an iterable-style dataset, and an order of the client's own.
-        measures: Where to count batches.
-        convert: Makes of a batch what the user is to have.
-        iterable: Whether the dataset is iterable-style.
+        plan: Indices of all batches; None for an iterable-style dataset, and a client-side sampler.
+        measures: Counts batches.
+        output: The library of their arrays.
+        seeded: See the server's `DirectLoader.begin`.
+        pinned: Page-locked memory to copy tensors into; None leaves them where they are.
     """
 
     loads_ahead: Final = False
 
     def __init__(
         self,
-        epoch: Epoch,
-        address: Address,
+        dataset: DirectDataset,
+        spec: LoaderSpec,
+        epoch: int,
         scheduler: RangeScheduler,
         plan: Plan | None,
         measures: Measures,
-        convert: Callable[[Any], Any],
-        iterable: bool,
+        output: Output,
+        *,
+        seeded: bool,
+        pinned: HostBuffers | None,
     ) -> None:
         self.scheduler = scheduler
         self.measures = measures
-        self._epoch = epoch
-        self._address = address
+        self._epoch = dataset.loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
+        self._address = Address(spec.key, epoch, 0)
         self._plan = plan
-        self._convert = convert
-        self._iterable = iterable
+        self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
+        self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
         """Indices of batches that were not taken, in an order of the client's own."""
         self._lock = threading.RLock()

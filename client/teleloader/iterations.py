@@ -1,0 +1,165 @@
+"""Start of an iteration: on the servers of a dataset, or in the thread that calls ``next()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from teleloader.dataset import RemoteDataset
+from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
+from teleloader.fetch.fetcher import FetchOptions
+from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
+from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.scheduler import RangeScheduler
+from teleloader.fetch.stager import Stager
+from teleloader.orders import Order
+from teleloader.sampling import IndexLists
+from teleloader.state import Position
+from teleloader.stats import Measures
+from teleloader.tensors.placement import Placement
+from teleloader.transport.tracing import IterationTrace
+from teleloader_shared import tracing
+from teleloader_shared.errors import ProtocolError
+from teleloader_shared.spec import LoaderSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start of an iteration: the loader, its position, and its arguments as they are at this moment."""
+
+    spec: LoaderSpec
+    order: Order
+    position: Position
+    lists: IndexLists | None
+    """Index lists from `position` on, for a client-side sampler."""
+    placement: Placement
+    loader: int
+    """Number of the loader in this process."""
+    num_workers: int
+    prefetch_factor: int
+    """Batches to hold ready for each worker."""
+    timeout: float
+    """Seconds to wait for a batch; 0 has no limit."""
+    keeps_workers: bool
+    """True with persistent workers."""
+    seeded: bool
+    """True if `seed` was given."""
+    max_batch_bytes: int
+    transform: Callable[[Any], Any] | None
+    """Applied to each batch in the training loop's thread."""
+    device_ahead: int
+    """Batches to copy to the device before the training loop requests them."""
+    before: Measures
+    """Measurements of the loader's last iteration."""
+
+    def open(self, dataset: RemoteDataset | DirectDataset) -> Iteration:
+        """Return an iteration whose batches are requested, or loaded here, from now on.
+
+        Raises:
+            ServerUnavailable: If no server answers.
+            DatasetChanged: If the servers host other data than `spec` was made for.
+            ProtocolError: If a server computes another number of batches.
+        """
+        return self._open_here(dataset) if isinstance(dataset, DirectDataset) else self._open_remote(dataset)
+
+    def _open_here(self, dataset: DirectDataset) -> Iteration:
+        spec, epoch, placement = self.spec, self.position.epoch, self.placement
+        length = dataset.info.length
+        progress, stop = self._progress(spec, length, keeps_dataset=True)
+        progress.state = (dataset.at_beginning(progress.next), None)
+        buffers = placement.buffers() if placement.pins and not placement.copies else None
+        measures = Measures(epoch, buffers)
+        receiver = DirectReceiver(
+            dataset,
+            spec,
+            epoch,
+            RangeScheduler(progress.batch, stop, 1, adaptive=False),
+            self.order.plan(spec, epoch, length),
+            measures,
+            placement.output,
+            seeded=self.seeded,
+            pinned=buffers,
+        )
+        stager = None if placement.target is None else DirectStager(placement.target, measures)
+        return self._iteration(dataset, spec, progress, receiver, stager, length)
+
+    def _open_remote(self, dataset: RemoteDataset) -> Iteration:
+        server, registered = dataset.register(self.spec)
+        spec, order, epoch = replace(self.spec, fingerprint=registered.fingerprint), self.order, self.position.epoch
+        keeps_dataset = self.keeps_workers or registered.num_workers == 0
+        progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
+        if order.has_plan and stop != registered.batches:
+            raise ProtocolError(
+                f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
+            )
+        scheduler = RangeScheduler(
+            progress.batch,
+            stop,
+            self.prefetch_factor,
+            registered.num_workers,
+            adaptive=order.adaptive,
+            shards=spec.shards if order.has_shards else 0,
+            # the position of a shard is that of one server's worker
+            servers=1 if order.has_shards else len(dataset.servers),
+        )
+        buffers = self.placement.buffers()
+        options = FetchOptions(
+            spec=spec,
+            key=registered.key,
+            epoch=epoch,
+            consumer=LoaderIterator.consumer_name(spec.rank, self.loader),
+            buffers=buffers,
+            device=self.placement.device,
+            max_batch_bytes=self.max_batch_bytes,
+            reconnect_timeout=dataset.reconnect_timeout,
+            trace=IterationTrace(registered.key, epoch) if tracing.is_on() else None,
+        )
+        measures = Measures(epoch, buffers, self.before.report())
+        receiver = Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+        target = self.placement.target
+        stager = None if target is None else Stager(receiver.reorder_buffer, target, self.device_ahead)
+        return self._iteration(dataset, spec, progress, receiver, stager, registered.length)
+
+    @property
+    def _stays(self) -> bool:
+        return self.keeps_workers and self.spec.session is not None
+
+    def _progress(self, spec: LoaderSpec, length: int | None, *, keeps_dataset: bool) -> tuple[Progress, int]:
+        """Return the position at the start, and the end of the batches as far as it is known."""
+        position = self.position
+        stop, longest = self.order.extent(spec, position.epoch, length)
+        if stop is None:
+            stop = position.batch
+        position = position._replace(batch=min(position.batch, stop))
+        progress = Progress(
+            (position, None),
+            longest,
+            None if self.lists is None else self.lists.states,
+            keeps_base_seed=self.keeps_workers,
+            keeps_dataset=keeps_dataset,
+        )
+        return progress, stop
+
+    def _iteration(
+        self,
+        dataset: RemoteDataset | DirectDataset,
+        spec: LoaderSpec,
+        progress: Progress,
+        receiver: Receiver | DirectReceiver,
+        stager: Stager | DirectStager | None,
+        length: int | None,
+    ) -> Iteration:
+        return Iteration(
+            dataset=dataset,
+            spec=spec,
+            progress=progress,
+            batches=self.order.batches(receiver.reorder_buffer.scheduler.stop),
+            receiver=receiver,
+            lists=self.lists,
+            timeout=self.timeout,
+            stays=self._stays,
+            length_check=self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
+            stager=stager,
+            transform=self.transform,
+        )

@@ -1,0 +1,101 @@
+"""Memory and device that a loader's batches go to, as its arguments name them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from teleloader.tensors.devices import (
+    Device,
+    JaxDevice,
+    TorchDevice,
+    check_sharding,
+    current_accelerator,
+    parse_device,
+    warn_of_shared_device,
+    with_index,
+)
+from teleloader.tensors.memory import HostBuffers
+from teleloader.tensors.output import Output
+from teleloader.tensors.pinned import process_budget
+from teleloader_shared.buffers import BufferPool
+from teleloader_shared.errors import TeleloaderError
+
+
+class Placement(NamedTuple):
+    """Library, memory and device of the batches of one iteration."""
+
+    output: Output
+    pool: BufferPool
+    """Recycles ordinary memory."""
+    device: Device | None
+    """Accelerator to copy batches to, or for which their memory is page-locked."""
+    copies: bool
+    """True if batches are copied to `device`."""
+
+    @property
+    def target(self) -> Device | None:
+        """Accelerator to copy batches to; None if they stay in main memory."""
+        return self.device if self.copies else None
+
+    @property
+    def pins(self) -> bool:
+        """True if page-locked memory helps."""
+        return self.device is not None and self.device.pins
+
+    def buffers(self) -> HostBuffers:
+        """Return main memory for batches, page-locked where that helps."""
+        return HostBuffers(self.output, self.pool, process_budget() if self.pins else None)
+
+
+def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_memory: bool) -> Placement:
+    """Return the placement for the arguments of a loader and the current device of this thread.
+
+    Args:
+        output: As of the loader.
+        pool: Recycles ordinary memory.
+        device: As of the loader.
+        sharding: As of the loader.
+        pin_memory: As of the loader.
+    """
+    if output == "jax":
+        return Placement(output, pool, JaxDevice(sharding), copies=True)
+    if device is not None:
+        warn_of_shared_device(device, stacklevel=4)  # the caller of iter(loader)
+    named = parse_device(device)
+    copies = named is not None
+    if named is None and pin_memory:
+        named = current_accelerator()
+    return Placement(output, pool, None if named is None else TorchDevice(with_index(named)), copies)
+
+
+def check_placement(output: Output, name: str, value: Any) -> None:
+    """Check an argument that decides where batches go.
+
+    Args:
+        output: As of the loader.
+        name: `device`, `device_ahead`, `sharding` or `pin_memory`; other names are ignored.
+        value: The argument.
+
+    Raises:
+        ValueError: If the value is out of range.
+        TeleloaderError: If the argument does not fit `output`, or the device is not available.
+    """
+    if name == "device_ahead":
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"device_ahead must be a whole number from 0, was {value!r}")
+    elif name == "pin_memory" and value:
+        _check_torch(output, name, value)
+    elif name == "device" and value is not None:
+        _check_torch(output, name, value, "; for JAX, pass sharding= instead" if output == "jax" else "")
+        parse_device(value)
+    elif name == "sharding" and value is not None:
+        if output != "jax":
+            raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={output!r}")
+        check_sharding(value)
+
+
+def _check_torch(output: Output, option: str, value: Any, hint: str = "") -> None:
+    if output != "torch":
+        raise TeleloaderError(
+            f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'{hint}"
+        )
