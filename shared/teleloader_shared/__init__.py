@@ -1,1 +1,1 @@
-"""What client and server have in common: the plan, the wire format and the records. No I/O, no asyncio."""
+"""Code of both client and server: orders, wire format and records. No I/O, no asyncio."""

@@ -117,7 +117,7 @@ class Bits:
 
 
 class Address(NamedTuple):
-    """Which batch a frame holds."""
+    """Identity of the batch in a frame."""
 
     loader: str
     """The loader's key."""
@@ -466,7 +466,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:
-    """What a frame states of a failure. It can always be packed: nothing is left to send in the place of a failure."""
+    """Return the header fields of a failure; they can always be packed, since nothing could be sent in its place."""
     return {
         "type": _text(failure.type),
         "message": _text(failure.message),

@@ -1,4 +1,4 @@
-"""How far the shards of an iterable-style dataset were delivered, and a digest of what was.
+"""Progress of the shards of an iterable-style dataset, with a digest of the delivered batches.
 
 A worker iterates a dataset again where its predecessor is gone: within a session, or in a new one after the server has
 forgotten it. Servers and clients keep the same record, and a replay that comes to another digest is an error.
@@ -19,7 +19,7 @@ from teleloader_shared.errors import StateMismatch
 
 
 class Delivered(NamedTuple):
-    """How far a shard came in an epoch."""
+    """Progress of a shard in an epoch."""
 
     first: int
     """The first batch of the shard that was delivered: a resumed pass begins there."""

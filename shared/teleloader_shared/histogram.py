@@ -1,4 +1,4 @@
-"""How long things take, in buckets that are 10 % wide: quantiles of any number of times, in two kilobytes.
+"""Histograms of durations with buckets 10 % wide: quantiles of any number of durations, in 2 KB.
 
 Times are counted in blocks: NumPy finds the buckets of a thousand in the time in which Python finds those of a hundred.
 (HdrHistogram takes 0.7 us for a time and prometheus_client 0.6, where a batch may have 20 us in all; and the few
@@ -51,11 +51,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many times were counted."""
+        """Number of durations counted."""
         return int(self._counts.sum()) + len(self._noted)
 
     def latency(self, zeros: int = 0) -> Latency:
-        """What is known of them, and of so many besides that took no time."""
+        """Return the statistics of the durations and of `zeros` further ones of zero seconds."""
         self._put_away()
         counts = self._counts.copy()
         counts[0] += zeros

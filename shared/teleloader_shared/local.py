@@ -1,7 +1,7 @@
-"""What client and server hand each other without a wire when they are in one process, as with ``serve(object)``.
+"""Registry of the servers of this process, and of functions that clients pass to them without a network.
 
-A function cannot travel, but to a server in the same process it need not: the client lends it under a name that nobody
-can guess, and the server looks it up there.
+A function cannot be serialized. A client passes a function to a server in its own process (``serve(object)``) by a
+random name, under which the server looks it up.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def borrowed(name: str) -> Callable[..., Any] | None:
 
 
 def begin_serving(url: str, thread: threading.Thread) -> None:
-    """A server of this process listens at `url` and runs in that thread."""
+    """Register a server of this process that listens at `url` and runs in `thread`."""
     _served[url] = thread
 
 
 def end_serving(url: str) -> None:
-    """It does not any more."""
+    """Remove the server at `url`."""
     _served.pop(url, None)
 
 
 def is_served_here(url: str) -> bool:
-    """Whether the server at `url` is in this process."""
+    """Return True if the server at `url` runs in this process."""
     return url in _served
 
 
 def is_server_thread() -> bool:
-    """Whether this is a server's thread, which must not wait for its own answers.
+    """Return True if the calling thread runs a server, which must not wait for its own responses.
 
-    Finalizers of a client's objects may come to run there, as in any thread.
+    Finalizers of a client's objects can run in any thread.
     """
     return any(thread is threading.current_thread() for thread in _served.values())

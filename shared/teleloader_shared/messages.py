@@ -1,4 +1,4 @@
-"""What client and server say to each other besides frames: paths, headers and JSON records."""
+"""Messages between client and server other than frames: paths, headers and JSON records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loader_path(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """What a client says of a training loop, with each ask for batches; of all passes of a loader, which only grows."""
+    """Report of a training loop, sent with each request for batches: totals over all passes of a loader."""
 
     elapsed: float
     """Seconds that its passes through epochs have taken, this one until now."""
@@ -58,7 +58,7 @@ class ConsumerReport:
     """Batches that were asked for once more, at another server, because one was late."""
 
     def to_header(self) -> str:
-        """What stands in the header."""
+        """Return the value of the header."""
         return (
             f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
             f"reconnects={self.reconnects},hedges={self.hedges}"
@@ -84,7 +84,7 @@ _REPORT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """What ``GET /v1/datasets`` says of one dataset."""
+    """Entry of one dataset in the response to ``GET /v1/datasets``."""
 
     name: str
     kind: Literal["map", "iterable"]
@@ -110,7 +110,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What ``POST /v1/loaders`` answers."""
+    """Response to ``POST /v1/loaders``."""
 
     key: str
     """Name of the loader in the paths of its batches; the same for the same spec, on every server."""

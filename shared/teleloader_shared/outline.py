@@ -1,4 +1,4 @@
-"""What a batch holds, in a line for each of its parts."""
+"""Summary of a batch, with a line for each of its parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _parts(value: Any, path: str) -> Iterator[Part]:
 
 
 def _inner(value: Any) -> Iterator[tuple[str, Any]]:
-    """What stands in a container, each with the step to it; nothing for plain values, and lists of these."""
+    """Yield the items of a container, each with the step to it; nothing for plain values, and lists of these."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -24,12 +24,12 @@ from teleloader_shared.text import short
 
 
 def is_dunder(name: str) -> bool:
-    """Whether Python gives the name a meaning."""
+    """Return True if the name has a meaning for Python."""
     return name.startswith("__") and name.endswith("__")
 
 
 def is_name(name: object) -> bool:
-    """Whether a class or a field may have that name: one that Python can have, and gives no meaning to."""
+    """Return True if a class or field may have that name: an identifier without a meaning for Python."""
     return type(name) is str and name.isidentifier() and not iskeyword(name) and not is_dunder(name)
 
 
@@ -72,19 +72,19 @@ class RecordTypes:
         self._fields = 0
 
     def has_room_for(self, kind: object, fields: tuple[str, ...]) -> bool:
-        """Whether a batch may have this class as well."""
+        """Count a class; return False if the batch has too many of them."""
         if kind not in self._known:
             self._known[kind] = None
             self._fields += len(fields)
         return len(self._known) <= self.MOST and self._fields <= self.MOST_FIELDS
 
     def namedtuple(self, module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-        """What `namedtuple_type` gives."""
+        """Return the cached result of `namedtuple_type`."""
         found: type[tuple[Any, ...]] = self._type(namedtuple_type, module, qualname, fields, hashed=hashed)
         return found
 
     def dataclass(self, module: str, qualname: str, fields: tuple[str, ...]) -> type:
-        """What `dataclass_type` gives."""
+        """Return the cached result of `dataclass_type`."""
         found: type = self._type(dataclass_type, module, qualname, fields)
         return found
 
@@ -118,7 +118,7 @@ def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hash
 
 @lru_cache(maxsize=256)
 def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -> bool:
-    """Whether a tuple can be made an instance without running code of the class, now or when it is hashed."""
+    """Return True if a tuple can become an instance without running code of the class, now or when it is hashed."""
     declared = getattr_static(found, "_fields", None)
     inherited = ("__hash__", "__eq__") if hashed else ()
     return (
@@ -158,7 +158,7 @@ def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
 
 @lru_cache(maxsize=256)
 def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
-    """Whether an instance can be made, and its fields set, without running code of the class."""
+    """Return True if an instance can be made, and its fields set, without running code of the class."""
     if type(getattr_static(found, "__dataclass_fields__", None)) is not dict or _has_finalizer(found):
         return False
     if tuple(field.name for field in dataclass_fields(found)) != fields:
@@ -173,7 +173,7 @@ def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
 
 
 def _can_be_set(found: type, field: str) -> bool:
-    """Whether setting the attribute runs no code: it is no attribute of the class, a default value, or a slot."""
+    """Return True if setting the attribute runs no code: the class lacks it, or it is a default value or a slot."""
     attribute = getattr_static(found, field, None)
     return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
 
@@ -197,5 +197,5 @@ def instance(kind: type, fields: Iterable[str], values: Iterable[Any]) -> Any:
 
 
 def _has_finalizer(found: type) -> bool:
-    """Whether code of the class runs when an instance goes away."""
+    """Return True if code of the class runs when an instance is deleted."""
     return getattr_static(found, "__del__", None) is not None

@@ -1,4 +1,4 @@
-"""What a client asks for: a `LoaderSpec`, checked at birth, and the key that is its name on the server."""
+"""`LoaderSpec`, the validated description of a loader, and the key that identifies it on the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records that ``/stats`` answers with. Times are in seconds, sizes in bytes, rates per second, shares in [0, 1].
+"""Records of the response of ``/stats``. Times are in seconds, sizes in bytes, rates per second, shares in [0, 1].
 
 What is called `recent` is taken over the last `WINDOW` seconds, or since its subject is known when that is shorter; all
 other counts are totals since the server's start.
@@ -22,7 +22,7 @@ the workers hardly rest. ``unknown``: it asks for nothing now, or not for long e
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long something takes: quantiles of all times since the start, each at most 5 % off."""
+    """Durations: quantiles of all since the start of the server, each with an error of at most 5 %."""
 
     count: int
     mean: float
@@ -169,7 +169,7 @@ class DatasetStats:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Whether the loader or the trainer is the bottleneck, and what to change."""
+    """Bottleneck of a consumer, and the setting to change."""
 
     bottleneck: Bottleneck
     workers: int | None

@@ -1,6 +1,7 @@
-"""Whether to trace: OpenTelemetry's spans are made where the process has loaded its SDK, elsewhere nothing is done.
+"""OpenTelemetry tracing, active only if the process has loaded its SDK.
 
-Run trainer and server under ``opentelemetry-instrument``, or set a tracer provider before the first iteration.
+Run the training process and the server under ``opentelemetry-instrument``, or set a tracer provider before the first
+iteration.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ TRACE_HEADER: Final = "traceparent"
 
 
 def is_on() -> bool:
-    """Whether spans go anywhere."""
+    """Return True if spans are exported."""
     return "opentelemetry.sdk.trace" in sys.modules
 
 
 def tracer() -> Tracer:
-    """What makes spans, where it is on."""
+    """Return the tracer; call only if `is_on`."""
     from opentelemetry import trace
 
     return trace.get_tracer("teleloader", VERSION)

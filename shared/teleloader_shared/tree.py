@@ -239,7 +239,7 @@ def _digits(value: int, path: str) -> str:
 
 
 def is_nameless_tuple(exact: type) -> bool:
-    """Whether it is torch.Size or one of the tuples that C functions return, such as torch.return_types.max."""
+    """Return True for torch.Size and the tuples that C functions return, such as torch.return_types.max."""
     torch = sys.modules.get("torch")
     return issubclass(exact, tuple) and (
         hasattr(exact, "n_sequence_fields") or (torch is not None and exact is torch.Size)
@@ -271,7 +271,7 @@ def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
 
 
 def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
-    """What else an instance holds would be lost silently; cached properties will be computed again."""
+    """Refuse attributes that would be lost silently; cached properties are computed again."""
     for name in getattr(value, "__dict__", ()):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
         # typing itself leaves __orig_class__ behind
@@ -283,7 +283,7 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
 
 
 def _hint(value: object) -> str:
-    """How to make something that travels out of a subclass of it."""
+    """Return advice on how to convert a subclass of a built-in type."""
     base = next((base for base in _BUILTINS if isinstance(value, base)), None)
     return "" if base is None else f", for instance with {base.__name__}(...)"
 

@@ -18,18 +18,10 @@ CONVERTED: Final = (
     "client/teleloader/hosting.py",
     "client/teleloader/state.py",
     "server/teleloader_server/demo",
+    "server/teleloader_server/loading",
     "server/teleloader_server/logs.py",
     "server/teleloader_server/serving.py",
-    "shared/teleloader_shared/buffers.py",
-    "shared/teleloader_shared/dtypes.py",
-    "shared/teleloader_shared/errors.py",
-    "shared/teleloader_shared/forks.py",
-    "shared/teleloader_shared/memory.py",
-    "shared/teleloader_shared/protocols.py",
-    "shared/teleloader_shared/secret.py",
-    "shared/teleloader_shared/text.py",
-    "shared/teleloader_shared/units.py",
-    "shared/teleloader_shared/user_state.py",
+    "shared",
 )
 """Packages and modules whose docstrings hold the rule. Once all do: ("client", "server", "shared")."""
 

@@ -98,7 +98,7 @@ class TensorStack:
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
-    """A batch of `samples`, as ``torch.utils.data.default_collate`` makes it, for use in collate functions.
+    """Return the batch of `samples`, as ``torch.utils.data.default_collate`` makes it, for use in collate functions.
 
     Arrays come back as `Tensor`, NumPy arrays that arrive at a client as torch tensors; torch tensors come back as
     torch tensors. Numbers become int64, float64 or bool, strings stay lists, containers keep their type (a tuple
@@ -153,7 +153,7 @@ def default_convert(sample: Any) -> Any:
 
 
 class _Stacking(NamedTuple):
-    """How a column of arrays, and one of torch tensors, is stacked."""
+    """Functions that stack a column of arrays, and one of torch tensors."""
 
     arrays: Callable[[Sequence[NDArray[Any]]], Any]
     tensors: Callable[[Any, Sequence[Any]], Any]
@@ -177,7 +177,7 @@ def _collate(samples: Sequence[Any], stacking: _Stacking) -> Any:
 
 
 def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None:
-    """What the user's code has added to torch's ``default_collate_fn_map`` for such a value."""
+    """Return the function that user code added to torch's ``default_collate_fn_map`` for such a value, None if none."""
     torchs = sys.modules.get("torch.utils.data._utils.collate")
     if torchs is None:
         return None

@@ -39,7 +39,7 @@ class HostedDataset:
     """Makes of a single sample what ``batch_size=None`` gives, where there is no collate function."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
-        """The batch of `samples`, by the usual collate function or the one of that name."""
+        """Return the batch of `samples`, made by the default collate function or the one of that name."""
         collate = self.collate if name is None else self.functions[name]
         if collate is not None:
             return collate(samples)
@@ -53,7 +53,7 @@ class HostedDataset:
             raise
 
     def gives_batches(self, name: str | None = None) -> bool:
-        """Whether the dataset makes whole batches itself: nothing else may be asked for than it can do.
+        """Return True if the dataset makes whole batches itself, and the collate function and seeding allow it.
 
         ``__getbatch__(indices)`` is ours: an int64 array of shape (batch size,) -> the batch, whose arrays have the
         batch as their first dimension. Samples that are seeded one by one, or collated by a function, are fetched so.
@@ -64,17 +64,17 @@ class HostedDataset:
         return getattr(self.dataset, "__getbatch__", None) is not None
 
     def convert_sample(self, sample: Any, name: str | None = None) -> Any:
-        """What ``batch_size=None`` makes of one sample."""
+        """Convert one sample for ``batch_size=None``."""
         collate = self.collate if name is None else self.functions[name]
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """The usual worker-init function, or the one of that name."""
+        """Return the default worker-init function, or the one of that name."""
         return self.worker_init if name is None else self.functions[name]
 
 
 def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
-    """Build all that `configs` name.
+    """Build all datasets of `configs`.
 
     Raises:
         ConfigError: When one of them cannot be built; for an error of the user's own code it has the traceback.
@@ -101,7 +101,7 @@ def _shown(error: Exception) -> str:
 
 
 def _advice(error: Exception, config: DatasetConfig) -> str:
-    """What to do about an error that most people who host their first dataset meet, "" for others."""
+    """Return advice on an error that is common with a first dataset, "" for other errors."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
@@ -210,7 +210,7 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def is_factory(found: Any) -> bool:
-    """Whether `found` makes a dataset, rather than being one."""
+    """Return True if `found` makes a dataset, False if it is one."""
     return isinstance(found, type) or (
         callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
     )

@@ -34,7 +34,7 @@ _INTEGERS: Final = frozenset(name for name, dtype in dtypes.NUMPY.items() if dty
 
 
 class Rules(NamedTuple):
-    """What the index lists of a loader may hold."""
+    """Permitted contents of a loader's index lists."""
 
     kind: IndexKind
     """See `DatasetConfig.indices`."""

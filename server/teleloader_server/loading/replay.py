@@ -19,7 +19,7 @@ from teleloader_shared.delivered import Delivered
 
 
 class Reached(NamedTuple):
-    """How far a worker came in a pass; travels to the worker that replaces it."""
+    """Progress of a worker in a pass; sent to the worker that replaces it."""
 
     loader: str
     epoch: int

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What user code may know of the worker that it runs in; the fields are those of torch's."""
+    """Description of the worker that user code runs in, with the fields of torch's."""
 
     id: int
     """Number of the worker, from 0; for an iterable-style dataset that of the shard, counted over all ranks."""
@@ -66,7 +66,7 @@ def _noted_info() -> Any:
 
 
 def was_asked() -> bool:
-    """Whether user code has looked at what tells the workers apart."""
+    """Return True if user code has read a field of the worker info that differs between shards."""
     return _asked
 
 

@@ -1,4 +1,4 @@
-"""Which samples batch k of an epoch holds, as pure functions.
+"""Samples of batch k of an epoch, as pure functions.
 
 Start reading in `plan`; `permutation` is the shuffle that it evaluates, `seeding` derives all seeds.
 """

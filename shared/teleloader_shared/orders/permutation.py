@@ -89,16 +89,16 @@ class Permutation:
 
     @property
     def length(self) -> int:
-        """How many positions there are."""
+        """Number of positions."""
         return self._length
 
     @property
     def key(self) -> int:
-        """Which of the orders this is."""
+        """Number that selects the order."""
         return self._key
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What stands at each of these positions, in a new array of the same shape.
+        """Return the elements at these positions, in a new array of the same shape.
 
         Raises:
             ValueError: A position is negative, or not below `length`.

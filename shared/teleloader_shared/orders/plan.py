@@ -1,4 +1,4 @@
-"""Which samples batch k holds: a pure function of the loader, the dataset's length and the epoch.
+"""Samples of batch k: a pure function of the loader, the dataset's length and the epoch.
 
 Rank r of W owns the positions p = r (mod W) of the epoch's order, as in ``torch.utils.data.DistributedSampler``, and
 batch k of rank r is ``order[r + W * (k * B + j)]`` for j = 0..B-1. The batches k of all ranks together are therefore
@@ -81,7 +81,7 @@ class Plan:
         return (self[k] for k in range(len(self)))
 
     def padding(self, k: int) -> int:
-        """How many samples of batch k are repetitions that ``tail="pad"`` added; they stand at its end."""
+        """Return the number of samples at the end of batch k that ``tail="pad"`` repeats."""
         self.check(k)
         own = -(-(self.length - self.spec.rank) // self.spec.world_size)
         end = min((k + 1) * self._batch_size, self.samples)
@@ -115,7 +115,7 @@ class Plan:
 
 
 def _samples_of_rank(spec: LoaderSpec, length: int) -> int:
-    """How many samples the rank sees in an epoch."""
+    """Return the number of samples of the rank in an epoch."""
     match spec.tail:
         case "drop":
             return length // spec.world_size
@@ -127,7 +127,7 @@ def _samples_of_rank(spec: LoaderSpec, length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What an audit of an epoch found: how often each sample was visited."""
+    """Result of an audit of an epoch: the number of visits of each sample."""
 
     length: int
     """Samples in the dataset."""
@@ -140,7 +140,7 @@ class Coverage:
 
     @property
     def exact(self) -> bool:
-        """Whether each sample was visited exactly once."""
+        """True if each sample was visited exactly once."""
         return not self.missing.size and not self.repeated.size
 
 
