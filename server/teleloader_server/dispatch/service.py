@@ -19,7 +19,7 @@ from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas,
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
-from teleloader_server.workers.factory import Host
+from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import (
     AccessDenied,
     BatchOutOfRange,
@@ -89,7 +89,7 @@ class LoaderService:
         client_limits: What clients may take.
     """
 
-    def __init__(self, host: Host, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, host: PoolFactory, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         self.client_limits = client_limits
         self.quotas = Quotas(client_limits, limits.memory_budget)

@@ -27,19 +27,19 @@ _SMALLEST: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One piece of shared memory, as the worker sees it."""
+    """Shared memory as the worker sees it."""
 
     number: int
     memory: NDArray[np.uint8]
 
 
 class Arena:
-    """The slots of one worker.
+    """The slots of one worker, on the worker's side.
 
     Args:
-        free_limit: Bytes of free slots that are kept for reuse; more are given back to the system.
+        free_limit: Bytes of free slots that are kept for reuse; others are returned to the system.
         announce: Called with (number, file descriptor, size) of each new slot, before it is used.
-        retract: Called with the number of each slot that is given back.
+        retract: Called with the number of each slot that is returned to the system.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Arena:
         self._free_bytes = 0
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes`: the smallest free one that is not more than twice too large, else a new one.
+        """Return a slot of at least `nbytes`: the smallest free one of at most twice the size, else a new one.
 
         Raises:
-            OSError: When the system has no memory for it.
+            OSError: If the system lacks memory.
         """
         size = _rounded(nbytes)
         slot = self._reuse(min((free for free in self._free if size <= free <= 2 * size), default=0))
@@ -80,7 +80,7 @@ class Arena:
         return slot
 
     def give_back(self, number: int) -> None:
-        """The server has no use for the slot any more."""
+        """Free a slot that the server does not read any more."""
         slot = self._used.pop(number)
         size = len(slot.memory)
         self._free.setdefault(size, deque()).append(slot)
@@ -95,7 +95,7 @@ class Arena:
     def _make(self, size: int) -> Slot:
         fd = os.memfd_create("teleloader", os.MFD_CLOEXEC)
         try:
-            # asks for the memory now: a full system answers with an error here, not with a signal later
+            # allocates the memory now: a system without memory returns an error here, not a signal later
             os.posix_fallocate(fd, 0, size)
             slot = Slot(self._made, _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE))
             self._made += 1
@@ -106,7 +106,7 @@ class Arena:
 
 
 class Mapping:
-    """A worker's slot, as the server sees it."""
+    """A slot as the server sees it: mapped memory of a worker."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:
@@ -118,7 +118,7 @@ class Mapping:
         self._watch: weakref.ref[NDArray[np.uint8]] | None = None
 
     def lease(self, nbytes: int, released: Callable[[], None]) -> NDArray[np.uint8]:
-        """The first `nbytes`, read-only; `released` is called when neither it nor a view of it exists any more.
+        """Return the first `nbytes`, read-only; `released` is called once neither the array nor a view of it exists.
 
         The event loop's transport holds a view of what it has not sent yet, so a slot is never written to while the
         kernel still reads it. There is one lease at a time: a worker does not fill a slot that is not free.
@@ -137,7 +137,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mapped(fd: int, size: int, protection: int) -> NDArray[np.uint8]:
-    """The memory of `fd`, which may be closed then; unmapped when neither the array nor a view of it exists."""
+    """Map `fd`, which may be closed afterwards; unmapped once neither the array nor a view of it exists."""
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
@@ -148,6 +148,6 @@ def _mapped(fd: int, size: int, protection: int) -> NDArray[np.uint8]:
 
 
 def _rounded(nbytes: int) -> int:
-    """The next of eight sizes in each power of two, so that batches of varying size find slots to reuse."""
+    """Round up to one of eight sizes per power of two, so that batches of varying size find slots to reuse."""
     step = max(_SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 4))
     return -(-nbytes // step) * step

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 async def aside(function: Callable[[], object]) -> None:
-    """Call a function that waits for a process or a thread to end, without holding up the event loop."""
+    """Call a function that waits for a process or a thread to end, without blocking the event loop."""
     loop = asyncio.get_running_loop()
     try:
         ended = loop.run_in_executor(None, function)
-    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+    except RuntimeError:  # the interpreter is shutting down and starts no thread
         function()
     else:
         await ended

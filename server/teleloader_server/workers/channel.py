@@ -1,8 +1,8 @@
-"""Messages and file descriptors between the server, its template process and its workers.
+"""Messages and file descriptors between the server, its fork server and its workers.
 
 A channel is one end of a Unix stream socket pair. Messages are msgpack values, which frame themselves; a file
 descriptor travels beside the message that it belongs to (SCM_RIGHTS). Both ends are processes of the same server, so
-there is nothing hostile here.
+nothing here is hostile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
-    """One end. Blocking or not as its socket is: `setblocking`."""
+    """One end of a channel; blocking or not, as its socket is."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -41,27 +41,27 @@ class Channel:
         """Reused: each Packer allocates and frees 256 KiB, which the C library may return to the kernel every time."""
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
-        """Descriptors that came, in order; None for one that this process had no room for."""
+        """Received descriptors, in order; None for one that exceeded the limit of open files."""
         self._unsent: deque[memoryview] = deque()
         _open_channels.add(self)
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """A channel that never blocks, and the socket of its other end, to be handed to another process."""
+        """Return a channel that never blocks, and the socket of its other end for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         return Channel(ours), theirs
 
     def fileno(self) -> int:
-        """The file descriptor, to wait on; -1 when closed."""
+        """Return the file descriptor; -1 if closed."""
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """The messages that have arrived, perhaps none: the first bytes to come may be a part of one.
+        """Return the messages that have arrived: none if only a part of one has.
 
         Raises:
-            EOFError: When the other end is closed, or its process has ended.
-            BlockingIOError: When nothing has come and the socket does not block.
+            EOFError: If the other end is closed, or its process has ended.
+            BlockingIOError: If nothing has arrived and the socket does not block.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
@@ -76,10 +76,10 @@ class Channel:
         return list(self._unpacker)
 
     def take_fd(self) -> int:
-        """The file descriptor that came with the message at hand; the caller closes it.
+        """Return the file descriptor that came with the current message; the caller closes it.
 
         Raises:
-            OSError: When the system had none to give.
+            OSError: If the limit of open files prevented its receipt.
         """
         found = self._fds.popleft() if self._fds else None
         if found is None:
@@ -87,7 +87,7 @@ class Channel:
         return found
 
     def put(self, message: Any) -> None:
-        """Keep a message for the next `flush`; a large bytes object at the end of a list is not copied."""
+        """Queue a message for the next `flush`; a large bytes object at the end of a list is not copied."""
         if type(message) is list and message and type(message[-1]) is bytes and len(message[-1]) >= _LARGE_BYTES:
             *items, last = message
             head = self._packer.pack_array_header(len(message)) + b"".join(map(self._packer.pack, items))
@@ -97,12 +97,12 @@ class Channel:
         self._unsent.append(memoryview(self._packer.pack(message)))
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message with its file descriptors, and what was put before it, waiting until it is sent."""
+        """Send queued messages, then this one with its file descriptors, and wait until all are sent."""
         timeout = self._socket.gettimeout()
         self._socket.settimeout(None)
         try:
             if fds:
-                # descriptors belong to the first byte of their message, so what stands before it must go first
+                # descriptors belong to the first byte of their message, so queued messages must go first
                 self.flush()
                 data = self._packer.pack(message)
                 with suppress(BrokenPipeError, ConnectionResetError):
@@ -116,9 +116,9 @@ class Channel:
             self._socket.settimeout(timeout)
 
     def flush(self) -> bool:
-        """Send what can be sent; False when some of it must wait until the socket is writable.
+        """Send as much as possible; return False if the rest must wait until the socket is writable.
 
-        A message to a process that has ended goes nowhere: its end is seen by `receive`.
+        A message to a process that has ended is dropped: `receive` reports the end.
         """
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
@@ -131,13 +131,13 @@ class Channel:
         return not self._unsent
 
     def hang_up(self) -> None:
-        """Close it, and end it for the other side too, whoever else holds a copy: user code may have forked since."""
+        """Close the connection for both sides, even if a process that user code forked holds a copy."""
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self.close()
 
     def close(self) -> None:
-        """Close the socket and the descriptors that nobody took."""
+        """Close the socket and the descriptors that were not taken."""
         _open_channels.discard(self)
         self._socket.close()
         for fd in self._fds:
@@ -147,10 +147,10 @@ class Channel:
 
 
 def close_inherited(keep: Channel) -> None:
-    """In a process that was just forked: close the parent's other channels and its network sockets.
+    """Close the parent's other channels and its network sockets, in a forked process.
 
     A forked process that keeps a client's connection open hides the server's death from that client; one that keeps
-    the listening socket goes on accepting connections that nobody serves.
+    the listening socket accepts connections that nothing serves.
     """
     for channel in list(_open_channels):
         if channel is not keep:

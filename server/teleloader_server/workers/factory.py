@@ -1,4 +1,4 @@
-"""Where a server's datasets and workers come from: its configuration, or objects of the calling process."""
+"""Pools for the datasets of a configuration, or for objects of the calling process."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 
-class Host(Protocol):
-    """Makes pools."""
+class PoolFactory(Protocol):
+    """Interface of the factories."""
 
     setting: str
-    """What sets the number of shared workers: ``{}`` stands for it."""
+    """Setting of the number of shared workers, with ``{}`` in its place."""
 
     def infos(self) -> list[DatasetInfo] | None:
-        """The datasets as they are now; None when they are what a shared pool says at its start, and stay so."""
+        """Return the current datasets; None if they are those that a shared pool returns from `start`."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """The indices that a client may send for a dataset."""
+        """Return the kind of indices that a client may send for a dataset."""
 
     def shared_pool(self) -> Pool:
-        """The pool of all loaders that have none of their own."""
+        """Return a pool for all loaders without private workers."""
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """A pool for one session; None where the shared pool serves the loader.
+        """Return a pool of private workers; None if the shared pool serves the loader.
 
         Raises:
-            InvalidSpec: When the loader names a function that it may not choose.
+            InvalidSpec: If the loader names a function that it may not choose.
         """
 
 
 class ConfiguredPools:
-    """Datasets that a configuration names. They are built once; sessions get workers of their own where they must."""
+    """Pools for the datasets of a configuration, which are built once."""
 
     setting = "--num-workers {}"
 
@@ -52,21 +52,21 @@ class ConfiguredPools:
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
-        """What the shared pool says."""
+        """Return None: the shared pool returns them."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """As configured."""
+        """Return the configured kind."""
         return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
-        """Workers forked from a clean process that has built the datasets."""
+        """Return workers that are forked from a clean process, which builds the datasets."""
         if self._limits.num_workers == 0:
             return InProcessPool(lambda: open_datasets(self._configs), self._limits)
         self._processes = ProcessPool(lambda: ForkServer.spawn(self._configs), self._limits)
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Iterable-style datasets need workers of their own, which stand at a place in them; others share."""
+        """Return private workers for an iterable-style dataset: each holds a position in its shard."""
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
                 raise InvalidSpec(
@@ -76,7 +76,7 @@ class ConfiguredPools:
         mine = [config for config in self._configs if config.name == info.name]
         if spec.in_process:
             if not self._limits.debug:
-                raise InvalidSpec("this server makes no batches in its own process: start it with --debug to allow it")
+                raise InvalidSpec("this server does not load in its own process: start it with --debug to allow it")
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:
@@ -87,7 +87,7 @@ class ConfiguredPools:
             return None
         if self._processes is None and spec.num_workers == 0:
             return InProcessPool(lambda: open_datasets(mine), self._limits)
-        # a fresh worker would have to go through its share of the stream from the beginning
+        # never recycled: a fresh worker would have to iterate its shard from the beginning
         limits = dataclasses.replace(
             self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
         )
@@ -97,11 +97,11 @@ class ConfiguredPools:
 
 
 class ObjectPools:
-    """Objects of the calling process. A session's workers are forked from it, and see them as they are then.
+    """Pools for objects of the calling process. Private workers are forked from it and see their current state.
 
     Args:
-        datasets: Says what is hosted now: the objects' lengths may have changed.
-        limits: What pools may take.
+        datasets: Returns the hosted objects: their lengths may change.
+        limits: Limits of each pool.
     """
 
     setting = "num_workers={} of serve()"
@@ -111,23 +111,23 @@ class ObjectPools:
         self._limits = limits
 
     def infos(self) -> list[DatasetInfo]:
-        """The objects as they are now."""
+        """Return the objects' current descriptions."""
         return [hosted.info for hosted in self._datasets().values()]
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Any: an object of one's own process is indexed with what its sampler gives, as with torch."""
+        """Return any: an object of this process is indexed with whatever its sampler yields, as in torch."""
         return "any"
 
     def shared_pool(self) -> Pool:
-        """Workers that see the objects as they are when the first client without a session comes."""
+        """Return workers that see the objects as they are at the first request without private workers."""
         return self._pool(self._datasets(), self._limits, None)
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """As many workers as the session asks for, else as many as the server was told."""
+        """Return as many private workers as the loader specifies, or else the server's number."""
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):
-            # shared workers may have been forked before the function was lent
+            # shared workers may have been forked before the function was passed
             function = None if name is None or spec.session is None else local.borrowed(name)
             if name is not None and function is not None:
                 functions[name] = function

@@ -1,4 +1,4 @@
-"""The fork server: has the datasets built, and forks workers that share them.
+"""The fork server: builds the datasets, and forks workers that share their memory.
 
 It opens no network socket and runs no thread of ours, so that forking it is cheap and safe: N workers share one copy
 of the data, and a dead worker is replaced in milliseconds. It is born in one of two ways: as a clean interpreter that
@@ -33,9 +33,9 @@ from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.procfs import shortage
 
 _LAST_WORDS: Final = 2.0
-"""Seconds that workers have to end by themselves when the server stops."""
+"""Seconds in which workers may end by themselves when the server stops."""
 _LONGEST_END: Final = 2 * _LAST_WORDS
-"""Seconds after which a template that was told to end is killed: it is stopped, or still builds its datasets."""
+"""Seconds after which a fork server that should end is killed: it is stopped, or still builds its datasets."""
 
 
 class ForkServer:
@@ -44,24 +44,24 @@ class ForkServer:
     def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
         self.channel = channel
         self.pid: int | None = None
-        """None until it is built, for one that was split off."""
+        """None for one that was split off, until it is built."""
         self.end = -1
-        """A descriptor that is readable when it has ended: the channel may outlive it in what user code has forked."""
+        """A descriptor, readable once it has ended: a process that user code forked may keep its channel open."""
         self.exit_code: int | None = None
-        """As `subprocess.Popen.returncode`, once it was reaped; None for one that was split off, which is no child."""
+        """As `subprocess.Popen.returncode`, once reaped; None for one that was split off, which is not a child."""
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:
             self.is_process(pid)
 
     def is_process(self, pid: int) -> None:
-        """Say which process it is, while that lives."""
+        """Record its process, which must be alive."""
         if self.end == -1:
             self.pid, self.end = pid, os.pidfd_open(pid)
 
     @classmethod
     def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
-        """Start a clean interpreter that builds the datasets; it says ``built`` or ``failed`` when it has."""
+        """Start a clean interpreter that builds the datasets; it sends `Built` or `BuildFailed`."""
         channel, theirs = Channel.pair()
         with theirs:
             program = "from teleloader_server.workers.forkserver import main; main()"
@@ -72,7 +72,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
-        """Fork this process; the datasets are what they are now."""
+        """Fork this process with the current state of the datasets."""
         channel, theirs = Channel.pair()
         pid = _fork(theirs)
         if pid == 0:
@@ -80,14 +80,14 @@ class ForkServer:
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
-        """A fork of the template, with workers of its own, which see the datasets as they were built."""
+        """Fork the fork server, for a pool of other workers, which see the datasets as they were built."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])
         return ForkServer(channel)
 
     def reap(self) -> None:
-        """Close the channel, which ends the process and its workers, and wait for it, but not for ever."""
+        """Close the channel, which ends the process and its workers; wait for it up to `_LONGEST_END`, then kill it."""
         with self._reaping:
             self.channel.hang_up()
             if self.end == -1:
@@ -95,8 +95,8 @@ class ForkServer:
             if not _has_ended(self.end, _LONGEST_END):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.end, signal.SIGKILL)
-            if _has_ended(self.end, _LAST_WORDS):  # else the kernel cannot end it yet
-                with suppress(ChildProcessError):  # it was waited for already
+            if _has_ended(self.end, _LAST_WORDS):  # otherwise the kernel cannot end it yet
+                with suppress(ChildProcessError):  # already reaped
                     self.exit_code = self._wait()
             end, self.end = self.end, -1
             os.close(end)
@@ -109,11 +109,11 @@ def _has_ended(end: int, seconds: float) -> bool:
 
 
 def main() -> None:
-    """Be a template that was spawned; the command line holds the channel's descriptor and the server's pid."""
+    """Run a spawned fork server; the arguments are the channel's descriptor and the server's pid."""
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
     worker.end_with_parent()
     if os.getppid() != int(sys.argv[2]):
-        return  # the server ended before it could be noticed
+        return  # the server ended before end_with_parent()
     worker.leave_signals_to_the_server()
     try:
         received: list[Any] = []
@@ -128,17 +128,17 @@ def main() -> None:
     except ConfigError as error:
         control.send(encode(messages.BuildFailed(str(error))))
         return
-    # objects that exist now are never looked at by the collector again, so it does not un-share their pages
+    # the collector never visits existing objects again (gc.freeze), so their pages stay shared
     gc.collect()
     _serve(control, hosted, more)
-    # not by way of the interpreter's shutdown, which would wait for threads that user code has started
+    # without the interpreter's shutdown, which would wait for threads that user code has started
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> None:
-    """Never returns: whatever happens, the forked copy of the user's process must not go on."""
+    """Run a fork server in a fork of the user's process; never return, or the copy would continue the program."""
     try:
         control = Channel(theirs)
         close_inherited(keep=control)
@@ -152,7 +152,7 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
 
 
 def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> None:
-    """Fork workers and further templates on request and report how they end, until the server closes the channel."""
+    """Fork workers and fork servers on request, and report their exits, until the server closes the channel."""
     gc.disable()
     gc.freeze()
     infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]
@@ -191,7 +191,7 @@ def _carry_out(
                     pid = _fork_worker(control, selector, hosted, request)
                     _watch(pid, selector)
                     control.send(encode(messages.Forked(number, pid)))
-        except OSError as error:  # there is no process to be had, for now
+        except OSError as error:  # the machine lacks a resource
             reason = shortage(error)
             print(f"cannot fork: {reason}", file=sys.stderr)
             if isinstance(request, messages.ForkWorker):
@@ -199,7 +199,7 @@ def _carry_out(
 
 
 def _watch(pid: int, selector: selectors.BaseSelector) -> None:
-    """Have the selector report the end of a child; one that cannot be watched is ended."""
+    """Have the selector report the end of a child; kill one that cannot be watched."""
     try:
         end = os.pidfd_open(pid)
     except OSError:
@@ -210,7 +210,7 @@ def _watch(pid: int, selector: selectors.BaseSelector) -> None:
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
-    """The server closed the workers' channels too: let them end by themselves before the kernel ends them with us."""
+    """Let workers end by themselves: their channels are closed, and the kernel kills them with this process."""
     selector.unregister(control)
     deadline = time.monotonic() + _LAST_WORDS
     while selector.get_map() and (left := deadline - time.monotonic()) > 0:
@@ -236,7 +236,7 @@ def _fork_forkserver(control: Channel, selector: selectors.BaseSelector, hosted:
 
 
 def _close_watched(selector: selectors.BaseSelector) -> None:
-    """Close what a forked process has inherited of the template's workers."""
+    """Close descriptors of other workers, in a forked process."""
     for key in list(selector.get_map().values()):
         if isinstance(key.fileobj, int):
             os.close(key.fileobj)
@@ -246,7 +246,7 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
 def _fork(end: socket.socket) -> int:
     """Fork; `end` is the child's."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # what is buffered must not be printed by the child as well
+        with suppress(AttributeError, OSError, ValueError):  # the child must not print buffered output again
             stream.flush()
     with warnings.catch_warnings():
         # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks

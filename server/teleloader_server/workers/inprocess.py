@@ -23,15 +23,15 @@ from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
-"""Seconds that the batch at hand has to be finished when the server stops."""
+"""Seconds in which the current batch may be completed when the server stops."""
 
 
 class InProcessPool:
-    """One place in the server's own process, for debugging: breakpoints and tracebacks are where the user is.
+    """A pool of one thread in the server's own process, for debugging: breakpoints work.
 
     Args:
         open_datasets: Called once, in the pool's own thread.
-        limits: What the pool may take.
+        limits: Limits of the pool.
     """
 
     def __init__(self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
@@ -41,13 +41,13 @@ class InProcessPool:
         self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
         """Tasks, keys of loaders to forget, and None at the end."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
-        """What the thread makes, and since when."""
+        """Task in progress, and the time of its start."""
         # a daemon, because user code that never returns must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
 
     @property
     def num_workers(self) -> int:
-        """None."""
+        """0: no worker process."""
         return 0
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
@@ -62,18 +62,18 @@ class InProcessPool:
         return [dataset.info for dataset in hosted.values()]
 
     def submit(self, worker: int, task: Task) -> None:
-        """Have the thread do a task after those that it has."""
+        """Queue a task for the thread."""
         self._tasks.put(task)
 
     def take(self, worker: int, reason: str) -> None:
-        """Nothing: a thread cannot be ended."""
+        """Do nothing: a thread cannot be killed."""
 
     def forget(self, loader: str) -> None:
-        """Have the thread release what it keeps of a loader, after the tasks that it has."""
+        """Have the thread release the state of a loader, after its queued tasks."""
         self._tasks.put(loader)
 
     def workers(self) -> list[WorkerState]:
-        """The one place."""
+        """Return the state of the one worker."""
         task, since = self._at_hand
         return [
             WorkerState(
@@ -83,15 +83,15 @@ class InProcessPool:
         ]  # fmt: skip
 
     def pids(self) -> list[int]:
-        """No process but the server's own."""
+        """Return nothing: there is only the server's own process."""
         return []
 
     def mapped_bytes(self) -> int:
-        """No shared memory."""
+        """Return 0: no shared memory."""
         return 0
 
     async def close(self) -> None:
-        """Wait for the task at hand, but not for ever."""
+        """Wait for the current task, up to `LAST_WORDS`."""
         self._tasks.put(None)
         await aside(lambda: self._thread.join(LAST_WORDS))
 

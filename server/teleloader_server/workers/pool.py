@@ -1,7 +1,7 @@
-"""The pool: places that turn tasks into frames.
+"""Interface of pools of workers, which turn tasks into frames.
 
-A pool decides nothing: it runs each task in the place that it is given, and says what happened. This is its interface;
-`inprocess` and `processes` are the implementations.
+The dispatcher selects the worker of each task; a pool runs it there and reports the outcome. `inprocess` and
+`processes` are the implementations.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
-"""A frame's bytes, read-only. Its memory is used again when neither it nor a view of it exists any more."""
+"""Bytes of a frame, read-only. The memory is reused once neither the array nor a view of it exists."""
 
 
 class PoolListener(Protocol):
-    """What a pool says; called in the event loop."""
+    """Receiver of a pool's events, in the event loop."""
 
     def worker_ready(self, worker: int) -> None:
-        """The worker can take tasks."""
+        """Record that the worker accepts tasks."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """A task that was submitted to the worker is a frame."""
+        """Receive the frame of a task."""
 
     def no_worker_starts(self, reason: str) -> None:
-        """Workers die again and again before they are ready; they are still tried."""
+        """Report to clients that no worker starts; the pool keeps trying."""
 
     def worker_recycling(self, worker: int) -> None:
-        """The worker must be given nothing more: when all that it has is done, a fresh one will be ready soon."""
+        """Submit nothing more to the worker: once its tasks are completed, another one replaces it."""
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """These wait behind a batch that takes long; True when they are taken back, to be made elsewhere."""
+        """Reclaim tasks that wait behind a slow one, for other workers; return False to leave them there."""
 
     def worker_resumed(self, worker: int) -> None:
-        """One from which tasks were taken back can be given some again."""
+        """Record that a stalled worker accepts tasks again."""
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """The worker's process ended with these tasks undone, the first of them begun; another will be ready soon."""
+        """Take back the tasks of a worker that ended; another one will be ready soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What the pool knows of one place."""
+    """State of one worker."""
 
     worker: int
     pid: int | None
@@ -58,47 +58,47 @@ class WorkerState:
     last_exit: str | None
     last_restart: float | None
     task: Task | None
-    """What it makes."""
+    """Task in progress."""
     working_for: float
-    """Seconds for which it has been at that, as far as is known."""
+    """Seconds since its start, as far as is known."""
 
 
 class Pool(Protocol):
-    """Places for tasks."""
+    """A pool of workers."""
 
     @property
     def num_workers(self) -> int:
-        """Worker processes; 0 for one place in the server's own process."""
+        """Number of worker processes; 0 for a thread of the server's own process."""
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Build the datasets, then start the workers in the background.
 
         Raises:
-            ConfigError: When a dataset cannot be built; nothing is left running.
+            ConfigError: If a dataset cannot be built; no process remains.
         """
 
     def submit(self, worker: int, task: Task) -> None:
-        """Have a ready worker do a task after those that it has."""
+        """Queue a task at a ready worker."""
 
     def take(self, worker: int, reason: str) -> None:
-        """End a worker's process, through no fault of its tasks; another will be ready soon, where that can be.
+        """Kill a worker, through no fault of its tasks; another one will be ready soon. Threads are not killed.
 
         Args:
-            worker: Which.
-            reason: Why, as the end of a sentence that begins with the worker.
+            worker: Worker ID.
+            reason: End of the sentence "worker 0 was killed: ".
         """
 
     def workers(self) -> list[WorkerState]:
-        """The places and their state."""
+        """Return the state of each worker."""
 
     def forget(self, loader: str) -> None:
-        """Release what workers keep of a loader; a task of it can still be submitted."""
+        """Release the workers' state of a loader; tasks of it can still be submitted."""
 
     def pids(self) -> list[int]:
-        """All processes of the pool."""
+        """Return all processes of the pool."""
 
     def mapped_bytes(self) -> int:
-        """Shared memory that is mapped for frames, used or free."""
+        """Return the bytes of shared memory for frames, used or free."""
 
     async def close(self) -> None:
         """End all processes and wait for them."""

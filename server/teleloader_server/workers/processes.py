@@ -87,11 +87,11 @@ class ProcessPool:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes."""
+        """Number of worker processes."""
         return self._limits.num_workers
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Start the fork server, wait until it has built the datasets, have it fork the workers."""
+        """Start the fork server; once it has built the datasets, fork the workers."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         try:
@@ -131,14 +131,14 @@ class ProcessPool:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
 
     def forget(self, loader: str) -> None:
-        """Tell the workers to forget a loader; `submit` tells them of it again."""
+        """Release the workers' state of a loader; `submit` defines it again."""
         for place in self._places.values():
             if loader in place.process.loaders:
                 place.process.loaders.remove(loader)
                 place.process.send(messages.ForgetLoader(loader))
 
     def workers(self) -> list[WorkerState]:
-        """The places and their state."""
+        """Return the state of each worker."""
         return [
             WorkerState(
                 number,
@@ -155,26 +155,26 @@ class ProcessPool:
         ]
 
     def pids(self) -> list[int]:
-        """The fork server and the workers."""
+        """Return the fork server and the workers."""
         pids = [self._supervisor.current.pid, *(place.process.pid for place in self._places.values())]
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
-        """A fork of the fork server for a pool of its own; it has the datasets as they were built.
+        """Fork the fork server for another pool; it has the datasets as they were built.
 
         Raises:
-            ConfigError: When there is none at the moment.
+            ConfigError: If the fork server is being restarted.
         """
         if self._supervisor.current.channel.fileno() == -1:
             raise ConfigError("the process that has built the datasets is being restarted")
         return self._supervisor.current.split()
 
     def mapped_bytes(self) -> int:
-        """Shared memory of all slots."""
+        """Return the bytes of all slots."""
         return sum(slot.size for place in self._places.values() for slot in place.process.slots.values())
 
     async def close(self) -> None:
-        """Close the channels, upon which the processes end, and wait for the fork server."""
+        """Close the channels, which ends the processes, and wait for the fork server."""
         self._closing = True
         self._next_check.cancel()
         for inspection in self._inspections:
@@ -263,7 +263,7 @@ class ProcessPool:
         except OSError as error:
             # the descriptor that came with the message is lost, and with it the batches that will be written there
             loss = WorkerExit(
-                f"{process} was replaced, since its batches cannot be mapped: {shortage(error)}", "machine"
+                f"{process} was replaced because its shared memory cannot be mapped: {shortage(error)}", "machine"
             )
             self._kill(process, loss)
 

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: their memory, and how they fare."""
+"""Memory, processor time and state of processes, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NO_MEMORY: Final = Memory(0, 0)
 
 
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
-    """The memory of each process; None is this one, and one that is gone has none.
+    """Return the memory of each process; None is this process, and one that has ended has none.
 
-    Reads every mapping of the processes, which takes milliseconds: not for the event loop.
+    This reads every mapping of the processes, which takes milliseconds: do not call it in the event loop.
     """
-    import psutil  # here, so that `serve` can be imported without the server's extra, to say that it is missing
+    import psutil  # here: `serve` must be importable without the extra `server`, to report that it is missing
 
     found = {}
     for pid in pids:
@@ -42,7 +42,7 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory, shared pages included; 0 for a process that is gone. Cheap."""
+    """Return the bytes of resident memory, shared pages included; 0 for a process that has ended. Cheap."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -50,16 +50,16 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped the process (SIGSTOP, SIGTSTP); not so one that a debugger holds."""
+    """Return True if a signal (SIGSTOP, SIGTSTP) has stopped the process, False if a debugger holds it."""
     try:
-        # the name of the program, in parentheses, may hold anything
+        # the name of the program, in parentheses, may contain anything
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Processor time that a process has used; None is this one, and one that is gone has used none."""
+    """Return the processor time of a process; None is this process, and one that has ended has used none."""
     if pid is None:
         return time.process_time()
     try:
@@ -70,23 +70,23 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 class CpuUse:
-    """How many processors some processes use lately; what one used that has ended is not counted.
+    """Recent processor use of some processes. The use of processes that have ended is not counted.
 
-    Not for the event loop more often than every few seconds: each process is a file to be read.
+    Call it in the event loop only every few seconds: it reads one file per process.
     """
 
     def __init__(self) -> None:
-        # all but this process begin later
+        # all others start later
         self._looks: deque[tuple[float, dict[int | None, float]]] = deque(
             [(time.monotonic(), {None: cpu_seconds(None)})], maxlen=2
         )
 
     def look(self, pids: Iterable[int | None]) -> None:
-        """Note their times."""
+        """Record their processor times."""
         self._looks.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
 
     def rate(self, pids: Iterable[int | None]) -> float:
-        """How many they have used since the last look but one."""
+        """Return the number of processors in use since the `look` before the last."""
         then, before = self._looks[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
@@ -111,7 +111,7 @@ def shortage(error: OSError) -> str:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended on this machine because memory ran out, in containers too."""
+    """Return the number of processes that the kernel has killed for lack of memory, in containers too."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

@@ -1,4 +1,4 @@
-"""A worker process: takes tasks from its channel, writes frames to its arena, says so. No asyncio, no web server."""
+"""A worker process: receives tasks, writes frames to shared memory, reports results. No asyncio, no web server."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
 
 REPORT_EVERY: Final = 0.002
-"""Seconds in which finished small batches are gathered before the server is told of them in one message."""
+"""Seconds during which results are collected for one message."""
 
 REPORT_LATEST: Final = 0.01
-"""Seconds after which the server is told of a finished batch though the next one is still being made."""
+"""Seconds after which a result is sent although the next task is in progress."""
 
 INLINE_BYTES: Final = 32 * 1024
-"""Frames up to this size are sent to the server through the channel: a copy costs less than a mapping."""
+"""Frames up to this size are sent through the channel: a copy costs less than a mapping."""
 
 PROGRESS_EVERY: Final = 0.1
-"""Seconds between words to the server while a batch takes long because others are gone through on the way to it."""
+"""Seconds between two `Progress` messages while the dataset is iterated up to a batch."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, whatever way it ends."""
+    """Have the kernel kill this process when its parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_signals_to_the_server() -> None:
-    """Let SIGINT and SIGTERM pass: Ctrl-C and service managers send them to every process, the server decides."""
+    """Ignore SIGINT and SIGTERM: Ctrl-C and service managers send them to every process, and the server decides."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # a handler, not SIG_IGN, which programs that user code starts would inherit
+        # a handler, because programs that user code starts would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
-    # one that ignores or collects ended children, as it may be inherited, would leave none to be waited for
+    # an inherited handler may ignore or reap ended children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def look_after_children() -> None:
-    """What user code forks can be terminated, as it is used to, and ends with this process, whatever way that ends."""
+    """Have processes that user code forks accept SIGTERM, and end with this process in any way."""
     worker = os.getpid()
     by_main_thread = False
 
@@ -81,7 +81,7 @@ def look_after_children() -> None:
 
     def in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # the kernel means the thread that forked, and another one than the main thread may end before
+        # for the kernel the parent is the thread that forked, and only the main thread surely lives on
         if by_main_thread and os.getppid() == worker:
             end_with_parent()
 
@@ -89,12 +89,12 @@ def look_after_children() -> None:
 
 
 class Worker:
-    """What runs in a worker process.
+    """The loop of a worker process.
 
     Args:
         channel: Blocking end of the channel to the server.
-        hosted: The datasets by name.
-        settings: What else it is told.
+        hosted: Datasets by name.
+        settings: Settings of this worker.
     """
 
     def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> None:
@@ -131,12 +131,12 @@ class Worker:
         """Work until the server closes the channel.
 
         Raises:
-            EOFError: When it does.
+            EOFError: If the server closes it.
         """
         self._share_notes()
         self._initialise()
         self._send(messages.Ready())
-        # a batch that is finished must not wait for the next one, which may take for ever
+        # a result must not wait for the next task, which may never be completed
         threading.Thread(target=self.report_late, daemon=True).start()
         while True:
             while not self._tasks:
@@ -154,7 +154,7 @@ class Worker:
                 self._unreported.set()
 
     def _share_notes(self) -> None:
-        """Let the server see at which batch this process hangs, and where: nothing of this needs a lock then."""
+        """Publish the current task and, on a signal, the stacks: an unresponsive process can send no message."""
         file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
         os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
         self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
@@ -188,12 +188,12 @@ class Worker:
 
     @property
     def _id(self) -> int:
-        """What user code sees as the worker's number: the shards of an iterable-style dataset count over all ranks."""
+        """Worker ID that user code sees: shards of an iterable-style dataset are counted over all ranks."""
         return self._number + self._num_workers * (self._shards_of_ranks[0])
 
     @property
     def _shards_of_ranks(self) -> tuple[int, int]:
-        """(rank, world size) over which shards are counted."""
+        """Rank and world size over which shards are counted."""
         session = self._session
         if session is None or self._hosted[session.dataset].info.kind == "map":
             return 0, 1
@@ -206,7 +206,7 @@ class Worker:
         return (self._session.seed + self._id) % 2**63  # an int64, as torch's
 
     def _adopt_torch(self) -> None:
-        """Do to torch what torch's own workers do, when it is there."""
+        """Configure torch as in torch's own workers, if it is imported."""
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)
@@ -259,7 +259,7 @@ class Worker:
         self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.passes.reached))
 
     def close(self) -> None:
-        """Release what user code holds, as at the end of one of torch's workers.
+        """Release resources of user code, as at the end of one of torch's workers.
 
         Generators run their ``finally`` blocks, and queues of `multiprocessing` send what was put to them last.
         """
@@ -267,7 +267,7 @@ class Worker:
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
-        """What user code forked and let come back must not be a second worker on the same channel."""
+        """End a process that user code forked and let return: it would be a second worker on the same channel."""
         if os.getpid() != self._pid:
             print("a process that the dataset forked came back from it: end it there, by os._exit()", file=sys.stderr)
             sys.stderr.flush()
@@ -280,7 +280,7 @@ class Worker:
             self._send(messages.Progress())
 
     def report_late(self) -> None:
-        """Be the thread that tells the server of finished batches while the next one takes long."""
+        """Send results while the next task is in progress; runs in a thread."""
         while True:
             self._unreported.wait()
             self._unreported.clear()
@@ -306,7 +306,7 @@ class Worker:
 
 
 def _replica(hosted: HostedDataset) -> HostedDataset:
-    """A worker's own copy of a dataset, where the fork is none.
+    """Return a worker's own copy of a dataset, if the fork does not make one.
 
     An iterable-style dataset may hold its epoch in memory that forks share, so that the persistent workers of one
     loader see it (Hugging Face's does), and here workers of other loaders are in other epochs. A map-style dataset is
@@ -316,15 +316,15 @@ def _replica(hosted: HostedDataset) -> HostedDataset:
         return hosted
     try:
         return replace(hosted, dataset=deepcopy(hosted.dataset))
-    except Exception:  # noqa: BLE001 - it holds a file, a lock, a generator: then the fork has to do
+    except Exception:  # noqa: BLE001 - a file, lock or generator cannot be copied: the fork must do
         return hosted
 
 
 def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> int:
-    """Be a worker process until the server ends it.
+    """Run a worker process until the server ends it.
 
     Returns:
-        The process's exit code: 0 when the server closed the channel.
+        Exit code of the process: 0 if the server closed the channel.
     """
     gc.enable()
     if not faulthandler.is_enabled():
