@@ -6,16 +6,17 @@ never be decided.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sized
 
+import numpy as np
 import pytest
 
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
-from teleloader_server.dispatch.store import Evict
+from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
@@ -64,16 +65,13 @@ class Service:
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
         begun = []
-        for action in self.dispatcher.decide():
-            if isinstance(action, Evict):
-                del self.ready[action.address]  # only what is ready can be let go
-                self.evicted.append(action.address)
-                continue
-            assert action.address not in self.ready, f"{action.address} is there already"
-            assert action.address not in self.running(), f"{action.address} is being made already"
-            assert action.worker not in self.worn | self.held_up
-            self.queues[action.worker].append(action.address)
-            begun.append(action.address)
+        for worker, batch in self.dispatcher.decide():
+            address = batch.address
+            assert address not in self.ready, f"{address} is there already"
+            assert address not in self.running(), f"{address} is being made already"
+            assert worker not in self.worn | self.held_up
+            self.queues[worker].append(address)
+            begun.append(address)
         self.begun.update(begun)
         return begun
 
@@ -84,9 +82,19 @@ class Service:
     def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> Address:
         """The worker finishes its first batch."""
         address = self.queues[worker].pop(0)
-        self.ready[address] = nbytes
-        self.dispatcher.finished(worker, address, nbytes, seconds)
+        self.dispatcher.finished(worker, address, self.frame(address, nbytes), seconds)
         return address
+
+    def frame(self, address: Address, nbytes: int) -> ReadyFrame:
+        """Return a frame that counts as ready until its memory is released."""
+        raw = np.broadcast_to(np.uint8(0), nbytes)
+        self.ready[address] = nbytes
+        weakref.finalize(raw, self._released, address)
+        return ReadyFrame(raw, failed=False)
+
+    def _released(self, address: Address) -> None:
+        del self.ready[address]
+        self.evicted.append(address)
 
     def finish_all(self, nbytes: int = 1, seconds: float = SLOW) -> int:
         """All workers finish what they have; how many batches that was."""
@@ -140,8 +148,7 @@ class Service:
         self.held_up.discard(worker)
         given_up = self.dispatcher.worker_lost(worker, attribution, overdue)
         for address in given_up:
-            self.ready[address] = 1
-            self.dispatcher.finished(None, address, 1)
+            self.dispatcher.finished(None, address, self.frame(address, 1))
         return given_up
 
     def teach(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:

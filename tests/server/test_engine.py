@@ -101,7 +101,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     submitted = [task.address.batch for task in pool.submitted]
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
     assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
-    assert engine._lists == {}, "and nothing is kept of it"
+    assert not any(consumer.asks for consumer, _ in engine.consumers()), "and nothing is kept of it"
 
 
 async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +124,18 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
     engine.forget_idle()
     assert (first, len(set(forgotten))) == (FORGOTTEN_TOGETHER, FORGOTTEN_TOGETHER + 1)
     await engine.close()
+
+
+async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> None:
+    """A thread that loads cannot be stopped: its last batch may arrive when the engine is closed."""
+    pool, memory = FakePool(), Memory(BUDGET)
+    engine = Engine(pool, memory, Counters())
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100, engine)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
+    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
+        await begun()
+    await engine.close()
+    engine.task_done(*pool.tasks[0], np.zeros(1000, np.uint8), REPORT)
+    assert memory.used == 0

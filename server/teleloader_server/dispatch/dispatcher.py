@@ -29,9 +29,10 @@ from teleloader_server.dispatch.records import (
     PendingRange,
     PrincipalShare,
     RangeRequest,
+    ReadyFrame,
     Urgency,
 )
-from teleloader_server.dispatch.store import Evict, Store
+from teleloader_server.dispatch.store import Store
 from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
@@ -56,7 +57,7 @@ class Start(NamedTuple):
     """Have `worker` make a batch."""
 
     worker: int
-    address: Address
+    batch: Batch
 
 
 class Dispatcher:
@@ -115,7 +116,7 @@ class Dispatcher:
             principal_share.served = max(principal_share.served, self._level)
             consumer.served = max(consumer.served, principal_share.level)
         consumer.last_seen = now
-        asked = PendingRange(consumer, start, stop, start)
+        asked = PendingRange(consumer, start, stop, start, request.indices)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
@@ -218,7 +219,7 @@ class Dispatcher:
         self._stalled.add(worker)
         for address in waiting:
             self._queues[worker].remove(address)
-            self.store.remove(address)
+            self.store.remove(self.store.batch(address))
         return True
 
     def worker_resumed(self, worker: int) -> None:
@@ -253,19 +254,17 @@ class Dispatcher:
             if address == attribution or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
-                self.store.remove(address)
+                self.store.remove(self.store.batch(address))
         return given_up
 
-    def finished(
-        self, worker: int | None, address: Address, nbytes: int, seconds: float = 0.0, *, failed: bool = False
-    ) -> None:
+    def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
         """A batch is ready; `worker` is None for a failure that the server itself put in its place."""
         if worker is not None:
             self._queues[worker].remove(address)
             self._seconds[address.loader] = _smoothed(self._seconds.get(address.loader), seconds)
-            self._sizes[address.loader] = _smoothed(self._sizes.get(address.loader), nbytes)
+            self._sizes[address.loader] = _smoothed(self._sizes.get(address.loader), len(frame.raw))
         self.store.deaths.pop(address, None)
-        self._charge(self.store.finished(address, nbytes, failed=failed), seconds)
+        self._charge(self.store.finished(address, frame), seconds)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
         """A batch has taken so long until now."""
@@ -298,16 +297,18 @@ class Dispatcher:
 
     # -- what to do now
 
-    def decide(self) -> list[Start | Evict]:
-        """What is to be done, in this order."""
+    def decide(self) -> list[Start]:
+        """Evict batches, and return those that are to be begun, in this order."""
         store = self.store
-        actions: list[Start | Evict] = [*store.evict_told()]
-        self._begin(actions)
+        store.evict_told()
+        begun: list[Start] = []
+        self._begin(begun)
         for consumer in [c for c in store.active if not c.asks and c.ahead_cursor >= c.ahead_stop]:
             del store.active[consumer]
-        return actions + store.evict_cached()
+        store.evict_cached()
+        return begun
 
-    def _begin(self, actions: list[Start | Evict]) -> None:
+    def _begin(self, begun: list[Start]) -> None:
         """Begin batches, each for the principal that was served least by then, while there are workers for them."""
         active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
@@ -325,7 +326,7 @@ class Dispatcher:
             if worker is None:
                 return  # who is served next must not take the worker for which this one waits
             level, before = principal_share.served, consumer.served
-            principal_share.was_begun = self._start(worker, address, consumer, urgency, actions)
+            principal_share.was_begun = self._start(worker, address, consumer, urgency, begun)
             if principal_share.was_begun:
                 self._level = max(self._level, level)
                 principal_share.level = max(principal_share.level, before)
@@ -342,9 +343,7 @@ class Dispatcher:
                 if k is None or not consumer.principal_share.was_begun:
                     left.remove(consumer)
 
-    def _start(
-        self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, actions: list[Start | Evict]
-    ) -> bool:
+    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, begun: list[Start]) -> bool:
         estimate = int(self._sizes.get(address.loader, 0))
         principal_share = consumer.principal_share
         if consumer.reads_too_little or self._takes_all_workers(consumer):
@@ -352,13 +351,13 @@ class Dispatcher:
         if self.store.is_full(principal_share, estimate):
             distance = consumer.distance(address.batch) or 0
             waited_for = urgency is Urgency.WAITING
-            actions += self.store.make_room(estimate, distance, principal_share, at_any_price=waited_for)
+            self.store.make_room(estimate, distance, principal_share, at_any_price=waited_for)
             if not waited_for and self.store.is_full(principal_share, estimate):
                 return False
         batch = self.store.begun(address, consumer, estimate)
         self._charge(batch, self._seconds.get(address.loader, 0.001))
         self._queues[worker].append(address)
-        actions.append(Start(worker, address))
+        begun.append(Start(worker, batch))
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:

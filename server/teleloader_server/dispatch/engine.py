@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest
-from teleloader_server.dispatch.store import Evict
+from teleloader_server.dispatch.records import Consumer, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit
@@ -52,17 +51,7 @@ class Loader:
     """What an order of the client's own may hold, see `DatasetConfig.indices`."""
 
 
-class ReadyFrame(NamedTuple):
-    """A frame that can be sent."""
-
-    raw: Lease
-    failed: bool
-    """Whether it holds an exception in place of the batch: that may go better when it is asked for later."""
-    made: Made | None = None
-    """How it came to be, where somebody traces."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BatchStream:
     """The answer to one request: the batches [start, stop), in order, each when it is ready."""
 
@@ -74,6 +63,7 @@ class BatchStream:
     """Of the request."""
     authorize: Callable[[], object]
     """Raises an error if the request's caller may not have the batches any more."""
+    request_id: str | None
     _arrived: asyncio.Future[None] | None = None
     """What it waits for."""
 
@@ -81,6 +71,11 @@ class BatchStream:
         """Raise an error in the place of the batch that is waited for, if one is."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
+
+    def wake(self) -> None:
+        """Continue: the batch that is waited for is ready."""
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     @property
     def consumer(self) -> Consumer:
@@ -112,9 +107,8 @@ class BatchStream:
 
     async def linger(self, seconds: float) -> None:
         """Wait until the last batch of the request is there, or so long."""
-        last = Address(*self._ask.consumer.run, self._ask.stop - 1)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._engine._arrival(last, self), seconds)
+            await asyncio.wait_for(self._engine._arrival(self._ask.stop - 1, self), seconds)
 
 
 class Engine:
@@ -136,16 +130,12 @@ class Engine:
         """What was counted."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
-        self._lists: dict[Epoch, dict[PendingRange, Mapping[int, bytes]]] = {}
-        """What clients with an order of their own say that batches hold, by open request: none other is made."""
-        self._frames: dict[Address, ReadyFrame] = {}
-        self._waiting: dict[Address, list[asyncio.Future[None]]] = {}
         self._decision_due = False
         self._context = Context()
         """For what is decided: that is done for all requests, and none of them is named where it is logged."""
         self._traces = tracing.is_on()
-        self._requests: dict[PendingRange, str | None] = {}
-        """The ids of the requests that are being answered."""
+        self._streams: set[BatchStream] = set()
+        """Those of open requests."""
 
     # -- life
 
@@ -159,11 +149,8 @@ class Engine:
 
     def give_up(self, error: TeleloaderError) -> None:
         """Tell those who wait for a batch that it will not come."""
-        for waiting in self._waiting.values():
-            for arrived in waiting:
-                if not arrived.done():
-                    arrived.set_exception(error)
-        self._waiting.clear()
+        for stream in self._streams:
+            stream.end(error)
 
     async def close(self) -> None:
         """End the workers."""
@@ -171,7 +158,6 @@ class Engine:
         self.give_up(self._end)
         await self._pool.close()
         # a lease that is kept keeps the pool, whose memory it is
-        self._frames.clear()
         self._dispatcher.release()
 
     # -- what clients ask
@@ -194,68 +180,52 @@ class Engine:
         now = time.monotonic()
         ask = self._dispatcher.ask(quota, request, loader.batches, now)
         self._loaders[loader.key] = loader
-        if request.indices:
-            self._lists.setdefault(ask.consumer.run, {})[ask] = request.indices
-        self._requests[ask] = request_ids.current()
         self._decide_soon()
         tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
         tally.asks(now, request.report)
+        stream = BatchStream(self, ask, tally, request.trace, authorize, request_ids.current())
+        self._streams.add(stream)
         try:
-            yield BatchStream(self, ask, tally, request.trace, authorize)
+            yield stream
         finally:
+            self._streams.remove(stream)
             if request.trace is not None:
                 request.trace.end()
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
-            del self._requests[ask]
-            if request.indices:
-                self._forget_lists(ask)
-
-    def _forget_lists(self, ask: PendingRange) -> None:
-        of_run = self._lists[ask.consumer.run]
-        del of_run[ask]
-        if not of_run:
-            del self._lists[ask.consumer.run]
-
-    def _list_of(self, address: Address) -> bytes | None:
-        """Return the index list of a batch from an open request; None in seeded order, whose indices workers know."""
-        of_run = self._lists.get((address.loader, address.epoch))
-        if of_run is None:
-            return None
-        return next((lists[address.batch] for lists in of_run.values() if address.batch in lists), None)
 
     async def _take(self, stream: BatchStream, ask: PendingRange) -> ReadyFrame:
         tally = stream.tally
         frame = self._take_ready(ask, tally)
         if frame is not None:
             return frame
-        address = Address(*ask.consumer.run, ask.next)
         tally.waits()
         try:
             while frame is None:
-                await self._arrival(address, stream)
+                await self._arrival(ask.next, stream)
                 frame = self._take_ready(ask, tally)
         finally:
             tally.has_waited()
         return frame
 
-    async def _arrival(self, address: Address, stream: BatchStream) -> None:
-        if address not in self._frames:
+    async def _arrival(self, k: int, stream: BatchStream) -> None:
+        state = stream.consumer.state
+        if state.frame(k) is None:
             if self._end is not None:
                 raise self._end
-            stream._arrived = arrived = asyncio.get_running_loop().create_future()
-            waiting = self._waiting.setdefault(address, [])
-            waiting.append(arrived)
+            stream._arrived = asyncio.get_running_loop().create_future()
+            waiters = state.waiters.setdefault(k, [])
+            waiters.append(stream.wake)
             try:
-                await arrived
+                await stream._arrived
             except BaseException:  # also when this request alone was cancelled or ended
-                waiting.remove(arrived)
-                if not waiting and self._waiting.get(address) is waiting:
-                    del self._waiting[address]
+                waiters.remove(stream.wake)
+                if not waiters and state.waiters.get(k) is waiters:
+                    del state.waiters[k]
                 raise
 
     def _take_ready(self, ask: PendingRange, tally: ConsumerCounters) -> ReadyFrame | None:
-        frame = self._frames.get(Address(*ask.consumer.run, ask.next))
+        frame = ask.consumer.state.frame(ask.next)
         if frame is None:
             return None
         tally.sent(len(frame.raw))
@@ -272,22 +242,24 @@ class Engine:
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """A batch is a frame now."""
+        if self._end is not None:
+            return
         if report.failed:
             with request_ids.on_behalf_of(self._request_for(task.address)):
                 self.tally.computed(worker, task, lease, report)
         else:
             self.tally.computed(worker, task, lease, report)
-        self._dispatcher.finished(worker, task.address, len(lease), report.seconds, failed=report.failed)
         made = Made(time.time_ns(), worker, report) if self._traces else None
-        self._arrived(task.address, ReadyFrame(lease, report.failed, made))
+        self._dispatcher.finished(worker, task.address, ReadyFrame(lease, report.failed, made), report.seconds)
+        self._decide_soon()
 
     def _request_for(self, address: Address) -> str | None:
         """A request that wants the batch, the first of several; None when it is made ahead of them."""
         loader, epoch, k = address
         wanting = (
-            request
-            for ask, request in self._requests.items()
-            if ask.consumer.run == (loader, epoch) and ask.next <= k < ask.stop
+            stream.request_id
+            for stream in self._streams
+            if stream.consumer.run == (loader, epoch) and stream._ask.next <= k < stream._ask.stop
         )
         return next(wanting, None)
 
@@ -318,8 +290,7 @@ class Engine:
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
             self.tally.given_up(task.spec.dataset, failure)
             frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
-            self._dispatcher.finished(None, task.address, len(frame), failed=True)
-            self._arrived(task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
+            self._dispatcher.finished(None, task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
         self._decide_soon()
 
     def no_worker_starts(self, reason: str) -> None:
@@ -327,13 +298,6 @@ class Engine:
         self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
 
     # -- carrying out
-
-    def _arrived(self, address: Address, frame: ReadyFrame) -> None:
-        self._frames[address] = frame
-        for arrived in self._waiting.pop(address, ()):
-            if not arrived.done():
-                arrived.set_result(None)
-        self._decide_soon()
 
     def _decide_soon(self) -> None:
         """Let the dispatcher decide once after the events at hand, not once for each."""
@@ -345,14 +309,10 @@ class Engine:
         self._decision_due = False
         if self._end is not None:
             return
-        for action in self._dispatcher.decide():
-            if isinstance(action, Evict):
-                del self._frames[action.address]
-                continue
-            address = action.address
-            loader = self._loaders[address.loader]
-            task = Task(loader.spec, loader.length, address, self._list_of(address))
-            self._pool.submit(action.worker, task)
+        for worker, batch in self._dispatcher.decide():
+            loader = self._loaders[batch.address.loader]
+            indices = batch.consumer.index_list(batch.address.batch)
+            self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
         """Forget the consumers that have probably gone, and some loaders that no consumer uses."""

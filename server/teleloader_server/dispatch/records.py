@@ -6,16 +6,17 @@ Nothing is decided here. A consumer says of a batch whether it wants it, and how
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
+from teleloader_server.workers.pool import Lease
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import ConsumerReport
 
 if TYPE_CHECKING:
-    from teleloader_server.dispatch.tracing import RequestTrace
+    from teleloader_server.dispatch.tracing import Made, RequestTrace
 
 Epoch = tuple[str, int]
 """One epoch of one loader: (key, epoch)."""
@@ -32,7 +33,17 @@ class Urgency(enum.Enum):
     """It will be asked for later."""
 
 
-@dataclass(slots=True)
+class ReadyFrame(NamedTuple):
+    """A frame that can be sent."""
+
+    raw: Lease
+    failed: bool
+    """True if it holds an exception in place of the batch. It is sent once and not kept: a retry may succeed."""
+    made: Made | None = None
+    """Times and worker of the computation; None without tracing."""
+
+
+@dataclass(slots=True, eq=False)
 class Batch:
     """A batch that exists or is being made."""
 
@@ -43,9 +54,8 @@ class Batch:
     """For whom it was begun."""
     charged: float
     """Seconds that were charged for it."""
-    ready: bool = False
-    failed: bool = False
-    """It is an exception, which is told once and not kept: another try may go better."""
+    frame: ReadyFrame | None = None
+    """None until it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +89,8 @@ class PendingRange:
     stop: int
     cursor: int
     """All batches of the request before this one exist or are being made."""
+    indices: Mapping[int, bytes] | None = None
+    """Index lists of the request, see `RangeRequest`."""
 
     def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
         """The first batch of the request before `stop` that is not among `batches`, those of its run."""
@@ -146,6 +158,10 @@ class Consumer:
             found = k - self.position
         return found
 
+    def index_list(self, k: int) -> bytes | None:
+        """Return the index list of batch k from an open request; None in seeded order, whose indices workers know."""
+        return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
+
     def wants(self, k: int) -> bool:
         """Whether it wants batch k."""
         ahead = k >= self.position and k not in self.sent_beyond
@@ -158,6 +174,13 @@ class EpochState:
 
     batches: dict[int, Batch] = field(default_factory=dict)
     consumers: list[Consumer] = field(default_factory=list)
+    waiters: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
+    """Called when a batch is ready; a client may wait for a batch before it is begun."""
+
+    def frame(self, k: int) -> ReadyFrame | None:
+        """Return the frame of batch k if it is ready."""
+        batch = self.batches.get(k)
+        return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
         """How many batches from now the first consumer wants batch k; None when nobody does."""

@@ -10,11 +10,12 @@ Plain synchronous functions over plain state, as in `dispatcher`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochState, PrincipalShare
+from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochState, PrincipalShare, ReadyFrame
 from teleloader_shared.codec import Address
 
 CACHE_SHARE: Final = 1 / 8
@@ -25,12 +26,6 @@ warm, and a large batch is written to fresh memory four times as slowly.
 """
 MAX_BATCHES: Final = 16384
 """Batches that are kept at most, whatever their size: each is a memory mapping, and Linux allows 65,530 a process."""
-
-
-class Evict(NamedTuple):
-    """Let go of a finished batch."""
-
-    address: Address
 
 
 class Store:
@@ -45,9 +40,10 @@ class Store:
         self._memory = memory
         self._keeps_wanted = keeps_wanted
         self._count = 0
-        self._unwanted: dict[Address, None] = {}
-        """Ready batches that nobody wants, the longest unused first."""
-        self._told: dict[Address, None] = {}
+        self._unwanted: OrderedDict[Batch, None] = OrderedDict()
+        """Ready batches that nobody wants, the longest unused first. (To take the first one of a dict that was emptied
+        from its beginning, Python would pass over all that were there.)"""
+        self._told: dict[Batch, None] = {}
         """Failures that were sent."""
         self._runs: dict[Epoch, EpochState] = {}
         """Those of which there is a batch or a consumer."""
@@ -72,13 +68,14 @@ class Store:
         self._resize(batch, estimate)
         return batch
 
-    def finished(self, address: Address, nbytes: int, *, failed: bool) -> Batch:
+    def finished(self, address: Address, frame: ReadyFrame) -> Batch:
         """The batch is ready."""
         state = self._runs[address.loader, address.epoch]
         batch = state.batches[address.batch]
-        self._resize(batch, nbytes)
-        batch.ready = True
-        batch.failed = failed
+        self._resize(batch, len(frame.raw))
+        batch.frame = frame
+        for wake in state.waiters.pop(address.batch, ()):
+            wake()
         self.mark_unwanted(state, (address.batch,))
         return batch
 
@@ -87,14 +84,16 @@ class Store:
         state = consumer.state
         self.mark_unwanted(state, (k,))
         batch = state.batches.get(k)
-        if batch is not None and batch.failed:
-            self._told[batch.address] = None
+        if batch is not None and batch.frame is not None and batch.frame.failed:
+            self._told[batch] = None
 
-    def remove(self, address: Address) -> None:
+    def remove(self, batch: Batch) -> None:
         """The batch does not exist any more: whoever wants it must come by it again."""
+        address = batch.address
         run = (address.loader, address.epoch)
         state = self._runs[run]
-        batch = state.batches.pop(address.batch)
+        del state.batches[address.batch]
+        batch.frame = None  # at once, whoever still refers to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
@@ -117,6 +116,9 @@ class Store:
         for state in self._runs.values():
             for batch in state.batches.values():
                 self._resize(batch, 0)
+            state.batches.clear()
+        self._unwanted.clear()
+        self._told.clear()
 
     def _resize(self, batch: Batch, nbytes: int) -> None:
         """A batch takes so much now."""
@@ -169,29 +171,28 @@ class Store:
         """Keep those of these batches of a run that somebody wants by now."""
         for k in numbers:
             batch = state.batches.get(k)
-            if batch is not None and batch.address in self._unwanted and state.wants(k):
-                del self._unwanted[batch.address]
+            if batch is not None and batch in self._unwanted and state.wants(k):
+                del self._unwanted[batch]
 
     def mark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
         """Mark those of these batches of a run that nobody wants."""
         for k in numbers:
             batch = state.batches.get(k)
-            if batch is not None and batch.ready and not state.wants(k):
-                self._unwanted[batch.address] = None
+            if batch is not None and batch.frame is not None and not state.wants(k):
+                self._unwanted[batch] = None
 
     # -- what is let go
 
-    def evict_told(self) -> list[Evict]:
+    def evict_told(self) -> None:
         """Let go of the failures that were sent."""
-        return [self._evict(address) for address in list(self._told)]
+        for batch in list(self._told):
+            self._evict(batch)
 
-    def evict_cached(self) -> list[Evict]:
+    def evict_cached(self) -> None:
         """Let go of what nobody wants, beyond the share of memory that it may fill."""
-        evicted = []
         most = self._memory.budget * CACHE_SHARE
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
-            evicted.append(self._evict(next(iter(self._unwanted))))
-        return evicted
+            self._evict(next(iter(self._unwanted)))
 
     def is_full(self, principal_share: PrincipalShare, nbytes: int) -> bool:
         """Whether there is no room for so many bytes more of a principal."""
@@ -203,49 +204,39 @@ class Store:
             return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
-    def make_room(
-        self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
-    ) -> list[Evict]:
-        """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it.
-
-        Returns:
-            What was let go.
-        """
-        evicted: list[Evict] = []
+    def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool) -> None:
+        """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it."""
         for quota in (principal_share.quota, None):
             if self._lacks(nbytes, quota):
-                evicted += self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
+                self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
                 if not at_any_price and self._lacks(nbytes, quota):
                     break
-        return evicted
 
     def _make_room_of(
         self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
-    ) -> list[Evict]:
+    ) -> None:
         """Make room in a principal's share by its own batches, or in all of the memory by anybody's."""
-        evicted: list[Evict] = []
         if at_any_price or self._would_fit(quota, nbytes, []):
-            evicted += self._evict_unwanted(quota, nbytes)
+            self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
-                return evicted
+                return
         # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
         if principal_share.scans_to_skip and not at_any_price:
             principal_share.scans_to_skip -= 1
-            return evicted
+            return
         candidates = self._may_go(quota, distance, at_any_price=at_any_price)
         later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
         if not at_any_price and not self._would_fit(quota, nbytes, later):
             principal_share.scans_to_skip = self._count // 16
-            return evicted
-        evicted += self._evict_unwanted(quota, nbytes)
+            return
+        self._evict_unwanted(quota, nbytes)
         used, budget = self._room(quota)
         enough = min(0.9 * budget, budget - nbytes)
         for batch in later:
             if used <= enough and (quota is not None or self._count < 0.9 * MAX_BATCHES):
                 break
             used -= batch.nbytes
-            evicted.append(self._evict(batch.address))
-        return evicted
+            self._evict(batch)
 
     def _room(self, quota: Quota | None) -> tuple[int, int]:
         """Bytes that are used, and that may be."""
@@ -253,26 +244,20 @@ class Store:
             return quota.frames, quota.memory
         return self._memory.used, self._memory.budget
 
-    def _evict_unwanted(self, quota: Quota | None, nbytes: int) -> list[Evict]:
+    def _evict_unwanted(self, quota: Quota | None, nbytes: int) -> None:
         """Let go of what nobody wants, the longest unused first, until there is room."""
-        evicted = []
-        for address in list(self._unwanted):
+        for batch in list(self._unwanted):
             if not self._lacks(nbytes, quota):
                 break
-            if self._is_of(quota, address):
-                evicted.append(self._evict(address))
-        return evicted
+            if _is_of(quota, batch):
+                self._evict(batch)
 
     def _would_fit(self, quota: Quota | None, nbytes: int, later: list[Batch]) -> bool:
         """Whether there is room when all that nobody wants, and `later`, is let go."""
-        unwanted = [self.batch(address) for address in self._unwanted if self._is_of(quota, address)]
-        going = [*unwanted, *later]
+        going = [*(batch for batch in self._unwanted if _is_of(quota, batch)), *later]
         used, budget = self._room(quota)
         fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
         return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
-
-    def _is_of(self, quota: Quota | None, address: Address) -> bool:
-        return quota is None or self.batch(address).consumer.principal_share.quota is quota
 
     def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
         """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
@@ -285,13 +270,16 @@ class Store:
             asks = [ask for consumer in state.consumers for ask in consumer.asks]
             for k, batch in state.batches.items():
                 found = state.distance(k)
-                if not batch.ready or found is None or not self._is_of(quota, batch.address):
+                if batch.frame is None or found is None or not _is_of(quota, batch):
                     continue
                 if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
                     yield found, batch
 
-    def _evict(self, address: Address) -> Evict:
-        self._unwanted.pop(address, None)
-        self._told.pop(address, None)
-        self.remove(address)
-        return Evict(address)
+    def _evict(self, batch: Batch) -> None:
+        self._unwanted.pop(batch, None)
+        self._told.pop(batch, None)
+        self.remove(batch)
+
+
+def _is_of(quota: Quota | None, batch: Batch) -> bool:
+    return quota is None or batch.consumer.principal_share.quota is quota
