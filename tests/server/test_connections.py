@@ -289,8 +289,8 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
         client.ask(f"{path}/0")
-        eventually(lambda: running.service._sending >= MEGABYTES * 2**20)
-        eventually(lambda: running.service._sending == 0)
+        eventually(lambda: running.service.quotas.sending >= MEGABYTES * 2**20)
+        eventually(lambda: running.service.quotas.sending == 0)
         assert len(client.rest()) < MEGABYTES * 2**20
 
 
@@ -321,12 +321,12 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         clients = [stack.enter_context(Raw(running.url, buffer=4096)) for _ in range(4)]
         for k, client in enumerate(clients):
             client.ask(f"{path}/{k}")
-        eventually(lambda: running.service._sending >= 4 * MEGABYTES * 2**20)
+        eventually(lambda: running.service.quotas.sending >= 4 * MEGABYTES * 2**20)
         time.sleep(0.6)
-        assert running.service._sending >= 4 * MEGABYTES * 2**20, "there is room"
+        assert running.service.quotas.sending >= 4 * MEGABYTES * 2**20, "there is room"
         monkeypatch.setattr("teleloader_server.dispatch.quotas.MIN_SENDING", 2**20)
         running.service.quotas.of(ANYONE).memory = 2**20
-        eventually(lambda: running.service._sending == 0)
+        eventually(lambda: running.service.quotas.sending == 0)
 
 
 def test_pipelined_requests_are_answered_in_order(url: str) -> None:
@@ -351,9 +351,9 @@ def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogC
     with Raw(running.url, buffer=4096) as client:
         client.ask(f"{path}?start=0&stop=200")
         client.ask("/healthz")
-        eventually(lambda: running.service._sending > 0)
+        eventually(lambda: running.service.quotas.sending > 0)
     stats = f"{running.url}/stats"
-    eventually(lambda: running.service._sending == 0)
+    eventually(lambda: running.service.quotas.sending == 0)
 
     def computed() -> int:
         found: int = httpx.get(stats).json()["datasets"][0]["batches_computed"]

@@ -18,7 +18,7 @@ The rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
@@ -436,16 +436,11 @@ class Dispatcher:
         for consumer in self.store.active:
             if consumer in served or self._next(consumer, Urgency.WAITING) is None:
                 continue
-            others = any(batch.consumer.principal_share is not consumer.principal_share for batch in at.values())
-            within = consumer.principal_share in {batch.consumer.principal_share for batch in at.values()}
-            if within or not others:
-                has: list[PrincipalShare | Consumer] = [batch.consumer for batch in at.values()]
-            else:
-                has = [batch.consumer.principal_share for batch in at.values()]
-            most = max(has, key=has.count)
-            if has.count(most) > 1:
+            owners = _owners(list(at.values()), consumer)
+            most = max(owners, key=owners.count)
+            if owners.count(most) > 1:
                 most.is_capped = True
-                return list(at)[has.index(most)]
+                return list(at)[owners.index(most)]
         return None
 
     def _takes_all_workers(self, consumer: Consumer) -> bool:
@@ -462,6 +457,12 @@ class Dispatcher:
             return False  # nobody is there to leave it to
         busy = [self.store.batch(queue[0]).consumer for queue in self._queues.values() if queue]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(self._queues))
+
+
+def _owners(batches: Sequence[Batch], waiting: Consumer) -> Sequence[PrincipalShare | Consumer]:
+    """Return the consumer of each batch if a waiting consumer's principal has any of them, otherwise the principals."""
+    principals = [batch.consumer.principal_share for batch in batches]
+    return [batch.consumer for batch in batches] if waiting.principal_share in principals else principals
 
 
 def _smoothed(before: float | None, now: float) -> float:

@@ -319,14 +319,14 @@ class Engine:
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
-            del self._loaders[key]
-            self._dispatcher.forget_loader(key)
-            self._pool.forget(key)
+            self.forget_loader(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
 
     def forget_loader(self, key: str) -> None:
-        """Have the workers forget a loader that is not registered any more."""
+        """Forget a loader that no consumer uses, and have the workers forget it."""
+        self._loaders.pop(key, None)
+        self._dispatcher.forget_loader(key)
         self._pool.forget(key)
 
     def wake(self) -> None:

@@ -128,6 +128,11 @@ class Quotas:
         known.memory = max(1, int(principal.memory_share * self._budget))
         return known
 
+    @property
+    def sending(self) -> int:
+        """Bytes of all responses that are being sent."""
+        return sum(quota.sending for quota in self._quotas.values())
+
     def forget_idle(self, now: float) -> None:
         """Forget those who have nothing."""
         for name, quota in list(self._quotas.items()):

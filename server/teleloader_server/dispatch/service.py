@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError, Limits
+from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
 from teleloader_server.dispatch.engine import BatchStream, Engine, Loader
-from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas, too_many
+from teleloader_server.dispatch.grants import Grants
+from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import RangeRequest
+from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
 from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import (
-    AccessDenied,
     BatchOutOfRange,
     DatasetChanged,
     InvalidSpec,
@@ -33,13 +33,10 @@ from teleloader_shared.errors import (
 from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
-from teleloader_shared.units import counted
 
 SESSION_IDLE: Final = 60.0
 """Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
-GRANTS_TOGETHER: Final = 256
-"""Open requests that are checked in one turn of the event loop after tokens have changed."""
 
 
 class _Known(NamedTuple):
@@ -52,32 +49,6 @@ class _Known(NamedTuple):
     """Of who registered it."""
     memory: int
     """Bytes that its spec counts for."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Grant:
-    """What a caller was allowed and goes on."""
-
-    caller: Caller
-    need: str
-    dataset: str | None
-    end: Callable[[AccessDenied], object]
-
-    def check(self) -> None:
-        """End it unless it is still allowed."""
-        try:
-            self.caller.authorize(self.need, self.dataset)
-        except AccessDenied as error:
-            self.end(error)
-
-
-class _Session(NamedTuple):
-    """An engine of one loader's own."""
-
-    starting: asyncio.Task[Engine]
-    """It is started, or about to be."""
-    quota: Quota
-    num_workers: int
 
 
 class LoaderService:
@@ -94,28 +65,21 @@ class LoaderService:
         self.client_limits = client_limits
         self.quotas = Quotas(client_limits, limits.memory_budget)
         """What each principal has taken."""
-        self._memory = Memory(limits.memory_budget)
         self._draining = asyncio.Event()
         self._host = host
         self.counters = Counters()
         """Counted by all engines; see `stats`."""
+        self._engines = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
         self.connections: Callable[[], int] = lambda: 0
         """Says how many are open, where somebody counts them."""
-        self._infos: dict[str, DatasetInfo] = {}
-        """The datasets as the shared engine has them, once it is started."""
-        self._shared: asyncio.Task[Engine] | None = None
         self.is_shared: Callable[[], bool] = lambda: False
         """Says whether there are several principals, where somebody knows."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._specs = BodyBudget(
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
-        self._sessions: dict[str, _Session] = {}
-        """By loader."""
-        self._ending: set[asyncio.Task[None]] = set()
-        self._grants: set[_Grant] = set()
-        self._tokens_changed = asyncio.Event()
-        self._sending = 0
+        self.grants: Final = Grants()
+        """What callers were allowed and goes on."""
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
@@ -127,13 +91,13 @@ class LoaderService:
             ConfigError: When a dataset cannot be built.
         """
         if self._host.infos() is None:
-            await self._shared_engine()
-        always = self._keep_house(), self._end_revoked()
+            await self._engines.shared()
+        always = self._keep_house(), self.grants.run()
         self._always = [asyncio.create_task(each) for each in always]
 
     def give_up(self, error: TeleloaderError) -> None:
         """Tell those who wait for a batch that it will not come."""
-        for engine in self._engines():
+        for engine in self._engines.started():
             engine.give_up(error)
 
     async def close(self) -> None:
@@ -142,10 +106,7 @@ class LoaderService:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        ending = [self.end_session(key) for key in list(self._sessions)]
-        if self._shared is not None:
-            ending.append(_close(self._shared))
-        await asyncio.gather(*ending, *self._ending)
+        await self._engines.close()
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -166,13 +127,15 @@ class LoaderService:
         if self.draining:
             return False
         # objects of this process are always there: workers are forked when somebody comes
-        return self._shared is None or any(state.ready for engine in self._engines() for state, _ in engine.workers())
+        return not self._engines.has_shared or any(
+            state.ready for engine in self._engines.started() for state, _ in engine.workers()
+        )
 
     @property
     def datasets(self) -> dict[str, DatasetInfo]:
         """What is hosted now, by name."""
         infos = self._host.infos()
-        return self._infos if infos is None else {info.name: info for info in infos}
+        return self._engines.infos if infos is None else {info.name: info for info in infos}
 
     # -- what clients ask
 
@@ -195,8 +158,8 @@ class LoaderService:
         if spec.in_process:  # it holds up everybody
             caller.authorize(ADMIN)
         if spec.session is None:
-            await self._shared_engine()
-            info = self._infos[info.name]
+            await self._engines.shared()
+            info = self._engines.infos[info.name]
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
@@ -242,7 +205,7 @@ class LoaderService:
         memory = spec.memory
         self._reserve(quota, memory)
         try:
-            engine = await self._engine_of(key, spec, info, quota)
+            engine = await self._engines.of(key, spec, info, quota)
             if key not in self._loaders:  # nobody asked for the same meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
@@ -264,75 +227,12 @@ class LoaderService:
                 break
         self._specs.take(quota.name, nbytes)
 
-    async def _engine_of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
-        own = self._host.own_pool(spec, info)
-        if own is None:
-            return await self._shared_engine()
-        if key not in self._sessions:
-            self._refuse_too_many(quota, own.num_workers)
-            # a client that asks for workers has them used as torch uses them; user code may count on it
-            in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
-            if own.num_workers == 0:
-                in_turn = 0
-            engine = Engine(own, self._memory, self.counters, in_turn)
-            self._sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
-            quota.counts["sessions"] += 1
-            quota.counts["session workers"] += own.num_workers
-        session = self._sessions[key]
-        try:
-            engine = await asyncio.shield(session.starting)
-        except (ConfigError, OSError) as error:
-            if self._sessions.get(key) is session:
-                self._drop_session(key)
-            raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
-        if self._sessions.get(key) is not session:
-            raise ServerUnavailable("the session was ended while its workers were started: register it again")
-        return engine
-
-    def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
-        limits, counts = self.client_limits, quota.counts
-        if not quota.is_alone:
-            if counts["sessions"] >= (most := limits.max_sessions_per_principal):
-                raise too_many(quota, most, "sessions", "max_sessions_per_principal")
-            if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
-                what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more asked for)"
-                raise too_many(quota, most, what, "max_session_workers_per_principal")
-        if len(self._sessions) >= limits.max_sessions:
-            raise ServerUnavailable(
-                f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): ask later, or "
-                "another one"
-            )
-        running = sum(session.num_workers for session in self._sessions.values())
-        if running + num_workers > limits.max_session_workers:
-            raise ServerUnavailable(
-                f"the server's sessions have {counted(running, 'worker')}, and with {num_workers:,} more they would "
-                f"have more than {limits.max_session_workers:,}, its limit (max_session_workers): ask for fewer, or "
-                "later"
-            )
-
-    def _drop_session(self, key: str) -> _Session | None:
-        """Count it no more."""
-        session = self._sessions.pop(key, None)
-        if session is not None:
-            session.quota.counts["sessions"] -= 1
-            session.quota.counts["session workers"] -= session.num_workers
-        return session
-
     def _drop_loader(self, key: str) -> None:
         known = self._loaders.pop(key)
         known.quota.counts["loaders"] -= 1
         self._specs.give_back(known.quota.name, known.memory)
-        known.loader.engine.forget_loader(key)
-
-    async def _shared_engine(self) -> Engine:
-        if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
-            self._shared = _apart(self._start_shared())
-        return await asyncio.shield(self._shared)
-
-    async def _start_shared(self) -> Engine:
-        engine = Engine(self._host.shared_pool(), self._memory, self.counters)
-        self._infos = {info.name: info for info in await engine.start()}
-        return engine
+        if key not in self._engines.sessions:  # its workers end with the session
+            known.loader.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
         """End a session's workers, which its client needs no more. One that is not known has ended already.
@@ -350,13 +250,7 @@ class LoaderService:
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
             self._drop_loader(key)
-        session = self._drop_session(key)
-        if session is not None:
-            # a client that does not wait for the answer must not stop it half-way
-            ending = asyncio.create_task(_close(session.starting))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            await asyncio.shield(ending)
+        await self._engines.end_session(key)
 
     def _forget_some_loaders(self, quota: Quota) -> int:
         """Forget the loaders of a principal that were requested longest ago and are not in use, some at once.
@@ -364,11 +258,11 @@ class LoaderService:
         Returns:
             How many.
         """
-        in_use = {consumer.run[0] for engine in self._engines() for consumer, _ in engine.consumers()}
+        in_use = {consumer.run[0] for engine in self._engines.started() for consumer, _ in engine.consumers()}
         idle = [
             key
             for key, known in self._loaders.items()
-            if known.quota is quota and key not in in_use and key not in self._sessions
+            if known.quota is quota and key not in in_use and key not in self._engines.sessions
         ]
         forgotten = idle[: max(1, self.client_limits.max_loaders // 16)]
         for key in forgotten:
@@ -488,40 +382,8 @@ class LoaderService:
         quota = self.quotas.of(caller.authorize(need, dataset))
         asked = loader.engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
         async with asked as stream:
-            with self.revocable(caller, need, dataset, stream.end):
+            with self.grants.hold(caller, need, dataset, stream.end):
                 yield stream
-
-    @contextmanager
-    def revocable(
-        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
-    ) -> Iterator[None]:
-        """End what is done meanwhile when its caller's token is revoked, expires, or loses its scope.
-
-        Args:
-            caller: The client.
-            need: The scope.
-            dataset: The dataset that is used; None where none is.
-            end: Called with the reason.
-        """
-        grant = _Grant(caller, need, dataset, end)
-        self._grants.add(grant)
-        try:
-            yield
-        finally:
-            self._grants.discard(grant)
-
-    def tokens_changed(self) -> None:
-        """Look soon whether all that goes on is still allowed."""
-        self._tokens_changed.set()
-
-    async def _end_revoked(self) -> None:
-        while True:
-            await self._tokens_changed.wait()
-            self._tokens_changed.clear()
-            for number, grant in enumerate(list(self._grants)):
-                grant.check()
-                if number % GRANTS_TOGETHER == 0:
-                    await asyncio.sleep(0)
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
@@ -534,7 +396,6 @@ class LoaderService:
         """
         of.authorize()
         consumer, quota = of.consumer, of.consumer.principal_share.quota
-        self._sending += nbytes
         quota.sending += nbytes
         consumer.sending += nbytes
         loop = of.tally.loop
@@ -544,53 +405,36 @@ class LoaderService:
                 yield
         finally:
             loop.sending.end(time.monotonic())
-            self._sending -= nbytes
             was_too_much = quota.unread > 1
             quota.sending -= nbytes
             consumer.sending -= nbytes
             if was_too_much:
-                for engine in self._engines():
+                for engine in self._engines.started():
                     engine.wake()
 
     async def _keep_house(self) -> None:
         while True:
             began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
-            for engine in self._engines():
+            for engine in self._engines.started():
                 engine.forget_idle()
                 engine.preempt()
             self.quotas.forget_idle(time.monotonic())
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
                 continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
-            for key, engine in self._session_engines().items():
+            for key, engine in self._engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
 
     # -- what can be seen
 
-    def _engines(self) -> list[Engine]:
-        shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
-        return [*shared, *self._session_engines().values()]
-
-    def _session_engines(self) -> dict[str, Engine]:
-        return {
-            key: session.starting.result() for key, session in self._sessions.items() if _has_started(session.starting)
-        }
-
     def engine_sources(self) -> dict[Engine, EngineSource]:
         """Return all engines, and where their workers come from."""
-        shared = EngineSource(None, self._host.setting)
-        of_session = {engine: key for key, engine in self._session_engines().items()}
-        return {
-            engine: EngineSource(of_session[engine], "num_workers={} of the DataLoader")
-            if engine in of_session
-            else shared
-            for engine in self._engines()
-        }
+        return self._engines.sources()
 
     def totals(self) -> ServerTotals:
         """Return what is known of the whole server now."""
-        return ServerTotals(self.datasets, self._sending, self.connections(), self.draining)
+        return ServerTotals(self.datasets, self.quotas.sending, self.connections(), self.draining)
 
 
 def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
@@ -611,26 +455,3 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
     if spec.order == "client" or spec.shuffle:
         raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
-
-
-def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
-    """Start an engine, whose workers will do and log things long after the request that they are started for."""
-    return asyncio.create_task(starting, context=Context())
-
-
-async def _started(engine: Engine) -> Engine:
-    await engine.start()
-    return engine
-
-
-async def _close(starting: asyncio.Task[Engine]) -> None:
-    """Close an engine, waiting until it has started."""
-    try:
-        engine = await starting
-    except (ConfigError, OSError):
-        return  # whoever asked for it was told
-    await engine.close()
-
-
-def _has_started(starting: asyncio.Task[Engine]) -> bool:
-    return starting.done() and not starting.cancelled() and starting.exception() is None

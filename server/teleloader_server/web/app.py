@@ -75,7 +75,7 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
         responses=DOCUMENTED,
     )
     app.state.authenticator = authenticator or Authenticator()
-    app.state.authenticator.on_change = service.tokens_changed
+    app.state.authenticator.on_change = service.grants.tokens_changed
     app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)

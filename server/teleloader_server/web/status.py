@@ -72,7 +72,7 @@ class StatsStream(Response):
                 revoked.set_result(None)
 
         try:
-            with self._service.revocable(self._caller, STATS, None, revoke):
+            with self._service.grants.hold(self._caller, STATS, None, revoke):
                 async with departure(receive) as gone:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     with suppress(AccessDenied):  # an answer that has begun can only be broken off

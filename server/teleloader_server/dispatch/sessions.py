@@ -1,0 +1,197 @@
+"""The engines of a server: one that its loaders share, and one for each session, whose workers belong to one loader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextvars import Context
+from typing import Any, Final, NamedTuple
+
+from teleloader_server.config import ClientLimits, ConfigError
+from teleloader_server.dispatch.counters import Counters, EngineSource
+from teleloader_server.dispatch.engine import Engine
+from teleloader_server.dispatch.quotas import Memory, Quota, too_many
+from teleloader_server.workers.factory import Host
+from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.units import counted
+
+
+class _Session(NamedTuple):
+    """The engine of one loader."""
+
+    starting: asyncio.Task[Engine]
+    """Starts the engine; done once it has started."""
+    quota: Quota
+    num_workers: int
+
+
+class Engines:
+    """Starts and ends engines, and holds sessions to their limits. Lives in one event loop.
+
+    Args:
+        host: Source of datasets and worker pools.
+        memory: Memory budget that all engines share.
+        counters: Counters that all engines add to.
+        limits: Limits of clients.
+    """
+
+    def __init__(self, host: Host, memory: Memory, counters: Counters, limits: ClientLimits) -> None:
+        self._host = host
+        self._memory = memory
+        self._counters = counters
+        self._limits = limits
+        self.infos: dict[str, DatasetInfo] = {}
+        """Datasets as the shared engine has built them; empty until it has started."""
+        self._shared: asyncio.Task[Engine] | None = None
+        self.sessions: Final[dict[str, _Session]] = {}
+        """By key of the loader."""
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def has_shared(self) -> bool:
+        """True once the shared engine was requested; objects of this process get theirs with their first loader."""
+        return self._shared is not None
+
+    async def shared(self) -> Engine:
+        """Return the shared engine, which the first call starts.
+
+        Raises:
+            ConfigError: A dataset cannot be built.
+        """
+        if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
+            self._shared = _apart(self._start_shared())
+        return await asyncio.shield(self._shared)
+
+    async def _start_shared(self) -> Engine:
+        engine = Engine(self._host.shared_pool(), self._memory, self._counters)
+        self.infos = {info.name: info for info in await engine.start()}
+        return engine
+
+    async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
+        """Return the engine of a loader: the shared one, or that of its session, which the first call starts.
+
+        Args:
+            key: Key of the loader.
+            spec: The loader.
+            info: Its dataset.
+            quota: Quota of the client's principal.
+
+        Raises:
+            ServerUnavailable: There are too many sessions, or the workers cannot be started.
+        """
+        own = self._host.own_pool(spec, info)
+        if own is None:
+            return await self.shared()
+        if key not in self.sessions:
+            self._refuse_too_many(quota, own.num_workers)
+            # a client that requests workers has them used as torch uses them: user code may depend on it
+            in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
+            if own.num_workers == 0:
+                in_turn = 0
+            engine = Engine(own, self._memory, self._counters, in_turn)
+            self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
+            quota.counts["sessions"] += 1
+            quota.counts["session workers"] += own.num_workers
+        session = self.sessions[key]
+        try:
+            engine = await asyncio.shield(session.starting)
+        except (ConfigError, OSError) as error:
+            if self.sessions.get(key) is session:
+                self._drop(key)
+            raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+        if self.sessions.get(key) is not session:
+            raise ServerUnavailable("the session was ended while its workers were started: register it again")
+        return engine
+
+    def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
+        """Raise `ServerUnavailable` if one more session with so many workers exceeds a limit."""
+        limits, counts = self._limits, quota.counts
+        if not quota.is_alone:
+            if counts["sessions"] >= (most := limits.max_sessions_per_principal):
+                raise too_many(quota, most, "sessions", "max_sessions_per_principal")
+            if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
+                what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more requested)"
+                raise too_many(quota, most, what, "max_session_workers_per_principal")
+        if len(self.sessions) >= limits.max_sessions:
+            raise ServerUnavailable(
+                f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): try later, or "
+                "use another server"
+            )
+        running = sum(session.num_workers for session in self.sessions.values())
+        if running + num_workers > limits.max_session_workers:
+            raise ServerUnavailable(
+                f"the server's sessions have {counted(running, 'worker')}, and with {num_workers:,} more they would "
+                f"have more than {limits.max_session_workers:,}, its limit (max_session_workers): request fewer, or "
+                "try later"
+            )
+
+    def _drop(self, key: str) -> _Session | None:
+        session = self.sessions.pop(key, None)
+        if session is not None:
+            session.quota.counts["sessions"] -= 1
+            session.quota.counts["session workers"] -= session.num_workers
+        return session
+
+    async def end_session(self, key: str) -> None:
+        """End the workers of a session; return at once if there is none of that key."""
+        session = self._drop(key)
+        if session is not None:
+            # a client that does not wait for the response must not stop it half-way
+            ending = asyncio.create_task(_close(session.starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def close(self) -> None:
+        """End all workers."""
+        ending = [self.end_session(key) for key in list(self.sessions)]
+        if self._shared is not None:
+            ending.append(_close(self._shared))
+        await asyncio.gather(*ending, *self._ending)
+
+    def started(self) -> list[Engine]:
+        """Return the engines that have started."""
+        shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
+        return [*shared, *self.started_sessions().values()]
+
+    def started_sessions(self) -> dict[str, Engine]:
+        """Return the engines of sessions that have started, by key of their loader."""
+        return {
+            key: session.starting.result() for key, session in self.sessions.items() if _has_started(session.starting)
+        }
+
+    def sources(self) -> dict[Engine, EngineSource]:
+        """Return the engines that have started, and where their workers come from."""
+        shared = EngineSource(None, self._host.setting)
+        of_session = {engine: key for key, engine in self.started_sessions().items()}
+        return {
+            engine: EngineSource(of_session[engine], "num_workers={} of the DataLoader")
+            if engine in of_session
+            else shared
+            for engine in self.started()
+        }
+
+
+def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
+    """Start an engine outside of the request's context: its workers log things long after the request."""
+    return asyncio.create_task(starting, context=Context())
+
+
+async def _started(engine: Engine) -> Engine:
+    await engine.start()
+    return engine
+
+
+async def _close(starting: asyncio.Task[Engine]) -> None:
+    """Close an engine, waiting until it has started."""
+    try:
+        engine = await starting
+    except (ConfigError, OSError):
+        return  # reported to the client that requested it
+    await engine.close()
+
+
+def _has_started(starting: asyncio.Task[Engine]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None
