@@ -222,6 +222,7 @@ def make_router() -> APIRouter:
     router = APIRouter(route_class=GuardedRoute)
     _add_loaders(router)
     _add_batches(router)
+    _add_listed_batches(router)
     return router
 
 
@@ -343,6 +344,8 @@ def _add_batches(router: APIRouter) -> None:
         )
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
+
+def _add_listed_batches(router: APIRouter) -> None:
     @router.post(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
         summary="The ready ones of the batches [start, ...) whose indices the body lists, a frame for each",
