@@ -1,4 +1,4 @@
-"""What is counted: a few additions for each batch. What is recent, and what it means, is found out when asked for."""
+"""Counters of datasets, loaders, consumers and workers: a few additions per batch. Readers derive recent rates."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 SLOWEST: Final = 5
 MAX_ERROR_TYPES: Final = 20
 OTHER_ERRORS: Final = "other"
-"""What counts errors of further types: a dataset can make types as it goes."""
+"""Name that counts errors of further types: a dataset can create exception types at run time."""
 MAX_TYPE: Final = 200
 MAX_MESSAGE: Final = 500
 MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
-"""Bytes of a client's index list that are kept with a slow batch."""
+"""Largest index list that is kept with a slow batch, in bytes."""
 MAX_KEPT_LOOPS: Final = 4096
 OVERTAKEN: Final = 2.0
-"""Seconds by which a client's report may be late: asks are on several connections, and one may overtake another."""
+"""Seconds by which a client's report may be late: requests on several connections may overtake each other."""
 KEEP_LOOPS: Final = 60.0
-"""Seconds after its last ask for which a training loop is remembered between two passes."""
+"""Seconds for which a training loop is remembered after its last request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class _Slow(NamedTuple):
     task: Task
 
     def record(self) -> SlowBatch:
-        """The batch as it is shown."""
+        """Return the record of the batch for ``/stats``."""
         address = self.task.address
         return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
 
 
 class DatasetCounters:
-    """What was done for all loaders of one dataset."""
+    """Counters of one dataset, over all loaders."""
 
     def __init__(self, now: float) -> None:
         self.computed = 0
@@ -96,11 +96,11 @@ class DatasetCounters:
         self.left = RateWindow(now, 0, 0)
         """Of batches and bytes that were sent."""
         self.slow_from = 0.0
-        """What a batch must have taken to be among the slowest."""
+        """Fetch time in seconds from which a batch is among the slowest."""
         self._slowest: list[_Slow] = []
         self._errors: dict[str, _Error] = {}
         self.stages = {stage.name: Histogram() for stage in STAGES}
-        """How long batches took, by stage."""
+        """Time per batch of each stage."""
 
     def mark(self, now: float) -> None:
         """Note the totals."""
@@ -108,7 +108,7 @@ class DatasetCounters:
         self.left.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
-        """A batch took longer to be fetched than the slowest ones, or than some of them."""
+        """Record a batch whose fetch time is at least `slow_from`."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
         self._slowest.append(_Slow(seconds, task))
@@ -118,11 +118,11 @@ class DatasetCounters:
             self.slow_from = self._slowest[-1].seconds
 
     def slowest(self) -> list[SlowBatch]:
-        """The batches that took longest to be fetched, the slowest first."""
+        """Return the batches with the longest fetch times, the slowest first."""
         return [slow.record() for slow in self._slowest]
 
     def fail(self, failure: Failure) -> bool:
-        """An exception was put in a batch's place; whether it is the first of its type."""
+        """Count an exception in place of a batch; return True if it is the first of its type."""
         self.failed += 1
         known = self._errors
         name = failure.type[:MAX_TYPE]
@@ -136,7 +136,7 @@ class DatasetCounters:
         return is_first
 
     def errors(self, now: float) -> list[ErrorCount]:
-        """The failures by type, the latest first."""
+        """Return the failures by type, the latest first."""
         latest = sorted(self._errors.items(), key=lambda item: item[1].when, reverse=True)
         return [
             ErrorCount(
@@ -153,7 +153,7 @@ class DatasetCounters:
 
 
 class LoaderCounters:
-    """What was done for one loader."""
+    """Counters of one loader."""
 
     __slots__ = ("batches", "dataset", "seconds", "window")
 
@@ -168,7 +168,7 @@ class LoaderCounters:
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
-        """What a batch took in each stage, on average: lately, or when there was one last."""
+        """Return the mean seconds per batch of each stage: recent ones, or if there were none, of all batches."""
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
@@ -177,7 +177,7 @@ class LoaderCounters:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """What one place of a pool did."""
+    """Counters of one place of a pool."""
 
     window: RateWindow
     """Of the time at work."""
@@ -186,52 +186,52 @@ class WorkerCounters:
 
 
 class Recent(NamedTuple):
-    """How a training loop fares, over the same time all of it."""
+    """Recent rates of a training loop, all over the same time."""
 
     span: float
-    """That time, in seconds."""
+    """Length of that time in seconds."""
     batches: float
-    """That it is sent a second."""
+    """Batches/s sent to it."""
     nbytes: float
-    """A second."""
+    """Bytes/s sent to it."""
     waiting: float
-    """Share of the time for which what it had asked for was not ready."""
+    """Fraction of the time in which requested batches were not ready."""
     sending: float
-    """Share of the time for which an answer was being sent."""
+    """Fraction of the time in which a response was being sent."""
     loop_waiting: float | None
-    """Share of the time for which it waited, if its client says so."""
+    """Fraction of the time in which the loop waited for data; None if its client does not report it."""
 
 
 class LoopCounters:
-    """What one training loop was given, in all its passes: an epoch may be over before anything can be said of it.
+    """Counters of one training loop over all its iterations: one epoch may be too short to derive rates from it.
 
-    Where its client says how it fares, what is recent is taken over the time that the client says, so that the shares
-    of both sides are of the same time, and what lies between two passes (a validation, say) is not counted.
+    If the client reports its times, recent rates are taken over the time that the client reports. Then the fractions of
+    both sides refer to the same time, and time between two iterations (a validation, for example) does not count.
     """
 
     def __init__(self, now: float) -> None:
         self.asked = now
-        """When it asked last."""
+        """Time of the last request."""
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
-        """What it had asked for was not ready."""
+        """Time in which a requested batch was not ready."""
         self.sending = Stopwatch()
-        """An answer to it was being sent."""
+        """Time in which a response was being sent."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._said: RateWindow | None = None
-        """By the client's clock: how long the loop waited, and what the server had counted then."""
+        """Totals of the server, and seconds of data wait, by the client's clock."""
         self._said_last: tuple[float, ...] = ()
         self._said_at: float | None = None
 
     def reported(self, report: ConsumerReport, now: float) -> bool:
-        """Its client says how it fares, as it does with each ask.
+        """Record the client's report, which comes with each request.
 
-        Until the loop has its first batch, workers and caches are being started: that comes once, and is no share.
+        Reports from before the loop's first batch count for no rate: workers and caches are being started.
 
         Returns:
-            Whether that is news.
+            False if the report is older than the last one.
         """
         if self._said is not None and report.elapsed < self._said_last[0]:
             if self._said_at is not None and now - self._said_at < OVERTAKEN:
@@ -256,10 +256,10 @@ class LoopCounters:
             self._said.mark(*self._said_last)
 
     def recent(self, now: float) -> Recent:
-        """How it fares.
+        """Return the recent rates.
 
         Args:
-            now: When it asked for something last, or now while it does.
+            now: Time of the last request; the current time while a request is open.
         """
         if self._said_at is not None and now - self._said_at <= WINDOW:
             return self._recent_as_said()
@@ -278,7 +278,7 @@ class LoopCounters:
 
 
 class ConsumerCounters:
-    """What one consumer was given: a training loop in one pass through an epoch."""
+    """Counters of one consumer: a training loop in one iteration over an epoch."""
 
     __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
 
@@ -288,13 +288,13 @@ class ConsumerCounters:
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
-        """What it had asked for was not ready."""
+        """Time in which a requested batch was not ready."""
         self.window = RateWindow(now, 0, 0)
         self.report: ConsumerReport | None = None
-        """What its client said last."""
+        """The client's last report."""
 
     def sent(self, nbytes: int) -> None:
-        """A frame was handed to its connection."""
+        """Count a frame that was passed to the connection."""
         self.batches += 1
         self.nbytes += nbytes
         loop, dataset = self.loop, self.dataset
@@ -304,19 +304,19 @@ class ConsumerCounters:
         dataset.nbytes += nbytes
 
     def waits(self) -> None:
-        """It waits for a batch that is not ready."""
+        """Begin to wait for a batch that is not ready."""
         now = time.monotonic()
         self.waiting.begin(now)
         self.loop.waiting.begin(now)
 
     def has_waited(self) -> None:
-        """It waits no more."""
+        """End that wait."""
         now = time.monotonic()
         self.loop.waiting.end(now)
         self.dataset.waiting += self.waiting.end(now)
 
     def asks(self, now: float, report: ConsumerReport | None) -> None:
-        """It asks for batches, and its client may say how it fares."""
+        """Record a request and the client's report, if it has one."""
         self.loop.asked = now
         if report is not None and self.loop.reported(report, now):
             self.report = report
@@ -337,7 +337,7 @@ _Who = tuple[str, str, Epoch]
 
 
 class PoolCounters:
-    """What the workers of one pool did, and for whom."""
+    """Counters of one pool, by worker, loader and consumer."""
 
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
@@ -350,7 +350,7 @@ class PoolCounters:
     # -- what happened
 
     def consumer(self, consumer: Consumer, dataset: str) -> ConsumerCounters:
-        """The counts of a consumer, which may be new."""
+        """Return the counters of a consumer, which may be new."""
         who = _who(consumer)
         known = self._consumers.get(who)
         if known is None:
@@ -365,7 +365,7 @@ class PoolCounters:
         return self.loaders[key]
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """A worker finished a batch."""
+        """Count a batch that a worker finished."""
         place = self.workers[worker]
         place.batches += 1
         place.busy += report.seconds
@@ -386,15 +386,15 @@ class PoolCounters:
                 _log(task, content)
 
     def retried(self, dataset: str) -> None:
-        """A batch is begun again because its worker died."""
+        """Count a batch that is computed again because its worker died."""
         self._metrics.dataset(dataset).retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
-        """An error was put in the place of a batch that killed its workers, or hung, as the log says already."""
+        """Count a batch that was replaced by an error because it killed its workers or hung; the log has it already."""
         self._metrics.dataset(dataset).fail(failure)
 
     def worker_lost(self) -> None:
-        """A worker died."""
+        """Count a worker that died."""
         self._metrics.worker_restarts += 1
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
@@ -406,7 +406,7 @@ class PoolCounters:
     # -- what is recent
 
     def of(self, consumer: Consumer) -> ConsumerCounters:
-        """The counts of a consumer that is known."""
+        """Return the counters of a known consumer."""
         return self._consumers[_who(consumer)]
 
     def marked(self) -> list[Marked]:
@@ -415,28 +415,28 @@ class PoolCounters:
 
 
 class Counters:
-    """All that is counted."""
+    """Counters of a server."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, DatasetCounters] = {}
         self.worker_restarts = 0
-        """Workers that died."""
+        """Number of workers that died."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
-        """By principal, what their passes' names begin with, and dataset. Passes that are known keep theirs."""
+        """By principal, common prefix of the consumers' names, and dataset. Each consumer keeps its own alive."""
         self._kept: list[LoopCounters] = []
-        """Those that asked lately: a session's workers, and what is known of its pass, go with its epoch."""
+        """Loops with recent requests. Their consumers may be forgotten: a session ends with its epoch."""
 
     def dataset(self, name: str) -> DatasetCounters:
-        """The counts of a dataset, which may be new."""
+        """Return the counters of a dataset, which may be new."""
         known = self.datasets.get(name)
         if known is None:
             known = self.datasets[name] = DatasetCounters(time.monotonic())
         return known
 
     def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
-        """The counts of the training loop that a consumer is a pass of, which may be new.
+        """Return the counters of a consumer's training loop, which may be new.
 
-        Clients number their passes: what stands before the last ``#`` of their names is the loop's.
+        Clients number their iterations: the part of the name before the last ``#`` is the loop's.
         """
         key = consumer.principal_share.quota.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
@@ -457,12 +457,12 @@ class Counters:
         self._kept = recent[-MAX_KEPT_LOOPS:]
 
     def pool(self) -> PoolCounters:
-        """Counts for the workers of a new pool."""
+        """Return counters for a new pool."""
         return PoolCounters(self)
 
 
 def _who(consumer: Consumer) -> _Who:
-    """Names are what clients say, so they count within a principal."""
+    """Clients choose names, so these are unique within a principal only."""
     return consumer.principal_share.quota.name, consumer.name, consumer.run
 
 

@@ -1,18 +1,18 @@
-"""The dispatcher decides which worker makes which batch next.
+"""Scheduling of batches: which worker computes which batch next.
 
-Plain synchronous functions over plain state: no process, no socket, no clock of its own. `Engine` tells it what
-happened (`ask`, `sent`, `finished`, `worker_lost`, ...), then carries out what `decide` returns. Which finished batches
-are kept is decided by `Store`; the records of both are in `demand`.
+Plain synchronous functions over plain state: no process, no socket, no clock of its own. `Engine` reports events
+(`ask`, `sent`, `finished`, `worker_lost`, ...), then starts the batches that `decide` returns. `Store` decides which
+finished batches are kept; the records of both are in `records`.
 
 The rules:
 
-1. A batch that exists or is being made is never begun a second time: equal asks share it.
-2. The principal that was served least goes first: a greedy one costs the others nothing, however many clients it is.
-3. Of a principal's batches, one for which a client waits goes before one that it asked for besides, and that before
-   work ahead (`Urgency`).
+1. A batch that exists or is being computed is never begun a second time: equal requests share it.
+2. The principal that was served least goes first: a greedy one costs the others nothing, however many clients it has.
+3. Of a principal's batches, one for which a client waits goes before other requested ones, and those before prefetched
+   ones (`Urgency`).
 4. Within a class, the consumer that was served least goes first: a greedy one costs the others nothing.
-5. When memory is full, a batch for which no client waits must wait, unless `Store` lets go of others for it.
-6. What batches took longer than was expected is charged when it shows.
+5. When memory is full, a batch for which no client waits must wait, unless `Store` evicts others for it.
+6. Time in excess of a batch's estimate is charged as soon as it is known.
 """
 
 from __future__ import annotations
@@ -37,56 +37,56 @@ from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
-"""How many workers a batch may kill before it becomes an error."""
+"""Workers that a batch may kill before it becomes an error."""
 MAX_ASKED: Final = 256
-"""How far beyond the batch that it waits for a request is worked on."""
+"""Batches of a request that are computed beyond the one that its client waits for."""
 MAX_BEHIND: Final = 4096
-"""How far a consumer may have been sent batches beyond one that it did not ask for, before that one is given up."""
+"""Batches that a consumer may be sent beyond one that it did not request, before the position skips that one."""
 FORGET_AFTER: Final = 60.0
-"""Seconds after its last ask when nothing is kept or made for a consumer any more."""
+"""Seconds after the last request until a consumer is forgotten."""
 QUEUE_SECONDS: Final = 0.01
-"""Work that a busy worker is given beforehand, so that it does not wait for the next message."""
+"""Seconds of work that are queued for a busy worker, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
-"""So long after the last ask of the others, who has had a worker taken from it may have all of them again."""
+"""Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
 LOSS_SECONDS: Final = 1.0
-"""What the end of a worker is charged with: another one has to be started."""
+"""Seconds charged for the death of a worker: another one has to be started."""
 
 
 class Start(NamedTuple):
-    """Have `worker` make a batch."""
+    """A batch that a worker is to compute."""
 
     worker: int
     batch: Batch
 
 
 class Dispatcher:
-    """See the module.
+    """Scheduler of one engine, see the module.
 
     Args:
-        memory: What frames may take together with those of other dispatchers.
-        in_turn: How many workers make the batches in turn, as torch's do: batch k comes from worker k mod `in_turn`
-            only, one after another. It is not let go while it is wanted, because the share of an iterable-style
-            dataset that a worker has would have to be gone through from its beginning to make it again. 0 when any
-            worker may make any batch.
+        memory: Memory budget, shared with other dispatchers.
+        in_turn: Number of workers that compute batches in turn, as torch's do: batch k comes from worker k mod
+            `in_turn` only, one after another. A wanted batch is not evicted, because to compute it again the worker
+            would have to iterate its shard of an iterable-style dataset from the beginning. 0 if any worker may compute
+            any batch.
     """
 
     def __init__(self, memory: Memory, in_turn: int = 0) -> None:
         self._in_turn = in_turn
         self.store: Final = Store(memory, keeps_wanted=in_turn > 0)
-        """The batches that there are, and who wants them; others only look."""
+        """Batches and the consumers that want them. Only the dispatcher changes it."""
         self._queues: dict[int, deque[Address]] = {}
-        """What each worker has to do, in its order."""
+        """Batches of each worker, in the order of computation."""
         self._recycling: set[int] = set()
-        """Workers that finish what they have, and will be replaced then."""
+        """Workers that finish their batches and are replaced then."""
         self._stalled: set[int] = set()
-        """Workers whose batch takes long: nothing is given to them that would wait behind it."""
+        """Workers whose current batch takes long: nothing is queued behind it."""
         self._consumers: dict[tuple[str, str, Epoch], Consumer] = {}
-        """By their principal's name, their own, and what they go through."""
+        """By name of the principal, own name, and epoch."""
         self._principal_shares: dict[str, PrincipalShare] = {}
-        """The principals of the consumers that are known."""
+        """By name of the principal, as long as it has consumers."""
         self._level = 0.0
-        """What the principal for which a batch was begun last had been served: who comes anew starts there."""
+        """Seconds served to the principal for which a batch was begun last: new principals start there."""
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, float] = {}
 
@@ -131,7 +131,7 @@ class Dispatcher:
         return asked
 
     def sent(self, ask: PendingRange, now: float) -> None:
-        """The batch ``ask.next`` was handed to the connection."""
+        """Record that the batch ``ask.next`` was passed to the connection."""
         consumer = ask.consumer
         consumer.last_seen = now
         k = ask.next
@@ -151,13 +151,13 @@ class Dispatcher:
         self.store.sent(consumer, k)
 
     def close(self, ask: PendingRange) -> None:
-        """The request is answered, or its client has gone."""
+        """Close a request that is complete or whose client has disconnected."""
         ask.consumer.asks.remove(ask)
         ask.consumer.principal_share.quota.counts["asking"] -= not ask.consumer.asks
         self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
-        """Forget the consumers that have not asked for so long that they have probably gone."""
+        """Forget the consumers without a request for `FORGET_AFTER` seconds; return them."""
         if self._in_turn:
             return []  # the session ends with its client; what is let go could not be made again at once
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
@@ -199,20 +199,20 @@ class Dispatcher:
     # -- what happened: workers
 
     def worker_ready(self, worker: int) -> None:
-        """A worker, which has nothing to do, can take batches."""
+        """Make an idle worker available."""
         self._queues[worker] = deque()
         self._recycling.discard(worker)
         self._stalled.discard(worker)
 
     def worker_recycling(self, worker: int) -> None:
-        """A worker finishes what it has and takes nothing more, until another is ready in its place."""
+        """Give a worker nothing more: it finishes its batches and is replaced."""
         self._recycling.add(worker)
 
     def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
-        """What a worker makes takes long: what waits behind it is made by others, and it gets nothing more meanwhile.
+        """Give the batches that wait behind a slow one to other workers, and the worker nothing more meanwhile.
 
         Returns:
-            Whether that is so: where workers make batches in turn, no other one may make them.
+            False if nothing changes: workers that compute batches in turn cannot stand in for each other.
         """
         if self._in_turn:
             return False
@@ -223,23 +223,23 @@ class Dispatcher:
         return True
 
     def worker_resumed(self, worker: int) -> None:
-        """A worker that was held up can take batches again."""
+        """Make a stalled worker available again."""
         self._stalled.discard(worker)
 
     def worker_lost(
         self, worker: int, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
-        """A worker is gone. What it had is made again, but for a batch that has killed too many, or that hung.
+        """Requeue the batches of a worker that died, except those that killed too many workers or hung.
 
-        A batch that hung is not tried again: most likely it hangs each time, and each time costs the whole limit.
+        A batch that hung is not retried: it would probably hang each time, and take the whole time limit each time.
 
         Args:
-            worker: Which.
+            worker: Worker ID.
             attribution: The cause, see `Attribution`.
-            overdue: Batches that are not to be tried again.
+            overdue: Batches that are not to be retried.
 
         Returns:
-            The batches that are given up; `finished` must be told what stands in their place.
+            The batches that are given up; the caller passes the failures in their place to `finished`.
         """
         queue = self._queues.pop(worker, deque())
         deaths = self.store.deaths
@@ -258,7 +258,7 @@ class Dispatcher:
         return given_up
 
     def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
-        """A batch is ready; `worker` is None for a failure that the server itself put in its place."""
+        """Record a batch that is ready; `worker` is None for a failure that the server put in its place."""
         if worker is not None:
             self._queues[worker].remove(address)
             self._seconds[address.loader] = _smoothed(self._seconds.get(address.loader), seconds)
@@ -267,7 +267,7 @@ class Dispatcher:
         self._charge(self.store.finished(address, frame), seconds)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
-        """A batch has taken so long until now."""
+        """Charge for a batch that has taken so many seconds until now."""
         more = seconds - batch.charged
         if more > 0:
             batch.charged = seconds
@@ -275,24 +275,24 @@ class Dispatcher:
             batch.consumer.principal_share.served += more
 
     def forget_loader(self, key: str) -> None:
-        """What was learned of a loader that is not registered any more."""
+        """Forget the measurements of a loader."""
         self._seconds.pop(key, None)
         self._sizes.pop(key, None)
 
     def release(self) -> None:
-        """There will be no more batches: what they took is free for other dispatchers."""
+        """Release all memory for other dispatchers; no batches follow."""
         self.store.release()
         for principal_share in self._principal_shares.values():
             principal_share.quota.counts["consumers"] -= principal_share.consumers
 
-    # -- what can be asked
+    # -- state
 
     def consumers(self) -> Iterable[Consumer]:
-        """Those that are known now."""
+        """Return the known consumers."""
         return self._consumers.values()
 
     def is_busy(self, worker: int) -> bool:
-        """Whether the worker has a batch to make."""
+        """Return True if the worker has a batch to compute."""
         return bool(self._queues.get(worker))
 
     # -- what to do now
@@ -332,7 +332,7 @@ class Dispatcher:
                 principal_share.level = max(principal_share.level, before)
 
     def _wishes(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
-        """What a principal wants next, as often as that is asked: class by class, whoever was served least first."""
+        """Yield the batches that a principal wants, by urgency and within it for the consumer that was served least."""
         for urgency in Urgency:
             left = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
             while left:
@@ -361,7 +361,7 @@ class Dispatcher:
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """The consumer's first batch of that class that is not begun."""
+        """Return the consumer's first batch of an urgency that is not begun."""
         batches = consumer.state.batches
         if self._in_turn and urgency is not Urgency.AHEAD:
             return self._next_in_turn(consumer, urgency)
@@ -380,7 +380,7 @@ class Dispatcher:
         return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
 
     def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """The first batch that is not begun, whichever request it belongs to, so that none overtakes another."""
+        """Return the first batch of all requests that is not begun, so that none overtakes another."""
         batches = consumer.state.batches
         for number, ask in enumerate(sorted(consumer.asks, key=lambda ask: ask.next)):
             missing = ask.first_missing(batches, ask.stop)
@@ -390,7 +390,7 @@ class Dispatcher:
         return None
 
     def _free_worker(self, address: Address) -> int | None:
-        """The worker with the least to do, if it can take this batch besides."""
+        """Return the worker with the fewest batches if it can take this one, too."""
         suspect = address in self.store.deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
@@ -406,26 +406,25 @@ class Dispatcher:
         return worker if len(queue) <= room else None
 
     def _takes(self, worker: int, *, suspect: bool) -> bool:
-        """Whether the worker is there for more; beside a suspect nothing else is queued, nor a suspect beside it."""
+        """Return True if the worker can take a batch. A suspect is computed with nothing else in the queue."""
         queue = self._queues.get(worker)
         if queue is None or worker in self._recycling or worker in self._stalled:
             return False
         return not queue or not (suspect or queue[-1] in self.store.deaths)
 
-    # -- workers that are not to be had
+    # -- preemption
 
     def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
-        """Charge for batches that are being made, and find a worker that must be taken from who has too many of them.
+        """Charge for slow batches in progress, and select a worker to be ended for a consumer that waits.
 
-        That is when somebody waits and no worker makes anything for it, while another one has several at work on
-        batches that take long, perhaps for ever. From then on that one leaves a worker to the others.
+        A worker is preempted if a consumer waits that has none, while all workers compute slow batches and another
+        consumer or principal has several of them. That one is capped from then on: it leaves a worker to the others.
 
         Args:
-            working: What workers make that have been at it for longer than others can be expected to wait, and the
-                seconds for which they have.
+            working: Slow batches in progress by worker, with the seconds that they have taken.
 
         Returns:
-            The worker, to be ended, through no fault of its batch.
+            The worker to be ended, which is not its batch's fault; None if there is none.
         """
         at = {worker: self.store.batch(address) for worker, (address, _) in working.items()}
         for worker, batch in at.items():
@@ -444,7 +443,7 @@ class Dispatcher:
         return None
 
     def _takes_all_workers(self, consumer: Consumer) -> bool:
-        """Whether the batch would leave no worker to others, of one that must leave one."""
+        """Return True if the consumer is capped, and one more batch would leave no worker to the others."""
         principal_share = consumer.principal_share
         if not (consumer.is_capped or principal_share.is_capped):
             return False

@@ -1,4 +1,4 @@
-"""An engine carries out what its dispatcher decides for a pool of workers; requests wait here for their frames."""
+"""Execution of a dispatcher's decisions by a pool of workers; requests wait here for their frames."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
 FORGOTTEN_TOGETHER: Final = 256
-"""Idle loaders that are forgotten in one turn of the event loop: each takes a message to every worker."""
+"""Idle loaders that are forgotten in one turn of the event loop: each one costs a message to every worker."""
 LONG_SECONDS: Final = 5.0
-"""A batch that is worked on for longer may have to make room for those of others."""
+"""Seconds of computation after which the worker of a batch may be preempted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """A loader that is known, with the engine that makes its batches."""
+    """A registered loader and the engine that computes its batches."""
 
     key: str
-    """The spec's, which takes 75 us to be computed."""
+    """Key of the spec, stored because its computation takes 75 us."""
     spec: LoaderSpec
     length: int
-    """Samples in the dataset, 0 when it has no length."""
+    """Samples in the dataset; 0 if it has no length."""
     batches: int
-    """Batches in an epoch, or what none can have when only its end tells."""
+    """Batches in an epoch; `MAX_EPOCH` if only its end determines their number."""
     engine: Engine
     indices: IndexKind = "any"
-    """What an order of the client's own may hold, see `DatasetConfig.indices`."""
+    """Indices that a client-side sampler may list, see `DatasetConfig.indices`."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchStream:
-    """The answer to one request: the batches [start, stop), in order, each when it is ready."""
+    """Batches [start, stop) of one request, in order, each when it is ready."""
 
     _engine: Engine
     _ask: PendingRange
     tally: ConsumerCounters
-    """Of who asks."""
+    """Counters of the consumer."""
     trace: RequestTrace | None
-    """Of the request."""
+    """Spans of the request; None if it is not traced."""
     authorize: Callable[[], object]
     """Raises an error if the request's caller may not have the batches any more."""
     request_id: str | None
     _arrived: asyncio.Future[None] | None = None
-    """What it waits for."""
+    """Done when the batch that the request waits for is ready."""
 
     def end(self, error: TeleloaderError) -> None:
         """Raise an error in the place of the batch that is waited for, if one is."""
@@ -79,16 +79,16 @@ class BatchStream:
 
     @property
     def consumer(self) -> Consumer:
-        """Who asks."""
+        """Consumer that sent the request."""
         return self._ask.consumer
 
     @property
     def exhausted(self) -> bool:
-        """Whether all batches of the request were taken."""
+        """True once all batches of the request were taken."""
         return self._ask.next >= self._ask.stop
 
     async def take(self) -> ReadyFrame:
-        """The next batch's frame, waiting for it."""
+        """Wait for the next batch, and return its frame."""
         k = self._ask.next
         frame = await self._engine._take(self, self._ask)
         if self.trace is not None:
@@ -96,7 +96,7 @@ class BatchStream:
         return frame
 
     def take_ready(self) -> ReadyFrame | None:
-        """The next batch's frame if it is there."""
+        """Return the next batch's frame if it is ready."""
         k = self._ask.next
         if k >= self._ask.stop:
             return None
@@ -106,36 +106,36 @@ class BatchStream:
         return frame
 
     async def linger(self, seconds: float) -> None:
-        """Wait until the last batch of the request is there, or so long."""
+        """Wait until the last batch of the request is ready, but at most `seconds`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._engine._arrival(self._ask.stop - 1, self), seconds)
 
 
 class Engine:
-    """See the module. Lives in one event loop.
+    """A pool of workers with its dispatcher. Lives in one event loop.
 
     Args:
-        pool: Where batches are made.
-        memory: What frames may take, together with those of other engines.
-        metrics: Where to count.
-        in_turn: How many workers make the batches in turn; 0 when any of them may make any batch.
+        pool: The workers.
+        memory: Memory budget, shared with other engines.
+        metrics: Counters of the server.
+        in_turn: Number of workers that compute batches in turn; 0 if any worker may compute any batch.
     """
 
     def __init__(self, pool: Pool, memory: Memory, metrics: Counters, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._end: TeleloaderError | None = None
-        """Why no batch comes any more."""
+        """Reason why no more batches follow; None while the engine runs."""
         self._pool = pool
         self.tally: Final[PoolCounters] = metrics.pool()
-        """What was counted."""
+        """Counters of this pool."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: dict[str, Loader] = {}
         self._decision_due = False
         self._context = Context()
-        """For what is decided: that is done for all requests, and none of them is named where it is logged."""
+        """Context of decisions, which concern all requests: log lines name none of them."""
         self._traces = tracing.is_on()
         self._streams: set[BatchStream] = set()
-        """Those of open requests."""
+        """Streams of open requests."""
 
     # -- life
 
@@ -148,7 +148,7 @@ class Engine:
         return await self._pool.start(self)
 
     def give_up(self, error: TeleloaderError) -> None:
-        """Tell those who wait for a batch that it will not come."""
+        """Raise an error in all requests that wait for a batch."""
         for stream in self._streams:
             stream.end(error)
 
@@ -160,7 +160,7 @@ class Engine:
         # a lease that is kept keeps the pool, whose memory it is
         self._dispatcher.release()
 
-    # -- what clients ask
+    # -- requests
 
     @asynccontextmanager
     async def batches(
@@ -233,15 +233,15 @@ class Engine:
         self._decide_soon()
         return frame
 
-    # -- what the pool says
+    # -- events of the pool
 
     def worker_ready(self, worker: int) -> None:
-        """The worker can take batches."""
+        """Make a worker available."""
         self._dispatcher.worker_ready(worker)
         self._decide_soon()
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """A batch is a frame now."""
+        """Store a finished batch."""
         if self._end is not None:
             return
         if report.failed:
@@ -254,7 +254,7 @@ class Engine:
         self._decide_soon()
 
     def _request_for(self, address: Address) -> str | None:
-        """A request that wants the batch, the first of several; None when it is made ahead of them."""
+        """Return the ID of a request for the batch; None if it is prefetched."""
         loader, epoch, k = address
         wanting = (
             stream.request_id
@@ -264,21 +264,21 @@ class Engine:
         return next(wanting, None)
 
     def worker_recycling(self, worker: int) -> None:
-        """The worker is given nothing more."""
+        """Give a worker nothing more."""
         self._dispatcher.worker_recycling(worker)
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """What waits behind a batch that takes long is done by others."""
+        """Give the batches that wait behind a slow one to other workers."""
         self._decide_soon()
         return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
 
     def worker_resumed(self, worker: int) -> None:
-        """It can be given work again."""
+        """Make a stalled worker available again."""
         self._dispatcher.worker_resumed(worker)
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """What the worker had is done by others; a batch that hung, or has killed several workers, becomes an error."""
+        """Requeue the batches of a worker that died; one that hung or killed several workers becomes an error."""
         self.tally.worker_lost()
         given_up = self._dispatcher.worker_lost(worker, loss.attribution, loss.overdue)
         for task in tasks:
@@ -294,10 +294,10 @@ class Engine:
         self._decide_soon()
 
     def no_worker_starts(self, reason: str) -> None:
-        """Workers die again and again before they can take anything: whoever waits must know."""
+        """Raise an error in all requests that wait: workers die before they can take a batch."""
         self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
 
-    # -- carrying out
+    # -- execution
 
     def _decide_soon(self) -> None:
         """Let the dispatcher decide once after the events at hand, not once for each."""
@@ -315,7 +315,7 @@ class Engine:
             self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
-        """Forget the consumers that have probably gone, and some loaders that no consumer uses."""
+        """Forget idle consumers, and some of the loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
@@ -330,11 +330,11 @@ class Engine:
         self._pool.forget(key)
 
     def wake(self) -> None:
-        """What kept a batch from being begun may have gone."""
+        """Decide again: memory or a limit may be available now."""
         self._decide_soon()
 
     def preempt(self) -> None:
-        """Take a worker from whoever has several at work on batches that take long, while somebody else has none."""
+        """End a worker of a consumer or principal with several slow batches, if another one waits without any."""
         working = {
             state.worker: (state.task.address, state.working_for)
             for state in self._pool.workers()
@@ -345,53 +345,53 @@ class Engine:
             self._pool.take(taken, "what it made took long, while another client had no worker")
 
     def touch(self) -> None:
-        """Its client is there, though it asks for nothing."""
+        """Record that the client is alive without a request."""
         self._last_used = time.monotonic()
 
-    # -- what can be seen
+    # -- state
 
     def consumers(self) -> list[tuple[Consumer, Loader]]:
-        """Those that are known now, with their loaders."""
+        """Return the known consumers with their loaders."""
         return [(consumer, self._loaders[consumer.run[0]]) for consumer in self._dispatcher.consumers()]
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
-        """The places of the pool, and whether they have something to do."""
+        """Return the state of each worker, and True if it has a batch to compute."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:
-        """Note what was counted of workers by now; about once a second."""
+        """Mark the totals of workers; called about once a second."""
         for state in self._pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of the pool."""
+        """Number of workers."""
         return self._pool.num_workers
 
     def pids(self) -> list[int]:
-        """All processes of the pool."""
+        """Return the PIDs of all processes of the pool."""
         return self._pool.pids()
 
     @property
     def idle(self) -> float:
-        """Seconds for which nobody has waited for a batch or said that it will."""
+        """Seconds since the last request or `touch`; 0 while a request is open."""
         waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
         return 0.0 if waited_for else time.monotonic() - self._last_used
 
     @property
     def memory_used(self) -> int:
-        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        """Bytes of kept frames, and estimates of those being computed."""
         return self._dispatcher.store.used
 
     @property
     def memory_mapped(self) -> int:
-        """Shared memory that is mapped for frames, used or free."""
+        """Bytes of shared memory that is mapped for frames, used or free."""
         return self._pool.mapped_bytes()
 
 
 def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
-    """The error that stands in the place of a batch that is given up."""
+    """Return class and message of the error in place of a batch that is given up."""
     if isinstance(loss.attribution, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
     if loss.attribution == "machine":

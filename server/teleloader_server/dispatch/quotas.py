@@ -1,7 +1,7 @@
-"""What each principal takes of a server, and what it may take: plain decisions over plain numbers.
+"""Quotas of principals: plain decisions over plain numbers.
 
-A principal is whoever a token names; without tokens all clients are one. What one takes is counted here, so that it is
-refused what would be the others' share, and nobody else is.
+A principal is the owner of a token; without tokens all clients are one principal. The resources of each are counted
+here, so that a principal that exceeds its share is refused more, and no other one is.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from teleloader_server.permissions import ANYONE, Principal
 from teleloader_shared.errors import ServerUnavailable
 
 PATIENCE: Final = 1.0
-"""Seconds for which a request beyond the rate is held; one that would wait longer is refused after them."""
+"""Seconds for which a request beyond the rate is delayed; one that would wait longer is refused after them."""
 MIN_SENDING: Final = 64 * 2**20
-"""Bytes of answers that a principal may always have under way, however small its share of the memory."""
+"""Bytes of responses that a principal may always leave unread, however small its share of the memory."""
 
 
 UNREAD_FACTOR: Final = 2.0
-"""How many times what it may leave unread a principal must have left until none of its consumers is given more."""
+"""Multiple of the unread bytes that a principal may have, from which none of its consumers gets batches computed."""
 
 
 class Memory:
-    """The memory budget of a server, of which its engines take their parts.
+    """Memory budget of a server, which its engines share.
 
     Args:
-        budget: Bytes that frames may take together.
+        budget: Bytes of all frames together.
     """
 
     __slots__ = ("budget", "used")
@@ -40,13 +40,13 @@ class Memory:
 
 
 class Quota:
-    """What one principal has taken.
+    """Resources of one principal.
 
     Args:
-        name: The principal's.
-        memory: Bytes that its frames may take.
-        max_consumers: How many consumers it may be.
-        is_alone: Whether it is all clients together, so that nothing need be left to others.
+        name: Name of the principal.
+        memory: Limit of its frames, in bytes.
+        max_consumers: Limit of its consumers.
+        is_alone: True without tokens: all clients are this principal, and there are no others to share with.
     """
 
     __slots__ = ("counts", "due", "frames", "is_alone", "max_consumers", "memory", "name", "sending")
@@ -57,49 +57,49 @@ class Quota:
         self.memory = memory
         self.max_consumers = max_consumers
         self.frames = 0
-        """Bytes of the frames that were made for it and are kept, and estimates of those being made."""
+        """Bytes of kept frames that were computed for it, and estimates of those being computed."""
         self.sending = 0
-        """Bytes of the answers that it is being sent."""
+        """Bytes of responses that are being sent to it."""
         self.due = 0.0
-        """When its requests so far would be answered, if they came evenly at the rate that it may have."""
+        """Time at which all its requests would have been due, had they come evenly at the limit of the rate."""
         self.counts: Counter[str] = Counter()
-        """How many it has of what is limited by number."""
+        """Numbers of consumers, loaders, sessions and so on."""
 
     @property
     def unread(self) -> float:
-        """What it has not taken of its answers, as a part of what it may leave; from 1 on something must be done."""
+        """Unread bytes of responses as a fraction of the limit; above 1 the limits for slow readers apply."""
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Seconds in which its clients must take something of their answers."""
+        """Return the seconds in which its clients must read a part of their responses."""
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
 
     @property
     def has_nothing(self) -> bool:
-        """Whether there is nothing to remember."""
+        """True if the quota holds no resources."""
         return not (self.frames or self.sending or self.counts.total())
 
     def delay(self, now: float, rate: float) -> float:
-        """See `delayed`."""
+        """Count a request; return the seconds to delay it, see `delayed`."""
         wait, self.due = delayed(self.due, now, rate)
         return wait
 
 
 def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
-    """A request has come at `now`: seconds for which it is held, so that there are no more than `rate` a second.
+    """Return the seconds to delay a request, so that there are no more than `rate` per second.
 
-    A burst of a second's worth passes at once. What is held longer than `PATIENCE` is not counted, and is to be
-    refused then.
+    A burst of a second's worth passes at once. A request with a delay above `PATIENCE` is to be refused and does not
+    count.
 
     Args:
-        due: When the requests before it would be answered, if they came evenly.
+        due: Time at which the requests before it would have been due, had they come evenly.
         now: The time.
-        rate: Requests a second.
+        rate: Requests/s.
 
     Returns:
-        The seconds, and `due` for the next request.
+        The delay in seconds, and `due` for the next request.
     """
     due = max(due, now - 1.0)
     wait = max(0.0, due - now)
@@ -107,11 +107,11 @@ def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
 
 
 class Quotas:
-    """The quotas of all principals.
+    """Quotas of all principals.
 
     Args:
-        limits: What each may take.
-        budget: Bytes of the memory of which principals have shares.
+        limits: Limits of clients.
+        budget: Bytes of memory of which principals have shares.
     """
 
     def __init__(self, limits: ClientLimits, budget: int) -> None:
@@ -120,7 +120,7 @@ class Quotas:
         self._quotas: dict[str, Quota] = {}
 
     def of(self, principal: Principal) -> Quota:
-        """The quota of a principal, which may be new."""
+        """Return the quota of a principal, which may be new."""
         known = self._quotas.get(principal.name)
         if known is None:
             known = Quota(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
@@ -134,20 +134,20 @@ class Quotas:
         return sum(quota.sending for quota in self._quotas.values())
 
     def forget_idle(self, now: float) -> None:
-        """Forget those who have nothing."""
+        """Forget the quotas that hold no resources."""
         for name, quota in list(self._quotas.items()):
             if quota.has_nothing and quota.due < now - 1.0:
                 del self._quotas[name]
 
 
 class BodyBudget:
-    """What clients have sent and the server keeps: bodies of requests until they are answered, or specs of loaders.
+    """Budget of bytes that clients sent and the server keeps: bodies of open requests, or specs of loaders.
 
     Args:
-        limit: Bytes of all of it.
-        shared: Says whether there are several principals. Then one may have no more than it leaves to the others.
-        what: What it is, for errors.
-        option: The name of the limit.
+        limit: Bytes of all principals together.
+        shared: Returns True if there are several principals. Then each must leave at least as much as it holds.
+        what: Name of the content, for errors.
+        option: Name of the limit.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class BodyBudget:
         self._what = what
         self._option = option
         self._held: Counter[str] = Counter()
-        """Bytes of each principal."""
+        """Bytes of each principal, by name."""
 
     def has_room(self, name: str, nbytes: int) -> bool:
-        """Whether the principal of that name may have so many bytes more."""
+        """Return True if the principal of that name may hold so many bytes more."""
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 
     def take(self, name: str, nbytes: int) -> None:
-        """Count so many bytes more, which are to be given back.
+        """Count bytes of a principal; the caller gives them back.
 
         Raises:
-            ServerUnavailable: When there is no room for them.
+            ServerUnavailable: There is no room for them.
         """
         if not self.has_room(name, nbytes):
             raise ServerUnavailable(
@@ -180,20 +180,20 @@ class BodyBudget:
         self._held[name] += nbytes
 
     def give_back(self, name: str, nbytes: int) -> None:
-        """They are not kept any more."""
+        """Release bytes of a principal."""
         self._held[name] -= nbytes
         if not self._held[name]:
             del self._held[name]
 
 
 def quota_of(scope: Mapping[str, Any]) -> Quota | None:
-    """Whose request it is, None where that was not found out."""
+    """Return the quota of a request's principal; None if the request is not authenticated."""
     found: Quota | None = scope.get(_KEY)
     return found
 
 
 def note(scope: MutableMapping[str, Any], quota: Quota) -> None:
-    """Say whose request it is."""
+    """Store the quota of a request's principal."""
     scope[_KEY] = quota
 
 
@@ -201,7 +201,7 @@ _KEY: Final = "teleloader.quota"
 
 
 def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
-    """The refusal of one more."""
+    """Return the error for one more of something limited by number."""
     return ServerUnavailable(
         f"{quota.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
         f"{option} in the server's [limits]"

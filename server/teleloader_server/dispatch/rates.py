@@ -1,4 +1,4 @@
-"""Recent rates of what only grows: whoever counts adds to a total, and nothing is done for each event besides."""
+"""Recent rates of totals that only grow. Counting an event is one addition; rates are derived when they are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from teleloader_shared.stats import WINDOW
 Values = tuple[float, ...]
 
 MAX_MARKS: Final = 64
-"""Of a window: a clock that a client states may stand still."""
+"""Marks of one window. The limit matters if the clock of a client stands still."""
 
 
 class RateWindow:
@@ -35,23 +35,23 @@ class RateWindow:
             marks.popleft()
 
     def rates(self, now: float, *values: float) -> Values:
-        """By how much each total has grown a second, over the window or since its beginning."""
+        """Return the growth per second of each total, over the window or since its beginning."""
         span = self.span(now)
         _, before = self._marks[0]
         return tuple((value - then) / span if span > 0 else 0.0 for value, then in zip(values, before, strict=True))
 
     def span(self, now: float) -> float:
-        """Over how many seconds that is."""
+        """Return the seconds that `rates` covers."""
         return now - self._marks[0][0]
 
 
 def as_share(share: float) -> float:
-    """A share of the time, which clocks that are read one after another can make a little more than all of it."""
+    """Limit a fraction of the time to 0..1, which clocks that are read one after another can exceed slightly."""
     return min(1.0, max(0.0, share))
 
 
 class Stopwatch:
-    """For how long something goes on; where several of its kind overlap, their time counts once."""
+    """Total duration of events; the time of overlapping events counts once."""
 
     __slots__ = ("_count", "_seconds", "_since")
 
@@ -61,18 +61,18 @@ class Stopwatch:
         self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """One begins."""
+        """Begin an event."""
         if not self._count:
             self._since = now
         self._count += 1
 
     def end(self, now: float) -> float:
-        """One is over; the time that ends with it, which is 0 while others go on."""
+        """End an event; return the seconds that end with it, 0 while others continue."""
         self._count -= 1
         over = 0.0 if self._count else now - self._since
         self._seconds += over
         return over
 
     def until(self, now: float) -> float:
-        """The time by now, in seconds."""
+        """Return the total in seconds."""
         return self._seconds + (now - self._since if self._count else 0.0)

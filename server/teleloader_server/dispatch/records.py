@@ -1,6 +1,6 @@
-"""Who wants which batches: the plain records over which `Dispatcher` and `Store` decide.
+"""Plain records of batches and their consumers, over which `Dispatcher` and `Store` decide.
 
-Nothing is decided here. A consumer says of a batch whether it wants it, and how soon.
+Nothing is decided here. A consumer knows which batches it wants, and how soon.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Epoch = tuple[str, int]
 
 
 class Urgency(enum.Enum):
-    """How urgently a consumer wants a batch."""
+    """Urgency of a batch for a consumer."""
 
     WAITING = enum.auto()
-    """Its client waits for it."""
+    """The client waits for the batch."""
     ASKED = enum.auto()
-    """It is asked for besides."""
+    """The batch is requested, after others."""
     AHEAD = enum.auto()
-    """It will be asked for later."""
+    """The batch is prefetched: it will be requested later."""
 
 
 class ReadyFrame(NamedTuple):
@@ -45,17 +45,17 @@ class ReadyFrame(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch that exists or is being made."""
+    """A batch that exists or is being computed."""
 
     address: Address
     nbytes: int
-    """Size of the frame; an estimate until it is ready."""
+    """Size of the frame; an estimate until the batch is ready."""
     consumer: Consumer
-    """For whom it was begun."""
+    """Consumer for which it was begun."""
     charged: float
-    """Seconds that were charged for it."""
+    """Seconds charged for it."""
     frame: ReadyFrame | None = None
-    """None until it is ready."""
+    """None until the batch is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +81,19 @@ class RangeRequest:
 
 @dataclass(slots=True, eq=False)
 class PendingRange:
-    """The batches [next, stop) of a request, which are not sent yet."""
+    """Batches [next, stop) of a request that have not been sent."""
 
     consumer: Consumer
     next: int
-    """The batch that the client waits for."""
+    """Batch that the client waits for."""
     stop: int
     cursor: int
-    """All batches of the request before this one exist or are being made."""
+    """All batches of the request before this one exist or are being computed."""
     indices: Mapping[int, bytes] | None = None
     """Index lists of the request, see `RangeRequest`."""
 
     def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
-        """The first batch of the request before `stop` that is not among `batches`, those of its run."""
+        """Return the first batch of the request before `stop` that is not in `batches`, those of its epoch."""
         cursor = self.cursor
         while cursor < stop and cursor in batches:
             cursor += 1
@@ -103,42 +103,42 @@ class PendingRange:
 
 @dataclass(slots=True, eq=False)
 class PrincipalShare:
-    """A principal, as far as this dispatcher goes."""
+    """Share of a principal in the workers of one dispatcher."""
 
     quota: Quota
     served: float
-    """Seconds of worker time spent for it."""
+    """Seconds of worker time used for it."""
     level: float = 0.0
-    """What the one of its consumers for which a batch was begun last had been served: who comes anew starts there."""
+    """Seconds served to its consumer for which a batch was begun last: new consumers start there."""
     consumers: int = 0
     scans_to_skip: int = 0
     was_begun: bool = False
-    """Whether the batch that it wished for last was."""
+    """True if the last batch that was tried for it was begun."""
     is_capped: bool = False
-    """Whether a worker had to be taken from it: it leaves one to the others."""
+    """True if it was preempted: it leaves a worker to the others."""
 
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """One client's passage through one run."""
+    """One client's iteration over one epoch."""
 
     principal_share: PrincipalShare
     name: str
     run: Epoch
     state: EpochState = field(repr=False)
-    """What there is of that run."""
+    """State of that epoch."""
     position: int
-    """It was sent all batches before this one, or does not want them."""
+    """The consumer was sent all batches before this one, or does not want them."""
     served: float
-    """Seconds of worker time spent for it."""
+    """Seconds of worker time used for it."""
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
-    """What it was sent out of order, on another connection."""
+    """Batches that were sent out of order, on another connection."""
     asks: list[PendingRange] = field(default_factory=list)
     sending: int = 0
-    """Bytes of the answers that it is being sent."""
+    """Bytes of responses that are being sent to it."""
     is_capped: bool = False
-    """As of the principal."""
+    """As for `PrincipalShare`."""
     ahead_start: int = 0
     ahead_cursor: int = 0
     ahead_stop: int = 0
@@ -146,13 +146,13 @@ class Consumer:
 
     @property
     def reads_too_little(self) -> bool:
-        """Whether nothing is made for it until answers are taken: its own, or in the end all of its principal's."""
+        """True if no batch is begun for it until clients read: itself, or in the end all of its principal."""
         quota = self.principal_share.quota
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
-        """How many batches from now it wants batch k; None when it does not want it."""
-        # an ask may stand before the position: another connection of the consumer asked for the same
+        """Return how many batches from now it wants batch k; None if it does not want it."""
+        # a request may begin before the position: another connection of the consumer requested the same
         found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
             found = k - self.position
@@ -163,19 +163,19 @@ class Consumer:
         return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
 
     def wants(self, k: int) -> bool:
-        """Whether it wants batch k."""
+        """Return True if it wants batch k."""
         ahead = k >= self.position and k not in self.sent_beyond
         return ahead or any(ask.next <= k < ask.stop for ask in self.asks)
 
 
 @dataclass(slots=True)
 class EpochState:
-    """What there is of a run, and who goes through it."""
+    """Batches of an epoch, and its consumers."""
 
     batches: dict[int, Batch] = field(default_factory=dict)
     consumers: list[Consumer] = field(default_factory=list)
     waiters: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
-    """Called when a batch is ready; a client may wait for a batch before it is begun."""
+    """Callbacks for the arrival of batches, which clients may wait for before they are begun."""
 
     def frame(self, k: int) -> ReadyFrame | None:
         """Return the frame of batch k if it is ready."""
@@ -183,9 +183,9 @@ class EpochState:
         return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
-        """How many batches from now the first consumer wants batch k; None when nobody does."""
+        """Return how many batches from now the first consumer wants batch k; None if no consumer does."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
 
     def wants(self, k: int) -> bool:
-        """Whether anybody wants batch k."""
+        """Return True if a consumer wants batch k."""
         return any(consumer.wants(k) for consumer in self.consumers)

@@ -1,4 +1,4 @@
-"""The loader service: which datasets, loaders and engines there are, and what clients may ask of them."""
+"""Loader service: datasets, loaders, and the requests of clients, each authorized on the object that it names."""
 
 from __future__ import annotations
 
@@ -35,57 +35,57 @@ from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 SESSION_IDLE: Final = 60.0
-"""Seconds without a word after which the client of a session has probably gone. One that comes back goes on."""
+"""Seconds without a request or heartbeat after which a session ends. A client that returns registers it again."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
 
 
 class _Known(NamedTuple):
-    """A loader that is known."""
+    """A registered loader."""
 
     loader: Loader
     length: int | None
-    """What its dataset says of its length."""
+    """Length of its dataset; None if it has none."""
     quota: Quota
-    """Of who registered it."""
+    """Quota of the principal that registered it."""
     memory: int
-    """Bytes that its spec counts for."""
+    """Bytes that are counted for its spec."""
 
 
 class LoaderService:
-    """Everything that the endpoints offer, without HTTP. Lives in one event loop.
+    """Operations of the endpoints, without HTTP. Lives in one event loop.
 
     Args:
-        host: Where datasets and workers come from.
-        limits: What workers may take.
-        client_limits: What clients may take.
+        host: Source of datasets and worker pools.
+        limits: Limits of workers.
+        client_limits: Limits of clients.
     """
 
     def __init__(self, host: PoolFactory, limits: Limits, client_limits: ClientLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
         self.client_limits = client_limits
         self.quotas = Quotas(client_limits, limits.memory_budget)
-        """What each principal has taken."""
+        """Resources of each principal."""
         self._draining = asyncio.Event()
         self._host = host
         self.counters = Counters()
-        """Counted by all engines; see `stats`."""
+        """Counters of all engines; see `stats`."""
         self._engines = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
         self.connections: Callable[[], int] = lambda: 0
-        """Says how many are open, where somebody counts them."""
+        """Returns the number of open connections; the web server sets it."""
         self.is_shared: Callable[[], bool] = lambda: False
-        """Says whether there are several principals, where somebody knows."""
+        """Returns True if there are several principals; the web application sets it."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._specs = BodyBudget(
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
         self.grants: Final = Grants()
-        """What callers were allowed and goes on."""
+        """Permissions in use, which end with their tokens."""
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
 
     async def start(self) -> None:
-        """Make the datasets available.
+        """Build the datasets, unless their host does so later, and start housekeeping.
 
         Raises:
             ConfigError: When a dataset cannot be built.
@@ -96,12 +96,12 @@ class LoaderService:
         self._always = [asyncio.create_task(each) for each in always]
 
     def give_up(self, error: TeleloaderError) -> None:
-        """Tell those who wait for a batch that it will not come."""
+        """Raise an error in all requests that wait for a batch."""
         for engine in self._engines.started():
             engine.give_up(error)
 
     async def close(self) -> None:
-        """End the workers."""
+        """End all workers."""
         for task in self._always:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -109,53 +109,53 @@ class LoaderService:
         await self._engines.close()
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._draining.set()
 
     @property
     def draining(self) -> bool:
-        """Whether the server is stopping."""
+        """True if the server is stopping."""
         return self._draining.is_set()
 
     async def drained(self) -> None:
-        """Wait until the server is told to stop."""
+        """Wait until the server is stopping."""
         await self._draining.wait()
 
     @property
     def ready(self) -> bool:
-        """Whether batches can be had now."""
+        """True if the server can compute batches now."""
         if self.draining:
             return False
-        # objects of this process are always there: workers are forked when somebody comes
+        # objects of this process are always available: their workers are forked with the first loader
         return not self._engines.has_shared or any(
             state.ready for engine in self._engines.started() for state, _ in engine.workers()
         )
 
     @property
     def datasets(self) -> dict[str, DatasetInfo]:
-        """What is hosted now, by name."""
+        """Hosted datasets by name."""
         infos = self._host.infos()
         return self._engines.infos if infos is None else {info.name: info for info in infos}
 
-    # -- what clients ask
+    # -- loaders
 
     async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
-        """Make a loader known, however often; a session's workers are started with its first registration.
+        """Register a loader; the first registration of a session starts its workers. Idempotent.
 
         Args:
             spec: The loader.
             caller: The client.
 
         Raises:
-            AccessDenied: When the caller may not use the dataset, or may not load in the server's own process.
-            UnknownDataset: When the spec names none that is hosted.
-            DatasetChanged: When it insists on another fingerprint than that of the hosted one.
-            InvalidSpec: When no such loader of the dataset can be.
-            ServerUnavailable: When there are too many sessions, or the server is stopping.
+            AccessDenied: The caller may not use the dataset, or may not load in the server's own process.
+            UnknownDataset: The dataset is not hosted.
+            DatasetChanged: The fingerprint of the hosted dataset differs from that of the spec.
+            InvalidSpec: The dataset does not support such a loader.
+            ServerUnavailable: There are too many sessions, or the server is stopping.
         """
         self.refuse_when_draining()
         info = self.dataset(caller, spec.dataset)
-        if spec.in_process:  # it holds up everybody
+        if spec.in_process:  # it blocks all other clients
             caller.authorize(ADMIN)
         if spec.session is None:
             await self._engines.shared()
@@ -173,15 +173,15 @@ class LoaderService:
         return self.registration(key, caller)
 
     def registration(self, key: str, caller: Caller) -> Registration:
-        """What the registration of a loader was answered with; it keeps a session from counting as idle.
+        """Return the registration of a loader, and keep its session from ending as idle.
 
         Args:
-            key: The loader's.
+            key: Key of the loader.
             caller: The client.
 
         Raises:
-            AccessDenied: When the caller may not use the loader's dataset.
-            UnknownLoader: When no loader of that key is known.
+            AccessDenied: The caller may not use the loader's dataset.
+            UnknownLoader: No loader of that key is registered.
         """
         loader, length, *_ = self._resolve(caller, key)
         loader.engine.touch()
@@ -206,7 +206,7 @@ class LoaderService:
         self._reserve(quota, memory)
         try:
             engine = await self._engines.of(key, spec, info, quota)
-            if key not in self._loaders:  # nobody asked for the same meanwhile
+            if key not in self._loaders:  # not registered meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
                 self._loaders[key] = _Known(loader, info.length, quota, memory)
@@ -216,10 +216,10 @@ class LoaderService:
             self._specs.give_back(quota.name, memory)
 
     def _reserve(self, quota: Quota, nbytes: int) -> None:
-        """Make room for one more loader of a principal, by forgetting loaders of its own.
+        """Make room for one more loader of a principal by forgetting idle ones of it.
 
         Raises:
-            ServerUnavailable: When those that it uses leave no room for so many bytes.
+            ServerUnavailable: The loaders in use leave no room for so many bytes.
         """
         most = self.client_limits.max_loaders
         while quota.counts["loaders"] >= most or not self._specs.has_room(quota.name, nbytes):
@@ -235,28 +235,28 @@ class LoaderService:
             known.loader.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
-        """End a session's workers, which its client needs no more. One that is not known has ended already.
+        """End the workers of a caller's session. An unknown session has ended already.
 
         Raises:
-            AccessDenied: When the caller may not use the loader's dataset.
-            UnknownLoader: When it is the session of another principal.
+            AccessDenied: The caller may not use the loader's dataset.
+            UnknownLoader: The session belongs to another principal.
         """
         if key in self._loaders:
             self._resolve(caller, key)
             await self.end_session(key)
 
     async def end_session(self, key: str) -> None:
-        """End a session's workers, whoever's it is."""
+        """End the workers of any session."""
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
             self._drop_loader(key)
         await self._engines.end_session(key)
 
     def _forget_some_loaders(self, quota: Quota) -> int:
-        """Forget the loaders of a principal that were requested longest ago and are not in use, some at once.
+        """Forget some of a principal's loaders that are not in use, the least recently used first.
 
         Returns:
-            How many.
+            The number of forgotten loaders.
         """
         in_use = {consumer.run[0] for engine in self._engines.started() for consumer, _ in engine.consumers()}
         idle = [
@@ -269,27 +269,27 @@ class LoaderService:
             self._drop_loader(key)
         return len(forgotten)
 
-    # -- what a caller may use: nothing is handed out but through these, and nothing is awaited between check and use
+    # -- authorization: all objects are resolved here, and nothing is awaited between check and use
 
     def datasets_for(self, caller: Caller) -> list[DatasetInfo]:
-        """The datasets that a caller may use.
+        """Return the datasets that a caller may use.
 
         Raises:
-            AccessDenied: When there can be none.
+            AccessDenied: The caller may use none.
         """
         scopes = caller.authorize(READ).scopes
         return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
 
     def dataset(self, caller: Caller, name: str) -> DatasetInfo:
-        """What is known of a dataset.
+        """Return the description of a dataset.
 
         Args:
             caller: The client.
-            name: The dataset's.
+            name: Name of the dataset.
 
         Raises:
-            AccessDenied: When the caller may not use a dataset of that name.
-            UnknownDataset: When it is not hosted.
+            AccessDenied: The caller may not use a dataset of that name.
+            UnknownDataset: The dataset is not hosted.
         """
         caller.authorize(READ, name)
         datasets = self.datasets
@@ -302,7 +302,7 @@ class LoaderService:
         known = self._loaders.get(key)
         principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
         if known is not None and known.loader.spec.session is not None and known.quota.name != principal.name:
-            known = None  # a session is of whoever began it: another one that asks for batches would move it on
+            known = None  # requests of another principal would advance the session
         if known is not None and known.loader.spec.in_process:
             caller.authorize(ADMIN)
         if known is None:
@@ -314,18 +314,18 @@ class LoaderService:
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
-        """A loader that is known, of whose epoch these are batches.
+        """Return a registered loader whose epoch has the given batches.
 
         Args:
             caller: The client.
-            key: The loader's.
-            epoch: Which epoch.
+            key: Key of the loader.
+            epoch: The epoch.
             batches: Numbers of its batches.
 
         Raises:
-            AccessDenied: When the caller may not use the loader's dataset.
-            UnknownLoader: When no loader of that key is known.
-            BatchOutOfRange: When the epoch has no such batches.
+            AccessDenied: The caller may not use the loader's dataset.
+            UnknownLoader: No loader of that key is registered.
+            BatchOutOfRange: The epoch has no such batches.
         """
         loader = self._resolve(caller, key).loader
         for k in batches:
@@ -337,15 +337,15 @@ class LoaderService:
         return loader
 
     def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
-        """What the index lists for a loader may hold; arguments and errors are those of `loader`."""
+        """Return the rules for index lists of a loader; arguments and errors are those of `loader`."""
         loader = self.loader(caller, key, epoch, *batches)
         return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_batches_per_request)
 
     def refuse_when_draining(self) -> None:
-        """Take nothing new while the server is stopping.
+        """Refuse a request while the server is stopping.
 
         Raises:
-            ServerUnavailable: When it is.
+            ServerUnavailable: The server is stopping.
         """
         if self.draining:
             raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
@@ -359,11 +359,11 @@ class LoaderService:
             request: The request.
 
         Raises:
-            AccessDenied: When the caller may not use the loader's dataset; also later, in the place of a batch.
-            UnknownLoader: When no loader of that key is known.
-            BatchOutOfRange: When the epoch has no such batches.
-            InvalidSpec: When what the batches hold is said and not needed, or needed and not said.
-            ServerUnavailable: When the server is stopping, or the principal has too many consumers.
+            AccessDenied: The caller may not use the loader's dataset; also later, in place of a batch.
+            UnknownLoader: No loader of that key is registered.
+            BatchOutOfRange: The epoch has no such batches.
+            InvalidSpec: The request has index lists and the order of the loader needs none, or the reverse.
+            ServerUnavailable: The server is stopping, or the principal has too many consumers.
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
@@ -387,12 +387,12 @@ class LoaderService:
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Count the frames of an answer while they are sent: the memory budget is for those that are not.
+        """Authorize frames right before they are sent, and count them meanwhile.
 
-        All frames pass here right before they are sent.
+        The memory budget is for frames that are not being sent.
 
         Raises:
-            AccessDenied: When the caller may not have them any more.
+            AccessDenied: The caller may not have them any more.
         """
         of.authorize()
         consumer, quota = of.consumer, of.consumer.principal_share.quota
@@ -421,27 +421,27 @@ class LoaderService:
                 engine.preempt()
             self.quotas.forget_idle(time.monotonic())
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
-                continue  # the server was stopped itself (Ctrl-Z, say): clients have until the next look to be heard
+                continue  # the server itself was stopped (Ctrl-Z): clients have until the next round to be heard
             for key, engine in self._engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
 
-    # -- what can be seen
+    # -- state
 
     def engine_sources(self) -> dict[Engine, EngineSource]:
         """Return all engines, and where their workers come from."""
         return self._engines.sources()
 
     def totals(self) -> ServerTotals:
-        """Return what is known of the whole server now."""
+        """Return the current totals of the server."""
         return ServerTotals(self.datasets, self.quotas.sending, self.connections(), self.draining)
 
 
 def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
-    """Refuse a spec that does not fit the style of its dataset.
+    """Check that a spec fits the style of its dataset.
 
     Raises:
-        InvalidSpec: When it does not.
+        InvalidSpec: The spec does not fit.
     """
     if info.kind == "map":
         for field in ("shard_states", "delivered"):

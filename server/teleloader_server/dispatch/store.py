@@ -1,9 +1,9 @@
-"""The store knows which batches there are, and decides which of the finished ones are kept.
+"""All batches of an engine, and the decision which finished ones to evict.
 
-When memory is full, or a principal's share of it, batches that nobody wants are let go first, the longest unused first
-of all; then those that are wanted later than the one to be begun. If that is not enough, the batch must wait - unless a
-client waits for it: then all goes that no client waits for, and it is begun in any case. Memory slows, it never
-blocks - but for those who do not take what they are sent.
+When memory is full, or a principal's share of it, unwanted batches are evicted first, the least recently used first;
+then those that are wanted later than the one to be begun. If that is not enough, the batch must wait, unless a client
+waits for it: then all batches that no client waits for are evicted, and it is begun in any case. Full memory slows
+clients but never blocks them, except those that do not read their responses.
 
 Plain synchronous functions over plain state, as in `dispatcher`.
 """
@@ -19,21 +19,21 @@ from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochStat
 from teleloader_shared.codec import Address
 
 CACHE_SHARE: Final = 1 / 8
-"""How much of the memory budget may be filled before batches that nobody wants now are let go.
+"""Fraction of the memory budget up to which unwanted batches are kept, for consumers that lag behind.
 
-They are kept for consumers that come late. More would cost every other consumer: memory that is used again at once is
-warm, and a large batch is written to fresh memory four times as slowly.
+A larger one would slow all other consumers: memory that is reused at once is warm, and writing a large batch to fresh
+memory takes four times as long.
 """
 MAX_BATCHES: Final = 16384
-"""Batches that are kept at most, whatever their size: each is a memory mapping, and Linux allows 65,530 a process."""
+"""Limit of kept batches of any size: each is a memory mapping, and Linux allows 65,530 per process."""
 
 
 class Store:
-    """See the module.
+    """Batches of one engine, see the module.
 
     Args:
-        memory: What frames may take together with those of other stores.
-        keeps_wanted: Whether what somebody wants is never let go, however full the memory is.
+        memory: Memory budget, shared with other stores.
+        keeps_wanted: True if wanted batches are never evicted, however full the memory is.
     """
 
     def __init__(self, memory: Memory, *, keeps_wanted: bool) -> None:
@@ -41,27 +41,27 @@ class Store:
         self._keeps_wanted = keeps_wanted
         self._count = 0
         self._unwanted: OrderedDict[Batch, None] = OrderedDict()
-        """Ready batches that nobody wants, the longest unused first. (To take the first one of a dict that was emptied
-        from its beginning, Python would pass over all that were there.)"""
+        """Ready batches that no consumer wants, the least recently used first. (A dict from whose beginning items were
+        removed takes linear time to find its first item.)"""
         self._told: dict[Batch, None] = {}
-        """Failures that were sent."""
+        """Failures that were sent: clients get no failure twice."""
         self._runs: dict[Epoch, EpochState] = {}
-        """Those of which there is a batch or a consumer."""
+        """Epochs with a batch or a consumer."""
         self.used = 0
-        """Bytes of the frames that are kept, and estimates of those that are being made."""
+        """Bytes of kept frames, and estimates of those being computed."""
         self.active: dict[Consumer, None] = {}
-        """Those for whom there may be something to begin, or to make again; the many idle ones are not looked at."""
+        """Consumers for which a batch may have to be begun; the idle ones, which may be many, are not examined."""
         self.deaths: dict[Address, int] = {}
-        """Batches of these runs that a dead worker had: how often it was surely their fault."""
+        """Batches of dead workers, with the number of deaths that were certainly their fault."""
 
     # -- batches
 
     def batch(self, address: Address) -> Batch:
-        """The batch, which exists or is being made."""
+        """Return a batch that exists or is being computed."""
         return self._runs[address.loader, address.epoch].batches[address.batch]
 
     def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
-        """A batch is being made for a consumer, and will take about so many bytes."""
+        """Add a batch that is being computed for a consumer; `estimate` is its expected size in bytes."""
         batch = Batch(address, 0, consumer, 0.0)
         consumer.state.batches[address.batch] = batch
         self._count += 1
@@ -69,7 +69,7 @@ class Store:
         return batch
 
     def finished(self, address: Address, frame: ReadyFrame) -> Batch:
-        """The batch is ready."""
+        """Set the frame of a batch, and wake the requests that wait for it."""
         state = self._runs[address.loader, address.epoch]
         batch = state.batches[address.batch]
         self._resize(batch, len(frame.raw))
@@ -80,7 +80,7 @@ class Store:
         return batch
 
     def sent(self, consumer: Consumer, k: int) -> None:
-        """Batch k was sent to a consumer."""
+        """Record that batch k was sent to a consumer."""
         state = consumer.state
         self.mark_unwanted(state, (k,))
         batch = state.batches.get(k)
@@ -88,12 +88,12 @@ class Store:
             self._told[batch] = None
 
     def remove(self, batch: Batch) -> None:
-        """The batch does not exist any more: whoever wants it must come by it again."""
+        """Remove a batch; it is computed again for the consumers that want it."""
         address = batch.address
         run = (address.loader, address.epoch)
         state = self._runs[run]
         del state.batches[address.batch]
-        batch.frame = None  # at once, whoever still refers to the batch
+        batch.frame = None  # releases the memory now, although callers may still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
@@ -112,7 +112,7 @@ class Store:
         self._drop_empty(run)
 
     def release(self) -> None:
-        """There will be no more batches: what they took is free for other stores."""
+        """Remove all batches, and release their memory for other stores."""
         for state in self._runs.values():
             for batch in state.batches.values():
                 self._resize(batch, 0)
@@ -121,7 +121,7 @@ class Store:
         self._told.clear()
 
     def _resize(self, batch: Batch, nbytes: int) -> None:
-        """A batch takes so much now."""
+        """Set the size of a batch."""
         more = nbytes - batch.nbytes
         batch.nbytes = nbytes
         self.used += more
@@ -135,10 +135,10 @@ class Store:
             for address in [a for a in self.deaths if (a.loader, a.epoch) == run]:
                 del self.deaths[address]
 
-    # -- who wants what
+    # -- consumers
 
     def join(self, principal_share: PrincipalShare, name: str, run: Epoch, position: int, now: float) -> Consumer:
-        """A principal has a new consumer, which goes through a run from there on."""
+        """Add a consumer that iterates over an epoch from `position` on."""
         state = self._runs.setdefault(run, EpochState())
         consumer = Consumer(principal_share, name, run, state, position, principal_share.level, now)
         state.consumers.append(consumer)
@@ -146,7 +146,7 @@ class Store:
         return consumer
 
     def leave(self, gone: list[Consumer]) -> None:
-        """These consumers want nothing any more."""
+        """Remove consumers."""
         for consumer in gone:
             self.active.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
@@ -157,7 +157,7 @@ class Store:
             self._drop_empty(run)
 
     def move(self, consumer: Consumer, position: int) -> None:
-        """The consumer's next batch is `position` now."""
+        """Set the position of a consumer."""
         before, consumer.position = consumer.position, position
         state = consumer.state
         if position < before:
@@ -168,44 +168,44 @@ class Store:
             self.mark_unwanted(state, state.batches)
 
     def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Keep those of these batches of a run that somebody wants by now."""
+        """Unmark those of the batches that a consumer wants now."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch in self._unwanted and state.wants(k):
                 del self._unwanted[batch]
 
     def mark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Mark those of these batches of a run that nobody wants."""
+        """Mark those of the batches that no consumer wants."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch.frame is not None and not state.wants(k):
                 self._unwanted[batch] = None
 
-    # -- what is let go
+    # -- eviction
 
     def evict_told(self) -> None:
-        """Let go of the failures that were sent."""
+        """Evict the failures that were sent."""
         for batch in list(self._told):
             self._evict(batch)
 
     def evict_cached(self) -> None:
-        """Let go of what nobody wants, beyond the share of memory that it may fill."""
+        """Evict unwanted batches beyond their share of the memory."""
         most = self._memory.budget * CACHE_SHARE
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             self._evict(next(iter(self._unwanted)))
 
     def is_full(self, principal_share: PrincipalShare, nbytes: int) -> bool:
-        """Whether there is no room for so many bytes more of a principal."""
+        """Return True if there is no room for so many bytes more of a principal."""
         return self._lacks(nbytes, None) or self._lacks(nbytes, principal_share.quota)
 
     def _lacks(self, nbytes: int, quota: Quota | None) -> bool:
-        """Whether there is no room for more in a principal's share of the memory; None stands for all of it."""
+        """Return True if there is no room in a principal's share of the memory; None means in all of it."""
         if quota is not None:
             return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
     def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool) -> None:
-        """Let go of what may go for a batch that is wanted `distance` batches from now, if that makes room for it."""
+        """Evict other batches for one that is wanted `distance` batches from now, if that makes room for it."""
         for quota in (principal_share.quota, None):
             if self._lacks(nbytes, quota):
                 self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
@@ -215,7 +215,7 @@ class Store:
     def _make_room_of(
         self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
     ) -> None:
-        """Make room in a principal's share by its own batches, or in all of the memory by anybody's."""
+        """Evict batches of a principal from its share of the memory; None means any batches."""
         if at_any_price or self._would_fit(quota, nbytes, []):
             self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
@@ -239,13 +239,13 @@ class Store:
             self._evict(batch)
 
     def _room(self, quota: Quota | None) -> tuple[int, int]:
-        """Bytes that are used, and that may be."""
+        """Return used bytes and their limit."""
         if quota is not None:
             return quota.frames, quota.memory
         return self._memory.used, self._memory.budget
 
     def _evict_unwanted(self, quota: Quota | None, nbytes: int) -> None:
-        """Let go of what nobody wants, the longest unused first, until there is room."""
+        """Evict unwanted batches, the least recently used first, until there is room."""
         for batch in list(self._unwanted):
             if not self._lacks(nbytes, quota):
                 break
@@ -253,16 +253,16 @@ class Store:
                 self._evict(batch)
 
     def _would_fit(self, quota: Quota | None, nbytes: int, later: list[Batch]) -> bool:
-        """Whether there is room when all that nobody wants, and `later`, is let go."""
+        """Return True if there is room without the unwanted batches and `later`."""
         going = [*(batch for batch in self._unwanted if _is_of(quota, batch)), *later]
         used, budget = self._room(quota)
         fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
         return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
 
     def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
-        """Ready batches that are wanted later than `distance`; at any price, also those that no open request covers.
+        """Yield ready batches that are wanted later than `distance`; at any price, also those without an open request.
 
-        Those are wanted by consumers that are not there at the moment, and may never be again.
+        The consumers of those are idle, and may be disconnected.
         """
         if self._keeps_wanted:
             return

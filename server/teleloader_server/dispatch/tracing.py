@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """How a batch came to be."""
+    """Times and worker of a computed batch."""
 
     when: int
-    """When it was there, as ``time.time_ns()``."""
+    """Time at which the batch was ready, from ``time.time_ns()``."""
     worker: int
     report: Report
 

@@ -486,6 +486,6 @@ def client_of(request: Request, consumer: str, report: str) -> _Client:
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """What a consumer is called that does not say its name."""
+    """Return the name of a consumer whose client sends none: its IP address and port."""
     client = connection.client
     return f"{client.host}:{client.port}" if client else "unknown"

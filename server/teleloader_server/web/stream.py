@@ -31,11 +31,11 @@ from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PAT
 from teleloader_shared.spec import MAX_EPOCH
 
 POLICY_VIOLATION: Final = 1008
-"""How a connection is closed after an ask that cannot be answered."""
+"""Close code after a request that the server refuses."""
 MAX_RANGE_BYTES: Final = 64
 """Bytes of an ask for a range, which are three ints."""
 SERVICE_RESTART: Final = 1012
-"""How it is closed by a server that is stopping, or that cannot make batches."""
+"""Close code of a server that is stopping or cannot compute batches."""
 
 
 class RequestedRange(NamedTuple):
@@ -106,7 +106,7 @@ class Conversation:
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the reason when the caller may not go on."""
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
-        """What is to be sent, with what ends it; None after the last one."""
+        """Streams to be sent, each with the stack that closes it; None after the last one."""
         self._outstanding = 0
         """Batches that were asked for and not sent."""
         self._kept = 0
