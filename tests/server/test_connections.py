@@ -619,7 +619,7 @@ def test_a_message_that_arrives_fast_enough_is_waited_for(start: Start) -> None:
         for byte in frame:
             client.send(bytes([byte]))
             time.sleep(0.02)
-        assert b"an ask must be a msgpack array" in client.socket.recv(2**16)
+        assert b"expected a msgpack array" in client.socket.recv(2**16)
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"text"], ids=["not UTF-8", "UTF-8"])

@@ -57,7 +57,7 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Batch k is ready: it waited for a worker, and was made; perhaps before it was asked for.
+        """Record the spans of batch k: queue and computation, perhaps before it was requested.
 
         It is not known how a failure came to be that the server itself has put there.
         """

@@ -48,33 +48,35 @@ from teleloader_shared.tracing import TRACE_HEADER
 _Result = TypeVar("_Result")
 
 LINGER: Final = 0.005
-"""Seconds in which an answer of several small batches waits to be complete: an answer costs more than the batches."""
+"""Seconds for which a response of several small batches waits to be complete: it costs more than the batches."""
 WRITE_BYTES: Final = 512 * 1024
 """Small frames are joined into writes of about this size: one write costs more than copying it."""
 
 MAX_STRINGS: Final = 2048
-"""A spec has fewer strings: its fields, and the states of up to 1,024 shards."""
+"""Limit of the strings of a spec: its fields, and the states of up to 1,024 shards."""
 MAX_BESIDES_STRINGS: Final = 16 * 1024
-"""Bytes of a spec outside of its strings."""
+"""Limit of a spec without its strings, in bytes."""
 LARGE_SPEC_BYTES: Final = 64 * 1024
-"""Specs with the states of many shards, which are larger, are parsed in a thread."""
+"""Size from which specs are parsed in a thread: those with the states of many shards."""
 MAX_ESCAPES: Final = 16 * 1024
-"""Backslashes in a spec: escapes take many times as long to parse as other characters."""
+"""Limit of backslashes in a spec: escapes take many times as long to parse as other characters."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MUTABLE: Final = {"cache-control": "no-store"}
-"""A failure, or a part of a range: the next answer may be another one."""
+"""Headers of failures and of parts of a range: the next response may differ."""
 
 Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
-Ahead = Annotated[int, Query(ge=0, description="how many batches will be wanted after these")]
+Ahead = Annotated[int, Query(ge=0, description="number of batches after these that the client will request later")]
 Consumer = Annotated[
-    str, Header(alias=CONSUMER_HEADER, max_length=200, description="who asks, for /stats and fair sharing")
+    str, Header(alias=CONSUMER_HEADER, max_length=200, description="name of the client, for /stats and fair sharing")
 ]
-Report = Annotated[str, Header(alias=REPORT_HEADER, description="how it fares, for /stats: see docs/protocol.md")]
+Report = Annotated[
+    str, Header(alias=REPORT_HEADER, description="measurements of the client, for /stats: see docs/protocol.md")
+]
 
 
 class FrameResponse(Response):
-    """Frames as the body, written from where they are: shared memory goes to the socket without a copy."""
+    """Response with frames as the body, which are written from shared memory without a copy."""
 
     def __init__(
         self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: dict[str, str]
@@ -86,17 +88,17 @@ class FrameResponse(Response):
         super().__init__(headers={**headers, "content-length": str(self._size)}, media_type=FRAME_MEDIA_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send head and frames."""
+        """Send headers and frames."""
         with self._service.sending(self._size, self._stream):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # what is encrypted is a copy, and there is one of each piece
+            # TLS copies each piece
             for piece in joined(self._frames, split=scope["scheme"] == "https"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class StreamResponse(Response):
-    """All batches of a request, each sent when it is ready. The connection's flow control holds it back."""
+    """Response with all batches of a request, each sent when it is ready and the client reads."""
 
     def __init__(self, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]) -> None:
         super().__init__(media_type=FRAME_MEDIA_TYPE)
@@ -105,10 +107,10 @@ class StreamResponse(Response):
         self._batches = batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send head, then frames as they come."""
+        """Send headers, then frames as they become ready."""
         async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with suppress(ClientDisconnect, TeleloaderError):  # an answer that has begun can only be broken off
+            with suppress(ClientDisconnect, TeleloaderError):  # a response that has begun can only be aborted
                 while not stream.exhausted:
                     frames = await unless(gone, ready_frames(stream))
                     await self._send_frames(frames, stream, send)
@@ -122,7 +124,7 @@ class StreamResponse(Response):
 
 @asynccontextmanager
 async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that ends when the client closes the connection; uvicorn lets one send into the void without a word."""
+    """Provide a task that ends when the client disconnects, which uvicorn does not report to senders."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -136,10 +138,14 @@ async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, which is given up when the client has gone.
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Args:
+        gone: Task of `departure`.
+        work: The coroutine.
 
     Raises:
-        ClientDisconnect: When it has.
+        ClientDisconnect: The client disconnected.
     """
     working = asyncio.create_task(work)
     try:
@@ -149,20 +155,20 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         return working.result()
     finally:
         working.cancel()
-        # nobody else will look at how it ended
+        # otherwise asyncio logs an exception that was not retrieved
         working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def ready_answer(
     request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
 ) -> FrameResponse:
-    """The first of `batches` that are ready, at least one."""
+    """Return a response with the first of `batches` that are ready, at least one."""
     async with batches as stream, departure(request.receive) as gone:
         return FrameResponse(service, stream, await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """The next frame, waiting for it, and those after it that are ready soon after."""
+    """Wait for the next frame; return it, and those after it that are ready soon."""
     frames = [(await stream.take()).raw]
     size = len(frames[0])
     if size < READY_BYTES and not stream.exhausted:
@@ -174,10 +180,10 @@ async def ready_frames(stream: BatchStream) -> list[Lease]:
 
 
 def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview | bytes]:
-    """The frames' bytes in few writes.
+    """Yield the bytes of frames in few writes.
 
     Large frames are passed on as they are; small ones are joined. With `split`, large ones come in pieces of 1 MiB:
-    uvicorn copies each piece of a chunked body to put its size before it.
+    uvicorn copies each piece of a chunked body to prefix its size.
     """
     small: list[NDArray[np.uint8]] = []
     gathered = 0
@@ -228,7 +234,7 @@ def make_router() -> APIRouter:
 
 def _add_loaders(router: APIRouter) -> None:
 
-    @router.get(DATASETS_PATH, summary="The datasets that are hosted")
+    @router.get(DATASETS_PATH, summary="All hosted datasets")
     @needs(READ)
     async def datasets(request: Request) -> list[DatasetInfo]:
         return service_of(request).datasets_for(caller_of(request))
@@ -240,7 +246,7 @@ def _add_loaders(router: APIRouter) -> None:
 
     @router.post(
         LOADERS_PATH,
-        summary="Register a loader; the same spec has the same key, however often",
+        summary="Register a loader. Idempotent: the same spec has the same key",
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -265,7 +271,7 @@ def _add_loaders(router: APIRouter) -> None:
 
     @router.get(
         LOADERS_PATH + "/{key}",
-        summary="What was answered when the loader was registered; a session that is asked for is not idle",
+        summary="The registration of a loader; keeps its session from ending as idle",
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
@@ -274,7 +280,7 @@ def _add_loaders(router: APIRouter) -> None:
     @router.delete(
         LOADERS_PATH + "/{key}",
         status_code=204,
-        summary="End a session: the workers that were its own end; for any other loader nothing happens",
+        summary="End a session and its workers; does nothing for other loaders",
     )
     @needs(READ)
     async def end(request: Request, key: str) -> None:
@@ -296,7 +302,7 @@ def _add_batches(router: APIRouter) -> None:
         service, caller = service_of(request), caller_of(request)
         service.loader(caller, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
-        # what an address stands for never changes, so a client that has it needs nothing of us
+        # a batch never changes, so a client that has it needs no other response
         shared = "private" if request.app.state.authenticator.has_tokens else "public"
         immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
@@ -326,7 +332,8 @@ def _add_batches(router: APIRouter) -> None:
         stop: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
         ahead: Ahead = 0,
         ready: Annotated[
-            bool, Query(description="answer with the batches from start that are ready, at least one, and their size")
+            bool,
+            Query(description="return only the batches from start that are ready, at least one, with Content-Length"),
         ] = False,
         consumer: Consumer = "",
         report: Report = "",
@@ -334,7 +341,9 @@ def _add_batches(router: APIRouter) -> None:
         if stop <= start:
             raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
         if not ready and request.scope["http_version"] == "1.0":
-            raise HttpProblem(426, "UpgradeRequired", "an answer of no stated size needs HTTP/1.1: ask with ready=true")
+            raise HttpProblem(
+                426, "UpgradeRequired", "a response without Content-Length requires HTTP/1.1: request with ready=true"
+            )
         service = service_of(request)
         asked = service.batches(
             caller_of(request),
@@ -367,7 +376,7 @@ def _add_listed_batches(router: APIRouter) -> None:
         async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
-                raise InvalidSpec(f"the body lists the indices of {first} in the place of batch {start}")
+                raise InvalidSpec(f"the body lists the indices of {first} in place of batch {start}")
             asked = service.batches(
                 caller,
                 RangeRequest(
@@ -379,7 +388,7 @@ def _add_listed_batches(router: APIRouter) -> None:
 
 
 class BodyReader:
-    """Reads the bodies of requests, which together have a limit: each connection may send one."""
+    """Reads bodies of requests, whose total size is limited: each connection may send one."""
 
     def __init__(self, limits: ClientLimits, body_budget: BodyBudget) -> None:
         self._limits = limits
@@ -389,15 +398,15 @@ class BodyReader:
     async def read(
         self, request: Request, name: Literal["max_body_bytes", "max_spec_bytes"]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The pieces of a body, which count as held until the context ends.
+        """Provide the pieces of a body, which count for the budget until the context ends.
 
         Args:
-            request: Whose it is.
-            name: Of the limit that it has.
+            request: The request.
+            name: Name of the limit for its body.
 
         Raises:
-            HttpProblem: When it is larger.
-            ServerUnavailable: When all bodies together are too large, or those of the same principal.
+            HttpProblem: The body exceeds the limit.
+            ServerUnavailable: The bodies of all principals, or of this one, exceed the budget.
         """
         limit = getattr(self._limits, name)
         too_large = HttpProblem(
@@ -433,7 +442,7 @@ def parsed_spec(body: bytes) -> LoaderSpec:
     """Return the spec that a body holds as JSON.
 
     Raises:
-        InvalidSpec: If it holds none.
+        InvalidSpec: The body is not a valid spec.
     """
     return LoaderSpec.from_json(_parsed_json(body))
 
@@ -441,11 +450,11 @@ def parsed_spec(body: bytes) -> LoaderSpec:
 def _parsed_json(body: bytes) -> object:
     """Return the value of a JSON text.
 
-    A spec is some fields and a string for each shard. What has more values would hold the event loop while they are
-    made: strings are counted, and left out to see how much else there is.
+    A spec consists of some fields and a string for each shard. To parse text with more values would block the event
+    loop, so strings are counted, and removed to measure the rest.
 
     Raises:
-        InvalidSpec: When it is not, or has more values than a spec.
+        InvalidSpec: The text is not JSON, or has more values than a spec.
     """
     rest, strings = _STRING.subn(b"", body, MAX_STRINGS)
     if strings == MAX_STRINGS or len(rest) > MAX_BESIDES_STRINGS:
@@ -471,7 +480,7 @@ class _Client(TypedDict):
 
 
 def client_of(request: Request, consumer: str, report: str) -> _Client:
-    """Return what a request says of its client.
+    """Return the fields of a request that describe its client.
 
     Args:
         request: The request.

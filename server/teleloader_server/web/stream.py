@@ -1,7 +1,7 @@
-"""Batches over a WebSocket: asks go up, frames come down; docs/protocol.md describes it.
+"""Batches over a WebSocket: the client sends requests, the server frames; docs/protocol.md describes the messages.
 
-What a request costs besides its batches is paid once for the connection. An ask that is not answered yet is the credit:
-nothing is made that was not asked for.
+The connection bears the cost of authentication and headers once. Open requests are the credit for flow control: no
+batch is computed before it is requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from teleloader_shared.spec import MAX_EPOCH
 POLICY_VIOLATION: Final = 1008
 """Close code after a request that the server refuses."""
 MAX_RANGE_BYTES: Final = 64
-"""Bytes of an ask for a range, which are three ints."""
+"""Limit of a request for a range, which consists of three ints."""
 SERVICE_RESTART: Final = 1012
 """Close code of a server that is stopping or cannot compute batches."""
 
@@ -49,36 +49,34 @@ class RequestedRange(NamedTuple):
 
 
 def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
-    """Read an ask for batches of the plan.
+    """Return the range that a message requests in seeded order.
 
     Raises:
-        InvalidSpec: When it is none.
+        InvalidSpec: The message is not a valid request.
     """
     if len(message) > MAX_RANGE_BYTES:
-        raise InvalidSpec(f"an ask must be a msgpack array of three ints, and had {len(message):,} bytes")
+        raise InvalidSpec(f"invalid request of {len(message):,} bytes: expected a msgpack array of three ints")
     try:
         epoch, start, stop = numbers = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise InvalidSpec("an ask must be a msgpack array of three ints: epoch, start and stop") from None
+        raise InvalidSpec("invalid request: expected a msgpack array of three ints: epoch, start and stop") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
-        raise InvalidSpec(f"epoch, start and stop must be ints from 0 to 2**62 - 1, were {numbers!r:.200}")
+        raise InvalidSpec(f"invalid request {numbers!r:.200}: epoch, start and stop must be ints from 0 to 2**62 - 1")
     most = limits.max_batches_per_request
     if not start < stop <= start + most:
-        raise InvalidSpec(
-            f"an ask must be for 1 to {most:,} batches (max_batches_per_request), was for [{start}, {stop})"
-        )
+        raise InvalidSpec(f"invalid range [{start}, {stop}): request 1 to {most:,} batches (max_batches_per_request)")
     return RequestedRange(epoch, start, stop)
 
 
 async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRange:
-    """Read an ask for batches whose indices it lists.
+    """Return the range that a message requests by index lists.
 
     Raises:
-        InvalidSpec: When it is none.
+        InvalidSpec: The message is not a valid request.
     """
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:
-        raise InvalidSpec(f"the ask is for loader {first.loader[:64]!r}, and the connection for {loader!r}")
+        raise InvalidSpec(f"request for loader {first.loader[:64]!r} on a connection for {loader!r}: open another one")
     return RequestedRange(first.epoch, first.batch, first.batch + len(indices), indices)
 
 
@@ -87,13 +85,13 @@ async def _pieces(message: bytes) -> AsyncIterator[bytes]:
 
 
 class Conversation:
-    """One connection: what is asked for is made at once, and sent in the order of the asks.
+    """One connection: batches are computed when they are requested, and sent in the order of the requests.
 
     Args:
-        socket: The connection, accepted.
-        service: Who makes batches.
-        loader: Key of the loader that the connection is for.
-        body_budget: What clients have sent and is kept; lists of indices count there until they are answered.
+        socket: The accepted connection.
+        service: Computes the batches.
+        loader: Key of the connection's loader.
+        body_budget: Budget of received bytes; index lists count until their batches are sent.
     """
 
     def __init__(self, socket: WebSocket, service: LoaderService, loader: str, body_budget: BodyBudget) -> None:
@@ -104,17 +102,17 @@ class Conversation:
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises the reason when the caller may not go on."""
+        """Raises the reason once the caller is not authorized any more."""
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """Streams to be sent, each with the stack that closes it; None after the last one."""
         self._outstanding = 0
-        """Batches that were asked for and not sent."""
+        """Batches that were requested and not sent."""
         self._kept = 0
-        """Bytes of the lists of indices that they came with."""
+        """Bytes of their index lists."""
         self._sent = asyncio.Event()
 
     async def run(self) -> None:
-        """Answer until the client goes, asks for what cannot be, or the server is told to stop."""
+        """Respond until the client disconnects or sends an invalid request, or the server stops."""
         try:
             self._service.refuse_when_draining()
             spec = self._service.loader(self._caller, self._loader, 0).spec
@@ -183,7 +181,7 @@ class Conversation:
                 raise
 
     def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
-        """Count what lists of indices take, until the end of what they ask for."""
+        """Count bytes of index lists until their request ends."""
 
         def give_back() -> None:
             self._kept -= nbytes
@@ -202,7 +200,7 @@ class Conversation:
             raise message[REFUSED]
         content: bytes | None = message.get("bytes")
         if content is None:
-            raise InvalidSpec("an ask must be a binary message, was text")
+            raise InvalidSpec("invalid request: expected a binary message, got text")
         return content
 
     async def _send(self) -> None:
@@ -218,12 +216,12 @@ class Conversation:
                     self._sent.set()
 
     async def _refuse(self, error: TeleloaderError | HttpProblem) -> None:
-        """Say why there is nothing more."""
+        """Report an error, and close the connection."""
         try:
             await self._socket.send_text(bytes(problem_of(error).body).decode())
             await self._socket.close(SERVICE_RESTART if isinstance(error, ServerUnavailable) else POLICY_VIOLATION)
         except WebSocketDisconnect:
-            pass  # nobody wants to know
+            pass  # the client has disconnected
 
 
 def make_stream_router() -> APIRouter:
@@ -234,9 +232,9 @@ def make_stream_router() -> APIRouter:
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
         try:
-            # before it is accepted: a stranger gets a response, and the server reads no message of a stranger
+            # before the connection is accepted: the server reads no message of an unauthenticated client
             await enter(socket, READ)
-            with suppress(UnknownLoader):  # a message says so, and the client registers it again
+            with suppress(UnknownLoader):  # reported by a message, upon which the client registers the loader again
                 service_of(socket).loader(caller_of(socket), key, 0)
         except (TeleloaderError, HttpProblem) as error:
             await socket.send_denial_response(problem_of(error))
