@@ -89,21 +89,11 @@ class BatchStream:
 
     async def take(self) -> ReadyFrame:
         """Wait for the next batch, and return its frame."""
-        k = self._ask.next
-        frame = await self._engine._take(self, self._ask)
-        if self.trace is not None:
-            self.trace.made(k, frame.made)
-        return frame
+        return await self._engine._take(self)
 
     def take_ready(self) -> ReadyFrame | None:
         """Return the next batch's frame if it is ready."""
-        k = self._ask.next
-        if k >= self._ask.stop:
-            return None
-        frame = self._engine._take_ready(self._ask, self.tally)
-        if self.trace is not None and frame is not None:
-            self.trace.made(k, frame.made)
-        return frame
+        return None if self.exhausted else self._engine._take_ready(self)
 
     async def linger(self, seconds: float) -> None:
         """Wait until the last batch of the request is ready, but at most `seconds`."""
@@ -194,18 +184,17 @@ class Engine:
             self._last_used = time.monotonic()
             self._dispatcher.close(ask)
 
-    async def _take(self, stream: BatchStream, ask: PendingRange) -> ReadyFrame:
-        tally = stream.tally
-        frame = self._take_ready(ask, tally)
+    async def _take(self, stream: BatchStream) -> ReadyFrame:
+        frame = self._take_ready(stream)
         if frame is not None:
             return frame
-        tally.waits()
+        stream.tally.waits()
         try:
             while frame is None:
-                await self._arrival(ask.next, stream)
-                frame = self._take_ready(ask, tally)
+                await self._arrival(stream._ask.next, stream)
+                frame = self._take_ready(stream)
         finally:
-            tally.has_waited()
+            stream.tally.has_waited()
         return frame
 
     async def _arrival(self, k: int, stream: BatchStream) -> None:
@@ -224,11 +213,14 @@ class Engine:
                     del state.waiters[k]
                 raise
 
-    def _take_ready(self, ask: PendingRange, tally: ConsumerCounters) -> ReadyFrame | None:
+    def _take_ready(self, stream: BatchStream) -> ReadyFrame | None:
+        ask = stream._ask
         frame = ask.consumer.state.frame(ask.next)
         if frame is None:
             return None
-        tally.sent(len(frame.raw))
+        if stream.trace is not None:
+            stream.trace.made(ask.next, frame.made)
+        stream.tally.sent(len(frame.raw))
         self._dispatcher.sent(ask, time.monotonic())
         self._decide_soon()
         return frame

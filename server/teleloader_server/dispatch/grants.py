@@ -24,13 +24,6 @@ class _Grant:
     dataset: str | None
     end: Callable[[AccessDenied], object]
 
-    def check(self) -> None:
-        """End the use unless it is still permitted."""
-        try:
-            self.caller.authorize(self.need, self.dataset)
-        except AccessDenied as error:
-            self.end(error)
-
 
 class Grants:
     """The permissions of a server that are in use."""
@@ -68,6 +61,9 @@ class Grants:
             await self._tokens_changed.wait()
             self._tokens_changed.clear()
             for number, grant in enumerate(list(self._grants)):
-                grant.check()
+                try:
+                    grant.caller.authorize(grant.need, grant.dataset)
+                except AccessDenied as error:
+                    grant.end(error)
                 if number % CHECKED_TOGETHER == 0:
                     await asyncio.sleep(0)

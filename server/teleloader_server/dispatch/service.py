@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, Limits
-from teleloader_server.dispatch.counters import Counters, EngineSource, ServerTotals
-from teleloader_server.dispatch.engine import BatchStream, Engine, Loader
+from teleloader_server.dispatch.counters import Counters, ServerTotals
+from teleloader_server.dispatch.engine import BatchStream, Loader
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import RangeRequest
@@ -69,7 +69,7 @@ class LoaderService:
         self._host = host
         self.counters = Counters()
         """Counters of all engines; see `stats`."""
-        self._engines = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
+        self.engines: Final = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
         self.connections: Callable[[], int] = lambda: 0
         """Returns the number of open connections; the web server sets it."""
         self.is_shared: Callable[[], bool] = lambda: False
@@ -91,13 +91,13 @@ class LoaderService:
             ConfigError: When a dataset cannot be built.
         """
         if self._host.infos() is None:
-            await self._engines.shared()
+            await self.engines.shared()
         always = self._keep_house(), self.grants.run()
         self._always = [asyncio.create_task(each) for each in always]
 
     def give_up(self, error: TeleloaderError) -> None:
         """Raise an error in all requests that wait for a batch."""
-        for engine in self._engines.started():
+        for engine in self.engines.started():
             engine.give_up(error)
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class LoaderService:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await self._engines.close()
+        await self.engines.close()
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -124,18 +124,13 @@ class LoaderService:
     @property
     def ready(self) -> bool:
         """True if the server can compute batches now."""
-        if self.draining:
-            return False
-        # objects of this process are always available: their workers are forked with the first loader
-        return not self._engines.has_shared or any(
-            state.ready for engine in self._engines.started() for state, _ in engine.workers()
-        )
+        return not self.draining and self.engines.ready
 
     @property
     def datasets(self) -> dict[str, DatasetInfo]:
         """Hosted datasets by name."""
         infos = self._host.infos()
-        return self._engines.infos if infos is None else {info.name: info for info in infos}
+        return self.engines.infos if infos is None else {info.name: info for info in infos}
 
     # -- loaders
 
@@ -158,8 +153,8 @@ class LoaderService:
         if spec.in_process:  # it blocks all other clients
             caller.authorize(ADMIN)
         if spec.session is None:
-            await self._engines.shared()
-            info = self._engines.infos[info.name]
+            await self.engines.shared()
+            info = self.engines.infos[info.name]
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
@@ -205,7 +200,7 @@ class LoaderService:
         memory = spec.memory
         self._reserve(quota, memory)
         try:
-            engine = await self._engines.of(key, spec, info, quota)
+            engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
@@ -231,7 +226,7 @@ class LoaderService:
         known = self._loaders.pop(key)
         known.quota.counts["loaders"] -= 1
         self._specs.give_back(known.quota.name, known.memory)
-        if key not in self._engines.sessions:  # its workers end with the session
+        if key not in self.engines.sessions:  # its workers end with the session
             known.loader.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
@@ -250,7 +245,7 @@ class LoaderService:
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
             self._drop_loader(key)
-        await self._engines.end_session(key)
+        await self.engines.end_session(key)
 
     def _forget_some_loaders(self, quota: Quota) -> int:
         """Forget some of a principal's loaders that are not in use, the least recently used first.
@@ -258,11 +253,11 @@ class LoaderService:
         Returns:
             The number of forgotten loaders.
         """
-        in_use = {consumer.run[0] for engine in self._engines.started() for consumer, _ in engine.consumers()}
+        in_use = {consumer.run[0] for engine in self.engines.started() for consumer, _ in engine.consumers()}
         idle = [
             key
             for key, known in self._loaders.items()
-            if known.quota is quota and key not in in_use and key not in self._engines.sessions
+            if known.quota is quota and key not in in_use and key not in self.engines.sessions
         ]
         forgotten = idle[: max(1, self.client_limits.max_loaders // 16)]
         for key in forgotten:
@@ -409,28 +404,24 @@ class LoaderService:
             quota.sending -= nbytes
             consumer.sending -= nbytes
             if was_too_much:
-                for engine in self._engines.started():
+                for engine in self.engines.started():
                     engine.wake()
 
     async def _keep_house(self) -> None:
         while True:
             began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)
-            for engine in self._engines.started():
+            for engine in self.engines.started():
                 engine.forget_idle()
                 engine.preempt()
             self.quotas.forget_idle(time.monotonic())
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
                 continue  # the server itself was stopped (Ctrl-Z): clients have until the next round to be heard
-            for key, engine in self._engines.started_sessions().items():
+            for key, engine in self.engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
 
     # -- state
-
-    def engine_sources(self) -> dict[Engine, EngineSource]:
-        """Return all engines, and where their workers come from."""
-        return self._engines.sources()
 
     def totals(self) -> ServerTotals:
         """Return the current totals of the server."""

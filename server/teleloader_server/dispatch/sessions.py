@@ -50,9 +50,9 @@ class Engines:
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
-    def has_shared(self) -> bool:
-        """True once the shared engine was requested; objects of this process get theirs with their first loader."""
-        return self._shared is not None
+    def ready(self) -> bool:
+        """True if a worker is ready; also before the first loader of an object of this process starts workers."""
+        return self._shared is None or any(state.ready for engine in self.started() for state, _ in engine.workers())
 
     async def shared(self) -> Engine:
         """Return the shared engine, which the first call starts.
@@ -88,9 +88,7 @@ class Engines:
             self._refuse_too_many(quota, own.num_workers)
             # a client that requests workers has them used as torch uses them: user code may depend on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
-            if own.num_workers == 0:
-                in_turn = 0
-            engine = Engine(own, self._memory, self._counters, in_turn)
+            engine = Engine(own, self._memory, self._counters, in_turn if own.num_workers else 0)
             self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
             quota.counts["sessions"] += 1
             quota.counts["session workers"] += own.num_workers

@@ -93,7 +93,7 @@ class StatsCollector:
             self._lateness += max(0.0, now - due)
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
-                self._cpu.look(self._pids(self._service.engine_sources()))
+                self._cpu.look(self._pids(self._service.engines.sources()))
 
     @property
     def datasets(self) -> Mapping[str, DatasetCounters]:
@@ -102,7 +102,7 @@ class StatsCollector:
 
     async def _mark(self, now: float) -> None:
         self._late.mark(now, self._looks, self._lateness)
-        engines = list(self._service.engine_sources())
+        engines = list(self._service.engines.sources())
         for engine in engines:
             engine.mark_workers(now)
         marked = [*self._counters.marked(), *itertools.chain.from_iterable(engine.tally.marked() for engine in engines)]
@@ -134,10 +134,10 @@ class StatsCollector:
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """The records, with `limit` of the consumers after the first `offset`."""
-        memory = await self._memory(self._pids(self._service.engine_sources()))
+        memory = await self._memory(self._pids(self._service.engines.sources()))
         totals = self._service.totals()
         now = time.monotonic()
-        looks = [self._look(engine, source, now) for engine, source in self._service.engine_sources().items()]
+        looks = [self._look(engine, source, now) for engine, source in self._service.engines.sources().items()]
         server = self._server(totals, looks, memory, now)
         consumers = await self._consumers(looks, server, now)
         page = consumers[offset : offset + limit]
