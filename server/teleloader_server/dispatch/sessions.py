@@ -11,7 +11,7 @@ from teleloader_server.config import ClientLimits, ConfigError
 from teleloader_server.dispatch.counters import Counters, EngineSource
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
-from teleloader_server.workers.factory import Host
+from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
@@ -37,7 +37,7 @@ class Engines:
         limits: Limits of clients.
     """
 
-    def __init__(self, host: Host, memory: Memory, counters: Counters, limits: ClientLimits) -> None:
+    def __init__(self, host: PoolFactory, memory: Memory, counters: Counters, limits: ClientLimits) -> None:
         self._host = host
         self._memory = memory
         self._counters = counters
