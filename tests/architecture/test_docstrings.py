@@ -26,16 +26,6 @@ CONVERTED: Final = (
     "server/teleloader_server/web/stream.py",
     "server/teleloader_server/workers",
     "shared",
-    "shared/teleloader_shared/buffers.py",
-    "shared/teleloader_shared/dtypes.py",
-    "shared/teleloader_shared/errors.py",
-    "shared/teleloader_shared/forks.py",
-    "shared/teleloader_shared/memory.py",
-    "shared/teleloader_shared/protocols.py",
-    "shared/teleloader_shared/secret.py",
-    "shared/teleloader_shared/text.py",
-    "shared/teleloader_shared/units.py",
-    "shared/teleloader_shared/user_state.py",
 )
 """Packages and modules whose docstrings hold the rule. Once all do: ("client", "server", "shared")."""
 
