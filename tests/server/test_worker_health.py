@@ -158,7 +158,8 @@ def test_queued_tasks_are_reclaimed_once() -> None:
     health = busy()
     assert decide(health, START + CHECK_INTERVAL) == []
     assert decide(health, START + 2 * CHECK_INTERVAL) == [Action.RECLAIM]
-    assert decide(health, START + 3 * CHECK_INTERVAL) == []
+    health.tasks[2] = task(2)
+    assert decide(health, START + 3 * CHECK_INTERVAL) == [], "it is stalled already"
 
 
 @pytest.mark.parametrize(
@@ -333,3 +334,4 @@ def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: lis
         service.worker_ready(0)
     service.answer(ask)
     assert ask.next == queue, "each batch was computed, or an error is in its place"
+    assert MAX_ATTEMPTS == 3, "as docs/faults.md says"
