@@ -335,31 +335,25 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
     """
     start, end = 0, len(memory.data)
     while start < end:
-        size = _check_frame(memory.data, start, max_bytes)
-        yield _decode(memory.frame(start, size), max_bytes)
-        start += size
+        envelope = open_frame(memory.data.data, start, _header_limit(max_bytes))
+        yield _decode(memory.frame(start, envelope.size), envelope, max_bytes)
+        start += envelope.size
 
 
 def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
     """Decode exactly one frame: see `read_all`."""
-    size = _check_frame(memory.data, 0, max_bytes)
-    if size != len(memory.data):
-        raise ProtocolError(f"a frame states {size:,} bytes and has {len(memory.data):,}")
-    return _decode(memory, max_bytes)
+    envelope = open_frame(memory.data.data, 0, _header_limit(max_bytes))
+    if envelope.size != len(memory.data):
+        raise ProtocolError(f"a frame states {envelope.size:,} bytes and has {len(memory.data):,}")
+    return _decode(memory, envelope, max_bytes)
 
 
-def _check_frame(buffer: NDArray[np.uint8], start: int, max_bytes: int) -> int:
-    """Return the size of the frame at `start`, once its checksum is known to match."""
-    return open_frame(buffer.data, start, _header_limit(max_bytes)).size
-
-
-def _decode(memory: Memory, max_bytes: int) -> Frame:
-    """Decode the frame that fills `memory`, which `_check_frame` has passed."""
-    raw = memory.data.data
-    size, values, _, header_size = _read_prologue(raw, 0)
-    end = PROLOGUE_SIZE + header_size
+def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
+    """Decode the frame that fills `memory`."""
+    size, values, packed = envelope
+    header_size = len(packed)
     try:
-        header = msgpack.unpackb(raw[PROLOGUE_SIZE:end], strict_map_key=True)
+        header = msgpack.unpackb(packed, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of a frame is not msgpack: {type(error).__name__}") from None
     match header:
@@ -367,7 +361,7 @@ def _decode(memory: Memory, max_bytes: int) -> Frame:
             address = Address(loader, epoch, batch)
         case _:
             raise ProtocolError("the header of a frame states no loader, epoch and batch")
-    segments = _Segments(memory, end, header.get("compression"), max_bytes)
+    segments = _Segments(memory, PROLOGUE_SIZE + header_size, header.get("compression"), max_bytes)
     padding = 0
     if "failure" in header:
         content: Any = _read_failure(header["failure"])
