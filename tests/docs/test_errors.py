@@ -23,6 +23,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader.api import control
 from teleloader.tensors import devices, pinned
+from teleloader.tensors.placement import Placement
 from teleloader_server import serve
 from teleloader_server.config import ClientLimits
 from tests.conftest import ROOT, ServerProcess, StartServer, need
@@ -535,7 +536,9 @@ class FullDevice(devices.JaxDevice):
 
 @meets("Device memory exhausted by prefetched batches")
 def _(server: ServerProcess, one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(DataLoader, "_accelerator", lambda _: FullDevice())
+    monkeypatch.setattr(
+        DataLoader, "_placement", lambda loader: Placement("torch", loader._pool, FullDevice(), copies=True)
+    )
     loader = DataLoader(RemoteDataset(server.url, "train"), batch_size=64, seed=7, device="cuda")
     return warned_by(lambda: list(loader))
 
