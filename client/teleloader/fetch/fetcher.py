@@ -323,12 +323,12 @@ class Fetcher:
     def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
         """The frames of an answer, which must be the first batches of the range that was asked for."""
         frames = []
+        key, epoch = self._options.key, self._options.epoch
         try:
             read = codec.read_all(memory, self._options.max_batch_bytes)
             for number, frame in enumerate(read, wanted.start):
-                expected = Address(self._options.key, self._options.epoch, number)
-                if frame.address != expected:
-                    raise CorruptFrame(f"got {frame.address} where {expected} was asked for")
+                if frame.address != (key, epoch, number):
+                    raise CorruptFrame(f"got {frame.address} where {Address(key, epoch, number)} was asked for")
                 if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
                     raise CorruptFrame(f"got an end in the place of batch {number}, and there are no shards to end")
                 frames.append(frame)

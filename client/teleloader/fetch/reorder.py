@@ -86,9 +86,8 @@ class ReorderBuffer:
         """What the loop may take, in order."""
         self.starved = False
         """Whether the loop waits for a batch."""
-        self._is_staged = False
-        """Whether batches are copied to a device before the loop may take them."""
-        self._is_ready: Callable[[Frame], bool] = lambda _: True
+        self._is_ready: Callable[[Frame], bool] | None = None
+        """None unless batches are copied to a device before the loop may take them."""
         self._callback: Callable[[], object] | None = None
         self._sated = 0
         """How many of those who receive have nothing to ask for."""
@@ -101,10 +100,10 @@ class ReorderBuffer:
 
     def peek(self) -> Arrived | None:
         """Return the next batch, or the failure or end in its place; None while the loop cannot take it."""
-        return self._batches[0] if self._is_available() else None
-
-    def _is_available(self) -> bool:
-        return bool(self._batches) and self._is_ready(self._batches[0].frame)
+        if not self._batches:
+            return None
+        first = self._batches[0]
+        return first if self._is_ready is None or self._is_ready(first.frame) else None
 
     def wait(self, timeout: float) -> None:
         """Wait until the next batch, or the failure in its place, has arrived.
@@ -116,7 +115,7 @@ class ReorderBuffer:
             LoaderTimeout: When it did not come in time; it may come later.
             Exception: Why no more batches can come.
         """
-        if not self._is_available():
+        if self.peek() is None:
             self._await_batch(timeout)
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
@@ -130,7 +129,7 @@ class ReorderBuffer:
             self._callback = callback
             self.starved = True
             self.changed.notify_all()
-            if self._is_available() or self._error or self.closed:
+            if self.peek() is not None or self._error or self.closed:
                 self._wake()
 
     async def arrival(self) -> None:
@@ -160,8 +159,9 @@ class ReorderBuffer:
                 self.scheduler.taken = number + 1
                 self._batches.popleft()
             was_over_memory = self.scheduler.over_memory
-            self._weigh()
-            if was_over_memory or self._is_staged or (self._sated and self.scheduler.has_room):
+            if was_over_memory:  # taking a batch only frees memory
+                self._weigh()
+            if was_over_memory or self._is_ready is not None or (self._sated and self.scheduler.has_room):
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
@@ -193,9 +193,9 @@ class ReorderBuffer:
                 with self.lock:
                     self._weigh()
                     self.starved = True
-                    if self._is_staged or (self._sated and self.scheduler.has_room):
+                    if self._is_ready is not None or (self._sated and self.scheduler.has_room):
                         self.changed.notify_all()
-                    if self._is_available():
+                    if self.peek() is not None:
                         return
                     if self._error is not None:
                         raise self._error
@@ -214,7 +214,6 @@ class ReorderBuffer:
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
         """Let the loop take a batch only once `is_ready` returns True for it; call `staged` when that may change."""
         self._is_ready = is_ready
-        self._is_staged = True
 
     def arrived(self) -> Iterator[Frame]:
         """Iterate over the batches that have arrived in order; call it under `changed`."""
@@ -222,7 +221,7 @@ class ReorderBuffer:
 
     def staged(self) -> None:
         """Wake the loop if it waits for a batch that is ready now; call it under `changed`."""
-        if self.starved and self._is_available():
+        if self.starved and self.peek() is not None:
             self._wake()
 
     # -- in the threads that receive
@@ -302,7 +301,7 @@ class ReorderBuffer:
                 frame, source = self._early.pop(k)
                 self._bytes_ordered += frame.memory
                 self._batches.append(Arrived(frame, source, self._bytes_ordered))
-            if self._is_staged:
+            if self._is_ready is not None:
                 self.changed.notify_all()
             self.staged()
             if self.is_over():

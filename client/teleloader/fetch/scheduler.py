@@ -300,9 +300,8 @@ class RangeScheduler:
         """
         answering = self._servers[server]
         request = answering.in_flight[0]
-        numbers = range(request.start, request.start + count)
-        is_new = any(map(self.is_missing, numbers))
-        self._beyond.update(filter(self.is_missing, numbers))
+        missing = set(range(max(request.start, self.received), request.start + count)) - self._beyond
+        self._beyond |= missing
         while self.received in self._beyond:
             self._beyond.remove(self.received)
             self.received += 1
@@ -310,7 +309,7 @@ class RangeScheduler:
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean
         self._latencies.append(now - request.since)
         answering.is_disconnected = False
-        if is_new:
+        if missing:
             answering.cooldown = 0.0
         elif not request.is_hedge:
             answering.cooldown = min(MAX_COOLDOWN_S, max(MIN_COOLDOWN_S, 2 * answering.cooldown))
