@@ -142,7 +142,7 @@ def test_as_many_batches_as_asked_are_ahead(simulated_gpu: Any, ahead: int) -> N
         )
         batches: Any = iter(loader)
         first = next(batches)
-        eventually(lambda: loader.stats().batches == 10 and len(batches._pass.stager._copies) == ahead)
+        eventually(lambda: loader.stats().batches == 10 and len(batches._iteration.stager._copies) == ahead)
         assert loader.stats().late_copies == 1, "the first was waited for"
         assert len(list(batches)) == 9
         del first

@@ -226,7 +226,7 @@ def test_out_of_memory_ahead_ends_working_ahead(simulated_gpu: Any) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen.append(number_of(simulated_gpu, next(batches)))
-            with batches._pass.inbox.changed:  # type: ignore[attr-defined]
+            with batches._iteration.reorder_buffer.changed:  # type: ignore[attr-defined]
                 simulated_gpu.machine.memory_errors = 1
             seen += [number_of(simulated_gpu, batch) for batch in batches]
         assert seen == list(range(12))
