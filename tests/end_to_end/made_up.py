@@ -113,7 +113,7 @@ CONSUMER = ConsumerStats(
 )
 
 BALANCED = Diagnosis("balanced", 4, "The loop hardly waits, and the workers hardly rest.")
-TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would do.")
+TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would suffice.")
 NETWORK = Diagnosis("network", None, "Batches are ready and arrive too slowly: use compression or a faster network.")
 UNKNOWN = Diagnosis("unknown", None, "It has not asked for long enough.")
 

@@ -123,7 +123,7 @@ def test_slow_training_is_called_trainer_bound() -> None:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
     assert consumer["diagnosis"]["bottleneck"] == "training", consumer
     assert consumer["diagnosis"]["workers"] == 1
-    assert "training is the bottleneck: 1 worker would do." in consumer["diagnosis"]["advice"]
+    assert "training is the bottleneck: 1 worker would suffice." in consumer["diagnosis"]["advice"]
     assert consumer["data_wait_fraction"] < 0.05
 
 
@@ -145,7 +145,7 @@ def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
         next(iterator)
         (consumer,) = httpx.get(f"{url}/stats").json()["consumers"]
         assert consumer["diagnosis"]["bottleneck"] == "unknown"
-        assert consumer["diagnosis"]["advice"] == "It is too early to say."
+        assert consumer["diagnosis"]["advice"] == "A diagnosis needs 2 s of loading."
 
 
 def test_what_the_client_says_is_what_the_server_shows() -> None:

@@ -364,13 +364,13 @@ def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str])
         dataset="train", step=0.1, seconds=1.0, batches=1, samples=1, batch_bytes=1, first_batch=0.1, waited=0.5,
         wait_p50=0.1, wait_p95=0.1, wait_max=0.1,
     )  # fmt: skip
-    unknown = Diagnosis("unknown", None, "It is too early to say.")
+    unknown = Diagnosis("unknown", None, "A diagnosis needs 2 s of loading.")
     show(short, unknown, as_json=False)
     said = capsys.readouterr().out
     assert said.startswith("train: 1 batch in 1 s\n")
     assert said.endswith("diagnosis: none after so short a time, --seconds 3 is enough\n")
     show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
-    assert capsys.readouterr().out.endswith("diagnosis: unknown. It is too early to say.\n")
+    assert capsys.readouterr().out.endswith("diagnosis: unknown. A diagnosis needs 2 s of loading.\n")
 
 
 def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:

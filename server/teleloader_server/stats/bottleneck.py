@@ -1,11 +1,12 @@
-"""What holds a consumer back, and how many workers would not: a function of a few numbers.
+"""Diagnosis of a consumer's bottleneck, and the number of workers that would keep up: a pure function.
 
-- The loop hardly waits for data (`LOOP_WAITS`): it is the trainer, or a balance when the workers hardly rest.
-- It waits, and meanwhile what it had asked for was not ready on the server: the loader.
-- It waits, and what it asked for was ready: the network.
+- The training loop hardly waits for data (`MIN_DATA_WAIT`): training is the bottleneck, or loading and training are
+  balanced if the workers are hardly idle.
+- It waits, and meanwhile the requested batches were not ready on the server: the loader is the bottleneck.
+- It waits, and the requested batches were ready: the network is.
 
-How long the loop waits is known to the client only. Of one that does not say it, the server knows whether what it asks
-for is ready, and whether an answer is on its way: what takes most of the time is it.
+Only the client knows how long its training loop waits. If a client does not report it, the server uses what it sees:
+the fraction of the time for which requested batches were not ready, and for which responses were in transit.
 """
 
 from __future__ import annotations
@@ -17,245 +18,255 @@ from typing import Final, NamedTuple
 from teleloader_shared.stats import WINDOW, Diagnosis
 from teleloader_shared.units import number, seconds
 
-LOOP_WAITS: Final = 0.05
-"""Share of the time from which on a loop that waits for data is held back."""
-SERVERS_SHARE: Final = 0.5
-"""From this share of that time on, the server is seen to be late with the batches; else the network is."""
-MOST: Final = 0.5
-"""What takes this share of the time holds a consumer back whose client does not say how long its loop waits."""
+MIN_DATA_WAIT: Final = 0.05
+"""A training loop that waits for data for a smaller fraction of the time is not held back."""
+MIN_STARVED_SHARE: Final = 0.5
+"""If batches were not ready for this share of the data wait, the loader is the bottleneck, else the network."""
+MAJORITY: Final = 0.5
+"""Without a reported data wait, a cause that takes this fraction of the time is the bottleneck."""
 WORKERS_BUSY: Final = 0.8
-"""Workers that are at work for this share of the time hardly rest."""
+"""Busy fraction from which on workers count as hardly idle."""
 CPUS_BUSY: Final = 0.8
-"""Processors that are used to this share are the limit, whatever the number of workers."""
-LEAST_SECONDS: Final = 2.0
-"""For how long a consumer must be known."""
-LEAST_OWN_SHARE: Final = 0.05
-"""A loop that has less of the time for itself takes batches as fast as they come: no number of workers is enough."""
-LEAST_PACE: Final = 0.01
-"""Batches a second from which on they come at all."""
+"""Utilization from which on the CPUs are the limit, whatever the number of workers."""
+MIN_SECONDS: Final = 2.0
+"""Loading time before the first diagnosis."""
+MIN_TRAINING_FRACTION: Final = 0.05
+"""A training loop that spends less of its time on training consumes batches as fast as they arrive: it has no limit
+from which a number of workers could be computed."""
+MIN_BATCH_RATE: Final = 0.01
+"""Batches/s below which a consumer counts as receiving none."""
 MAX_WORKERS: Final = 1024
-"""What a server can be told to have."""
+"""Maximum of the setting `num_workers`."""
 WORKERS_PER_CPU: Final = 4
-"""More are not advised at once: whether so many wait for their data, and not for a processor, will have to show."""
+"""More are not recommended in one step: only a trial shows if they wait for I/O rather than for CPUs."""
 IDLE_GRACE_S: Final = 2.0
-"""Seconds without an ask after which a loop is over, or does something else, unless it is slow:"""
+"""A consumer without requests for this time is inactive, unless it is slow:"""
 IDLE_GRACE_BATCHES: Final = 20
-"""so many batches it may have ahead."""
-LATE_LOOP: Final = 0.01
-"""Seconds by which the server's event loop is late when its own process is what requests wait for."""
+"""it may have prefetched this many batches."""
+SLOW_EVENT_LOOP_S: Final = 0.01
+"""Event loop lag from which on the server's main process is the bottleneck of requests."""
 
 
 class ConsumerRates(NamedTuple):
-    """What is seen of one consumer; rates and shares are recent."""
+    """Measurements of one consumer; rates and fractions are recent ones."""
 
     known_for: float
-    """Seconds, of its passes together."""
+    """Seconds of all its iterations."""
     idle: float
-    """Seconds since it asked last; 0 while it waits for an answer."""
-    pace: float
-    """Batches a second that it is sent."""
-    nbytes: float
-    """Bytes a second."""
-    waiting: float
-    """Share of the time for which what it had asked for was not ready."""
-    sending: float
-    """Share of the time for which an answer was being sent."""
-    loop_waiting: float | None
-    """Share of the time for which its loop waited, if it says so."""
+    """Seconds since its last request; 0 while a request is open."""
+    batch_rate: float
+    """Batches/s sent."""
+    byte_rate: float
+    """Bytes/s sent."""
+    starved_fraction: float
+    """Fraction of the time for which requested batches were not ready."""
+    sending_fraction: float
+    """Fraction of the time for which a response was in transit."""
+    data_wait_fraction: float | None
+    """Fraction of the time for which its training loop waited, if the client reports it."""
     stages: Mapping[str, float]
-    """Seconds that a worker spends on one of its batches, on average: in fetch, collate and encode."""
+    """Mean seconds of a worker per batch in fetch, collate and encode."""
 
     @property
     def demand(self) -> float:
-        """How many workers its loop would keep busy if it never waited; what it gets now, where that is not known."""
-        own = 1.0 if self.loop_waiting is None or self.takes_all else 1.0 - self.loop_waiting
-        return self.pace / own * sum(self.stages.values())
+        """Workers that its training loop would keep busy if it never waited; the current load if that is unknown."""
+        training = 1.0 if self.data_wait_fraction is None or self.is_unthrottled else 1.0 - self.data_wait_fraction
+        return self.batch_rate / training * sum(self.stages.values())
 
     @property
-    def goes_on(self) -> bool:
-        """Whether its loop will ask for more, as it seems; one that takes long steps asks seldom."""
-        return self.pace > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.pace))
+    def is_active(self) -> bool:
+        """True if the consumer is expected to send further requests; one with long training steps sends few."""
+        return self.batch_rate > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.batch_rate))
 
     @property
-    def takes_all(self) -> bool:
-        """Whether its loop takes batches as fast as they come."""
-        return self.loop_waiting is not None and 1.0 - self.loop_waiting < LEAST_OWN_SHARE
+    def is_unthrottled(self) -> bool:
+        """True if its training loop consumes batches as fast as they arrive."""
+        return self.data_wait_fraction is not None and 1.0 - self.data_wait_fraction < MIN_TRAINING_FRACTION
 
 
 class PoolLoad(NamedTuple):
-    """The workers that make a consumer's batches, and the server that they belong to."""
+    """Load of the workers that compute a consumer's batches, and of their server."""
 
     workers: int
-    """How many; 0 for the server's own process."""
+    """Number of worker processes; 0 if the server's own process loads."""
     busy: float
-    """Recent share of the time for which they were at work."""
+    """Recent busy fraction."""
     demand: float
-    """How many the loops of all their consumers would keep busy together if they never waited; see `total_demand`."""
+    """Workers that the training loops of all consumers would keep busy if they never waited; see `total_demand`."""
     consumers: int
-    """How many these are, now."""
+    """Active consumers."""
     setting: str
-    """What sets the number of workers: ``{}`` stands for it."""
+    """The setting of the number of workers, with ``{}`` in place of the number."""
     cpus: int
-    """Processors of the server."""
+    """CPUs of the server."""
     cpu: float
-    """How many of them it uses."""
+    """CPUs in use."""
     event_loop_lag: float
-    """Seconds by which its event loop is late."""
+    """Seconds."""
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """The demand of several consumers, each with what its batches are: those that share them need them made once."""
+    """Return the demand of several consumers, given each one's epoch and demand; a shared epoch is computed once."""
     highest: dict[object, float] = {}
     for run, demand in demands:
         highest[run] = max(demand, highest.get(run, 0.0))
     return sum(highest.values())
 
 
-def diagnose(seen: ConsumerRates, by: PoolLoad) -> Diagnosis:
-    """What holds a consumer back.
+def diagnose(consumer: ConsumerRates, pool: PoolLoad) -> Diagnosis:
+    """Return the bottleneck of a consumer, with advice.
 
-    The number of workers is what all consumers of these workers need together: more consumers, more workers.
+    The recommended number of workers covers all consumers of the pool.
     """
-    if seen.idle > WINDOW:
-        return Diagnosis("unknown", None, f"It has asked for nothing for {seen.idle:.0f} s.")
-    if seen.known_for < LEAST_SECONDS:
-        return Diagnosis("unknown", None, "It is too early to say.")
-    needed = _needed(by)
-    if seen.loop_waiting is None:
-        late, slow = seen.waiting >= MOST, seen.sending >= MOST
+    if consumer.idle > WINDOW:
+        return Diagnosis("unknown", None, f"No request for {consumer.idle:.0f} s.")
+    if consumer.known_for < MIN_SECONDS:
+        return Diagnosis("unknown", None, f"A diagnosis needs {MIN_SECONDS:g} s of loading.")
+    needed = _needed(pool)
+    if consumer.data_wait_fraction is None:
+        starved, in_transit = consumer.starved_fraction >= MAJORITY, consumer.sending_fraction >= MAJORITY
     else:
-        held_back = seen.loop_waiting >= LOOP_WAITS
-        late = held_back and seen.waiting >= SERVERS_SHARE * seen.loop_waiting
-        slow = held_back and not late
-    if late:
-        return _loader_bound(seen, by, needed)
-    if slow:
-        return Diagnosis("network", needed, _of_network(seen, by))
-    return _loop_bound(seen, by, needed)
+        waits = consumer.data_wait_fraction >= MIN_DATA_WAIT
+        starved = waits and consumer.starved_fraction >= MIN_STARVED_SHARE * consumer.data_wait_fraction
+        in_transit = waits and not starved
+    if starved:
+        return _loader_bound(consumer, pool, needed)
+    if in_transit:
+        return Diagnosis("network", needed, _network_advice(consumer, pool))
+    return _training_bound(consumer, pool, needed)
 
 
-def _needed(by: PoolLoad) -> int | None:
-    """How many workers would keep up; None where that is not known, or more than can be."""
-    # a loop that waits for less than that is kept up with
-    needed = max(1, math.ceil(by.demand * (1 - LOOP_WAITS)))
-    return needed if by.demand > 0 and needed <= MAX_WORKERS else None
+def _needed(pool: PoolLoad) -> int | None:
+    """Return the number of workers that would keep up; None if it is unknown or above the maximum."""
+    # a data wait below MIN_DATA_WAIT counts as keeping up
+    needed = max(1, math.ceil(pool.demand * (1 - MIN_DATA_WAIT)))
+    return needed if pool.demand > 0 and needed <= MAX_WORKERS else None
 
 
-def _loader_bound(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> Diagnosis:
-    if seen.loop_waiting is None or seen.takes_all:
+def _loader_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Diagnosis:
+    if consumer.data_wait_fraction is None or consumer.is_unthrottled:
         needed = None
-    waits = _waits(seen, "for batches that are not ready")
-    if _has_other_causes(seen, by):
-        enough = needed if needed is not None and needed <= by.workers else None
-        return Diagnosis(
-            "loader", enough, f"{waits}, though the workers rest {_percent(1 - by.busy)} of it: {_others(by)}."
-        )
-    return Diagnosis("loader", needed, f"{waits}{_of_workers(seen, by, needed)}, or {_faster(seen.stages)}.")
+    waits = _waits(consumer, "for batches that are not ready")
+    if _has_other_causes(consumer, pool):
+        enough = needed if needed is not None and needed <= pool.workers else None
+        idle = _percent(1 - pool.busy)
+        return Diagnosis("loader", enough, f"{waits}, although workers are idle {idle} of it: {_other_causes(pool)}.")
+    return Diagnosis("loader", needed, f"{waits}{_enough_workers(consumer, pool, needed)}, or {_faster(consumer)}.")
 
 
-def _has_other_causes(seen: ConsumerRates, by: PoolLoad) -> bool:
-    """Whether most of what it waits for is not the workers' work: all together they are at work for less time."""
-    return by.workers > 0 and seen.pace >= LEAST_PACE and by.busy * by.workers < SERVERS_SHARE * seen.waiting
-
-
-def _others(by: PoolLoad) -> str:
-    """What helps where the workers' work is not what is waited for."""
-    if by.event_loop_lag >= LATE_LOOP:
-        return _late(by)
+def _has_other_causes(consumer: ConsumerRates, pool: PoolLoad) -> bool:
+    """Return True if the workers' computing time, all together, explains less than half of the starved time."""
+    busy = pool.busy * pool.workers
     return (
-        "more or faster ones help little, but longer epochs (each begins with a wait), larger batches where they are "
-        "tiny, or more ahead (prefetch_factor) where other programs take the processors"
+        pool.workers > 0
+        and consumer.batch_rate >= MIN_BATCH_RATE
+        and busy < MIN_STARVED_SHARE * consumer.starved_fraction
     )
 
 
-def _late(by: PoolLoad) -> str:
-    return f"the server's own process is late by {1000 * by.event_loop_lag:.0f} ms, so add another server"
+def _other_causes(pool: PoolLoad) -> str:
+    if pool.event_loop_lag >= SLOW_EVENT_LOOP_S:
+        return _lag(pool)
+    return (
+        "more workers or faster samples would help little. Use longer epochs (each one starts with a wait), larger "
+        "batches if they are tiny, or more prefetching (prefetch_factor) if other programs use the CPUs"
+    )
 
 
-def _of_workers(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> str:
-    """How many workers would do, and what helps where there are as many."""
-    if seen.takes_all and seen.pace >= LEAST_PACE:
-        return f" and takes all that come: {_enough_for(seen, by)}"
+def _lag(pool: PoolLoad) -> str:
+    return f"the server's event loop lags by {1000 * pool.event_loop_lag:.0f} ms, so add another server"
+
+
+def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> str:
+    """Return the sufficient number of workers, or what helps if there are that many already."""
+    if consumer.is_unthrottled and consumer.batch_rate >= MIN_BATCH_RATE:
+        return f" and consumes each one at once: {_throughput(consumer, pool)}"
     if needed is None:
-        return f": more workers ({by.setting.format('N')}) make more"
-    if needed > by.workers:
-        return f": {_workers(needed)}{_instead(by, needed)}"
-    ahead = "let more be fetched ahead (prefetch_factor), for those that take longer"
-    return f", though {_workers(needed)} would do on average: {_late(by) if by.event_loop_lag >= LATE_LOOP else ahead}"
-
-
-def _instead(by: PoolLoad, needed: int) -> str:
-    """Whether to have so many workers, who are more than there are."""
-    whom = "keep up" if by.consumers == 1 else f"keep up with all {by.consumers} consumers"
-    if needed > by.cpus and by.cpu >= CPUS_BUSY * by.cpus:
-        return f" would {whom}, but {_processors(by)} are busy already: add another server"
-    if needed > (most := WORKERS_PER_CPU * by.cpus):
-        at_once = max(most, by.workers)
-        return (
-            f" would {whom}, which are many for {_processors(by)}: try {at_once} and look again "
-            f"({by.setting.format(at_once)})"
-        )
-    instead = f" instead of {by.workers}" if by.workers else ""
-    return f"{instead} would {whom} ({by.setting.format(needed)})"
-
-
-def _enough_for(seen: ConsumerRates, by: PoolLoad) -> str:
-    """What the workers can do, for a loop that shows no limit of its own."""
-    makers = _workers(by.workers) if by.workers else "the server's own process"
-    shared = f" for it, one of {by.consumers} consumers," if by.consumers > 1 else ""
-    now = f"{makers} make{'s' if by.workers < 2 else ''}{shared} {number(seen.pace)} batches/s"
-    enough = f"enough for training steps of {seconds(1 / seen.pace)}"
-    if by.cpu >= CPUS_BUSY * by.cpus:
-        return f"{now}, {enough}, with {_processors(by)} busy; for shorter ones add another server"
-    twice = 2 * max(1, by.workers)
-    return f"{now}, {enough}; for steps of half that it takes {twice} ({by.setting.format(twice)})"
-
-
-def _processors(by: PoolLoad) -> str:
-    return f"the machine's {by.cpus} processors" if by.cpus > 1 else "the machine's processor"
-
-
-def _of_network(seen: ConsumerRates, by: PoolLoad) -> str:
-    waits = _waits(seen, "though batches are ready") if seen.loop_waiting is not None else "Answers are on their way "
-    if seen.loop_waiting is None:
-        waits += f"{_percent(seen.sending)} of the time"
-    if by.event_loop_lag >= LATE_LOOP:
-        return f"{waits}: {_late(by)}."
+        return f": add workers ({pool.setting.format('N')})"
+    if needed > pool.workers:
+        return f": {_workers(needed)}{_instead(pool, needed)}"
+    prefetch = "prefetch more (prefetch_factor), so that slow batches start earlier"
     return (
-        f"{waits}: {seen.nbytes / 1e6:,.1f} MB/s arrive; if the network carries no more, use a faster one or send less "
-        "(smaller dtypes, compression), else the way is long: let more be fetched ahead (prefetch_factor), and epochs "
-        "be longer."
+        f", although {_workers(needed)} would suffice on average: "
+        f"{_lag(pool) if pool.event_loop_lag >= SLOW_EVENT_LOOP_S else prefetch}"
     )
 
 
-def _loop_bound(seen: ConsumerRates, by: PoolLoad, needed: int | None) -> Diagnosis:
-    if not seen.pace:
-        return Diagnosis("unknown", None, "It was sent no batch lately.")
-    waits = "Its batches are ready when it asks" if seen.loop_waiting is None else _waits(seen, "for data")
-    workers = needed if by.workers else 0
-    if by.busy >= WORKERS_BUSY:
-        busy = f"the workers are busy {_percent(by.busy)} of it"
-        return Diagnosis("balanced", workers, f"{waits}, and {busy}: nothing is to be gained.")
-    fewer = f": {_workers(needed)} would do" if needed is not None and needed < by.workers else ""
-    return Diagnosis(
-        "training", workers,
-        f"{waits}, and the workers rest {_percent(1 - by.busy)} of it, so training is the bottleneck{fewer}.",
-    )  # fmt: skip
+def _instead(pool: PoolLoad, needed: int) -> str:
+    """Recommend that many workers, more than there are, or what to do instead."""
+    keep_up = "keep up" if pool.consumers == 1 else f"keep up with all {pool.consumers} consumers"
+    if needed > pool.cpus and pool.cpu >= CPUS_BUSY * pool.cpus:
+        return (
+            f" would {keep_up}, but {_cpus(pool)} {'is' if pool.cpus == 1 else 'are'} already busy: add another server"
+        )
+    if needed > (most := WORKERS_PER_CPU * pool.cpus):
+        first = max(most, pool.workers)
+        return f" would {keep_up}, many more than {_cpus(pool)}: try {first} first ({pool.setting.format(first)})"
+    instead = f" instead of {pool.workers}" if pool.workers else ""
+    return f"{instead} would {keep_up} ({pool.setting.format(needed)})"
 
 
-def _faster(stages: Mapping[str, float]) -> str:
-    """What to make faster."""
-    whole = sum(stages.values())
-    if not whole:
-        return "make its samples faster"
-    longest = max(stages, key=lambda stage: stages[stage])
-    return f"make the {longest} faster, which takes {_percent(stages[longest] / whole)} of a batch's time"
+def _throughput(consumer: ConsumerRates, pool: PoolLoad) -> str:
+    """Return what the workers can sustain, for a training loop that shows no limit of its own."""
+    workers = _workers(pool.workers) if pool.workers else "the server's own process"
+    share = f" for this one of {pool.consumers} consumers" if pool.consumers > 1 else ""
+    verb = "computes" if pool.workers < 2 else "compute"
+    now = f"{workers} {verb} {number(consumer.batch_rate)} batches/s{share}"
+    enough = f"enough for training steps of {seconds(1 / consumer.batch_rate)}"
+    if pool.cpu >= CPUS_BUSY * pool.cpus:
+        return f"{now}, {enough}, with {_cpus(pool)} busy; for shorter steps add another server"
+    twice = 2 * max(1, pool.workers)
+    return f"{now}, {enough}; steps of half that time need {twice} workers ({pool.setting.format(twice)})"
 
 
-def _waits(seen: ConsumerRates, why: str) -> str:
-    if seen.loop_waiting is None:
-        return f"What it asks for is not ready {_percent(seen.waiting)} of the time"
-    return f"The loop waits {_percent(seen.loop_waiting)} of the time {why}"
+def _cpus(pool: PoolLoad) -> str:
+    return f"the server's {pool.cpus} CPUs" if pool.cpus > 1 else "the server's only CPU"
+
+
+def _network_advice(consumer: ConsumerRates, pool: PoolLoad) -> str:
+    if consumer.data_wait_fraction is None:
+        waits = f"Responses are in transit {_percent(consumer.sending_fraction)} of the time"
+    else:
+        waits = _waits(consumer, "although batches are ready")
+    if pool.event_loop_lag >= SLOW_EVENT_LOOP_S:
+        return f"{waits}: {_lag(pool)}."
+    return (
+        f"{waits}: {consumer.byte_rate / 1e6:,.1f} MB/s arrive. If that saturates the network, use a faster one or "
+        "send fewer bytes (smaller dtypes, compression). Otherwise latency dominates: prefetch more (prefetch_factor) "
+        "and use longer epochs."
+    )
+
+
+def _training_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Diagnosis:
+    if not consumer.batch_rate:
+        return Diagnosis("unknown", None, "No batch was sent recently.")
+    if consumer.data_wait_fraction is None:
+        waits = "Batches are ready when they are requested"
+    else:
+        waits = _waits(consumer, "for data")
+    workers = needed if pool.workers else 0
+    if pool.busy >= WORKERS_BUSY:
+        busy = f"the workers are busy {_percent(pool.busy)} of it"
+        return Diagnosis("balanced", workers, f"{waits}, and {busy}: loading and training are balanced.")
+    fewer = f": {_workers(needed)} would suffice" if needed is not None and needed < pool.workers else ""
+    idle = f"the workers are idle {_percent(1 - pool.busy)} of it"
+    return Diagnosis("training", workers, f"{waits}, and {idle}, so training is the bottleneck{fewer}.")
+
+
+def _faster(consumer: ConsumerRates) -> str:
+    """Name the stage to speed up."""
+    total = sum(consumer.stages.values())
+    if not total:
+        return "speed up the samples"
+    longest = max(consumer.stages, key=lambda stage: consumer.stages[stage])
+    share = _percent(consumer.stages[longest] / total)
+    return f"speed up the stage {longest!r}, which takes {share} of the time per batch"
+
+
+def _waits(consumer: ConsumerRates, why: str) -> str:
+    if consumer.data_wait_fraction is None:
+        return f"Requested batches are not ready {_percent(consumer.starved_fraction)} of the time"
+    return f"The training loop waits {_percent(consumer.data_wait_fraction)} of the time {why}"
 
 
 def _percent(share: float) -> str:

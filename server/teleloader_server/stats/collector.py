@@ -287,11 +287,11 @@ def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCou
     return ConsumerRates(
         known_for=recent.span,
         idle=0.0 if latest.asks else now - latest.last_seen,
-        pace=recent.batches,
-        nbytes=recent.nbytes,
-        waiting=recent.waiting,
-        sending=recent.sending,
-        loop_waiting=recent.loop_waiting,
+        batch_rate=recent.batches,
+        byte_rate=recent.nbytes,
+        starved_fraction=recent.waiting,
+        sending_fraction=recent.sending,
+        data_wait_fraction=recent.loop_waiting,
         stages=look.stages.get(loader.key, {}),
     )
 
@@ -299,7 +299,7 @@ def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCou
 def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
     """The workers of an engine, and what those of its training loops that go on want of them."""
     shares = look.busy_fractions.values()
-    asking = [seen for seen in loops if seen.recent.goes_on]
+    asking = [seen for seen in loops if seen.recent.is_active]
     return PoolLoad(
         workers=look.engine.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
@@ -330,9 +330,9 @@ def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
         batches_per_second=batches,
         bytes_per_second=nbytes,
         waiting=tally.waiting.until(now),
-        starved_fraction=recent.waiting,
-        sending_fraction=recent.sending,
-        data_wait_fraction=recent.loop_waiting,
+        starved_fraction=recent.starved_fraction,
+        sending_fraction=recent.sending_fraction,
+        data_wait_fraction=recent.data_wait_fraction,
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
