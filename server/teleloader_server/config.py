@@ -1,4 +1,4 @@
-"""What a server is told: the datasets that it hosts and the limits that it keeps. Refused at birth when impossible."""
+"""Configuration of a server: datasets and limits, validated at construction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
 _LEAST: Final = {"max_header_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
-"""Smallest values of limits: below them the server would refuse the requests of its own clients."""
+"""Minimum values of limits: with smaller ones the server would reject the requests of its own clients."""
 
 IndexKind = Literal["integers", "any"]
 
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
 class ConfigError(Exception):
-    """The configuration cannot be served; the message says which part and what to do."""
+    """An invalid configuration; the message names the invalid part and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,33 +42,33 @@ class DatasetConfig:
     """
 
     name: str
-    """What clients call it: letters, digits, ``.``, ``_`` and ``-``."""
+    """Name for clients: letters, digits, ``.``, ``_`` and ``-``."""
     factory: str
-    """``module:name`` of a dataset, or of a class or function that makes one."""
+    """``module:name`` of a dataset, or of a class or function that returns one."""
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments for the factory."""
     collate: str | None = None
-    """``module:function`` that makes a batch of a list of samples; None is torch's default_collate."""
+    """``module:function`` that collates a list of samples to a batch; None is torch's default_collate."""
     worker_init: str | None = None
-    """``module:function`` that each worker calls with its number before its first batch."""
+    """``module:function`` that each worker calls with its worker ID before its first batch."""
     functions: Sequence[str] = ()
-    """Further ``module:function`` that clients may name as ``collate_fn`` or ``worker_init_fn``; no others run here."""
+    """Further ``module:function`` that clients may specify as ``collate_fn`` or ``worker_init_fn``."""
     version: str = ""
-    """What you call this state of the data. Change it when the data change: clients notice."""
+    """Version of the data. Change it when the data change: clients then refuse to mix versions."""
     seeding: Literal["batch", "sample"] = "batch"
-    """Seed random numbers once a batch, or anew for each sample: then augmentation is independent of batch size."""
+    """Seed random generators per batch or per sample; per sample, augmentation is independent of the batch size."""
 
     indices: IndexKind = "integers"
-    """The indices that a client may send for an order of its own: ``integers`` in [0, length), or ``any`` value.
+    """Indices that client-side samplers may send: ``integers`` in [0, length), or ``any`` value.
 
-    With ``any``, strings, tuples, negative integers and whatever else a frame can hold reach ``__getitem__``: the
-    dataset must check them.
+    With ``any``, strings, tuples, negative integers and all other values of a frame reach ``__getitem__``: the dataset
+    must validate them.
     """
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be hosted."""
+        """Validate the fields."""
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"a dataset's name must be letters, digits, '.', '_' and '-', was {self.name!r}")
+            raise ConfigError(f"invalid dataset name {self.name!r}: expected letters, digits, '.', '_' and '-'")
         for field in ("factory", "collate", "worker_init"):
             target = getattr(self, field)
             if target is not None and not _is_target(target):
@@ -88,34 +88,34 @@ class DatasetConfig:
 
     @classmethod
     def parse(cls, text: str) -> DatasetConfig:
-        """The dataset that a command line names: ``module:name`` or ``name=module:name``."""
+        """Parse a command-line argument: ``module:name`` or ``name=module:name``."""
         name, equals, target = text.rpartition("=")
         if not _TARGET.fullmatch(target):
-            raise ConfigError(f"{text!r} names no dataset: write {_meant(name + equals, target)}")
+            raise ConfigError(f"invalid dataset {text!r}: write {_meant(name + equals, target)}")
         return cls(name=name if equals else target.partition(":")[2].replace(".", "-"), factory=target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a pool of workers may take."""
+    """Limits of a worker pool."""
 
     num_workers: int = 2
     """Worker processes; 0 loads in the server's own process, for debugging."""
     memory_budget: int = MAX_DEFAULT_MEMORY_BUDGET
-    """Bytes that encoded batches may take together before work ahead waits."""
+    """Memory for computed batches in bytes; prefetching stops when it is full."""
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
-    """Bytes of the largest batch that is sent."""
+    """Maximum bytes of a batch."""
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT
-    """Seconds that a worker may take for one batch, or to start, before it is killed; 0 is no limit."""
+    """Seconds per batch, and for the start of a worker; then the worker is killed. 0 disables the limit."""
     max_batches_per_worker: int = 0
-    """After so many batches a worker is replaced by a fresh process, for datasets that leak; 0 is never."""
+    """Batches after which a worker is replaced by a new process, for datasets that leak; 0 is never."""
     max_worker_memory: int = 0
-    """Bytes of resident memory at which a worker is replaced by a fresh process; 0 is never."""
+    """Bytes of resident memory at which a worker is replaced by a new process; 0 is never."""
     debug: bool = False
-    """Whether clients may have batches made in the server's own process, where they hold up everything else."""
+    """Allow clients to load batches in the server's own process, where they block everything else."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run."""
+        """Validate the fields."""
         whole = ("num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory")
         for name in whole:
             value = getattr(self, name)
@@ -199,7 +199,7 @@ class ClientLimits:
     """Time to keep a connection open after a request was rejected, so that the client can read the reason (seconds)."""
 
     def __post_init__(self) -> None:
-        """Refuse what nobody could work with."""
+        """Validate the fields."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
@@ -212,10 +212,10 @@ class ClientLimits:
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
-        """The limits of a table, in which sizes may be written ``64MiB``; those that it leaves out have their defaults.
+        """Return the limits of a table, whose sizes may be strings such as ``64MiB``; missing ones have their defaults.
 
         Raises:
-            ConfigError: When it has an entry that is none, or a value that cannot be.
+            ConfigError: An entry is unknown or a value invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         _only_known("[limits]", table, names)
@@ -223,7 +223,7 @@ class ClientLimits:
         return cls(**{**table, **{name: _number(name, text) for name, text in texts.items()}})
 
     def stated(self) -> str:
-        """All of them, as one writes them."""
+        """Return all limits as ``name=value``, separated by commas."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name):g}"
             if field.type == "float"
@@ -236,12 +236,12 @@ DEFAULT_LIMITS: Final = ClientLimits()
 
 
 def default_num_workers() -> int:
-    """One worker for each CPU that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def default_memory_budget() -> int:
-    """2 GiB, or a quarter of the memory of this machine or container, if that is less."""
+    """Return 2 GiB in bytes, or a quarter of the memory of this machine or container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -250,10 +250,10 @@ def default_memory_budget() -> int:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetConfig]]:
-    """The ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
+    """Return the ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
 
     Raises:
-        ConfigError: When the file cannot be read, or says what is not understood.
+        ConfigError: The file cannot be read, or an entry is unknown or invalid.
     """
     try:
         tables = tomllib.loads(path.read_text())
@@ -276,36 +276,36 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
 
 
 def parse_size(text: str) -> int:
-    """Bytes from ``"512MiB"``, ``"2GiB"`` or a plain number; K, M, G and T are powers of 1024.
+    """Return the bytes of ``"512MiB"``, ``"2GiB"`` or a plain number; K, M, G and T are powers of 1024.
 
     Raises:
-        ConfigError: When it is no size.
+        ConfigError: The text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}")
+        raise ConfigError(f"invalid size {text!r}: expected a number of bytes, or for example 512MiB or 2GiB")
     return int(match[1]) << (10 * " KMGT".index(match[2].upper() or " "))
 
 
 def _number(name: str, text: str) -> float:
-    """What a limit is stated as, on a command line or as a size."""
+    """Return the value of a limit, from a command line or a size."""
     try:
         return parse_size(text)
     except ConfigError:
         try:
             return float(text)
         except ValueError:
-            raise ConfigError(f"{name} of [limits] must be a number, or a size such as 64MiB, was {text!r}") from None
+            raise ConfigError(f"invalid limit {name}={text!r}: expected a number, or a size such as 64MiB") from None
 
 
 def _meant(chosen: str, target: str) -> str:
-    """What to write in place of a module without a name, or of the path of its file."""
+    """Return the correct form of a module without a name, or of a file path."""
     module, _, name = target.partition(":")
     dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"
     if not _is_target(meant):
         return "module:name (the module must be importable from here), or chosen-name=module:name"
-    which = "" if name else ", where NAME is a dataset in that module, or a function that makes one"
+    which = "" if name else ", where NAME is a dataset in that module, or a function that returns one"
     return f"{chosen}{meant}{which}"
 
 
@@ -316,4 +316,4 @@ def _is_target(target: object) -> bool:
 def _only_known(where: str, table: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> None:
     for name in table:
         if name not in known:
-            raise ConfigError(f"{where} has an unknown entry {name!r}; it may have {', '.join(known)}")
+            raise ConfigError(f"unknown entry {name!r} in {where}: expected {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The server's log, on stderr: lines for people, or JSON for programs."""
+"""The server's log on stderr, as text or JSON lines."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from teleloader_server import request_ids
 Format = Literal["text", "json"]
 
 FIELDS: Final = ("loader", "epoch", "batch", "dataset", "worker", "pid")
-"""What a line is about, beside its message: given as ``extra`` where something is logged."""
+"""Additional fields of a log line, passed as ``extra``."""
 
 
 def _about(record: logging.LogRecord) -> dict[str, object]:
-    """Those of `FIELDS` that apply, and the id of the request because of which it is logged."""
+    """Return the `FIELDS` of a record, and the ID of the request that caused it."""
     request = request_ids.current()
     found: dict[str, object] = {} if request is None else {"request": request}
     return found | {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people: time, level, message, and in brackets the ids that one may search for."""
+    """Text lines: time, level, message, and the additional fields in brackets."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """The line, a traceback not included."""
+        """Return the line without traceback."""
         about = " ".join(f"{name}={value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" [{about}]" if about else "")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601, UTC), level, logger, message, request, and those `FIELDS` that apply."""
+    """One JSON object per line: time (ISO 8601, UTC), level, logger, message, request ID, additional fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -53,16 +53,16 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: Format) -> None:
-    """Have everything that is logged in this process written to stderr, uvicorn's lines and Python's warnings too.
+    """Write all log records of this process to stderr, including uvicorn's and Python warnings.
 
     Args:
-        level: The least that is written, e.g. ``"info"``.
-        style: How.
+        level: Minimum level, e.g. ``"info"``.
+        style: Format of the lines.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     if level != "debug":
-        # that it starts and ends is said by ours
+        # the server logs its own start and end
         logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,4 +1,4 @@
-"""Who may come in, and what they may do: decisions only, without files, sockets or clocks.
+"""Authorization: scopes, and the decision if they suffice; no files, sockets or clocks.
 
 ::
 
@@ -6,7 +6,7 @@
     read         batches of all datasets
     read:NAME    batches of one dataset
     stats        /stats, /metrics and the dashboard
-    admin        all of it, and what holds up others: loading in the server's own process
+    admin        all of these, and loading in the server's own process, which blocks other clients
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ ADMIN: Final = "admin"
 ALL_SCOPES: Final = frozenset({READ, STATS, ADMIN})
 
 ANY: Final = "any"
-"""What an endpoint needs that is for whoever may come in, whatever for."""
+"""Requirement of an endpoint: any valid token."""
 OPEN: Final = "open"
-"""What an endpoint needs that is for everybody, but not for pages of other sites."""
+"""Requirement of an endpoint: no token, but the request must not come from a page of another site."""
 UNCHECKED: Final = "unchecked"
-"""What an endpoint needs that tells nothing and does nothing: probes, and the files of the dashboard."""
+"""Requirement of an endpoint: none, because it discloses and changes nothing (health checks, dashboard files)."""
 
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 
 class Principal(NamedTuple):
-    """Who asks."""
+    """The owner of a token: identity of a client, its scopes and its share of memory."""
 
     name: str
-    """What the token is called."""
+    """Name of the token."""
     scopes: frozenset[str]
-    """What its owner may do."""
     memory_share: float
-    """The part of the memory for batches that its owner's consumers may fill together, in (0, 1]."""
+    """Fraction of the memory budget that all its consumers may fill together, in (0, 1]."""
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
         """Return the principal itself if its scopes suffice: a principal is the `Caller` whose token never ends.
@@ -56,8 +55,8 @@ class Principal(NamedTuple):
             return self
         wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
         raise Forbidden(
-            f"the token {self.name!r} has the scopes {said_scopes(self.scopes)}, and this needs {wanted[:200]!r}: ask "
-            "who runs the server"
+            f"insufficient scope: the token {self.name!r} has {said_scopes(self.scopes)}, and the request requires "
+            f"{wanted[:200]!r}. Ask the server's operator to add the scope"
         )
 
 
@@ -82,14 +81,14 @@ class Caller(Protocol):
 
 
 ANYONE: Final = Principal("anyone", ALL_SCOPES, 1.0)
-"""Who asks a server that has no tokens."""
+"""The principal of all requests to a server without tokens."""
 
 
-# -- what an endpoint needs
+# -- requirements of endpoints
 
 
 def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
-    """Declare what an endpoint needs: a scope, `ANY`, `OPEN` or `UNCHECKED`; without that it is not served."""
+    """Declare the requirement of an endpoint: a scope, `ANY`, `OPEN` or `UNCHECKED`; without one it is not served."""
 
     def declare(endpoint: _Endpoint) -> _Endpoint:
         endpoint.needs = scope  # type: ignore[attr-defined]
@@ -99,24 +98,24 @@ def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
 
 
 def need_of(endpoint: object) -> str:
-    """What an endpoint has declared.
+    """Return the declared requirement of an endpoint.
 
     Raises:
-        LookupError: When it has declared nothing.
+        LookupError: The endpoint declares none.
     """
     need = getattr(endpoint, "needs", None)
     if not isinstance(need, str):
-        raise LookupError(f"{endpoint!r} does not declare who may ask for it: @needs(...)")
+        raise LookupError(f"endpoint {endpoint!r} declares no required scope: decorate it with @needs(...)")
     return need
 
 
 def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> bool:
-    """Whether these scopes are enough.
+    """Return True if the scopes meet a requirement.
 
     Args:
-        scopes: What somebody has.
-        need: What an endpoint has declared.
-        dataset: Which dataset it is about; None is any.
+        scopes: Scopes of a token.
+        need: Declared requirement of the endpoint.
+        dataset: The requested dataset; None is any.
     """
     if ADMIN in scopes or need in scopes or need in (ANY, OPEN, UNCHECKED):
         return True
@@ -125,9 +124,6 @@ def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> boo
     return any(s.startswith("read:") for s in scopes) if dataset is None else f"{READ}:{dataset}" in scopes
 
 
-# -- where a server may stand, and what it may be called
-
-
 def said_scopes(scopes: Sequence[str] | frozenset[str]) -> str:
-    """Scopes as a sentence names them."""
+    """Return the scopes as a sorted list for messages."""
     return ", ".join(sorted(scopes))

@@ -1,4 +1,4 @@
-"""Errors over HTTP: application/problem+json (RFC 9457), one sentence that says what was wrong and what to do."""
+"""HTTP error responses as application/problem+json (RFC 9457), with cause and remedy in one sentence."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from http import HTTPStatus
 from typing import Final
 
 RETRY_AFTER: Final = "1"
-"""Seconds after which what is unavailable may be asked for again."""
+"""Seconds until a client may retry."""
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class HttpProblem(Exception):
-    """A request that is not carried out, for a reason that only HTTP knows of."""
+    """A rejected request, for a reason specific to HTTP."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -21,12 +21,12 @@ class HttpProblem(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that the answer needs."""
+        """Headers of the response."""
         return headers_for(self.status)
 
 
 def headers_for(status: HTTPStatus | int) -> dict[str, str]:
-    """The headers of a problem with this status, besides the usual ones."""
+    """Return the additional headers of a response with this status."""
     if status == HTTPStatus.UNAUTHORIZED:
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": RETRY_AFTER} if status in RETRIED else {}

@@ -1,4 +1,4 @@
-"""An id for each request: in its answer, in the problem that it may be, and in what is logged because of it."""
+"""Request IDs: in the response, in its error body, and in log lines that the request causes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:  # workers log too, and know no web
+if TYPE_CHECKING:  # workers import this module for their log, and must not import starlette
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER: Final = b"x-request-id"
 _HARMLESS: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-"""What is taken over from a client: it goes to logs and headers."""
+"""IDs that are accepted from clients; they are written to logs and headers."""
 _START: Final = secrets.token_hex(4)
-"""Of the ids that this process makes: those of another one are others."""
+"""Prefix of the IDs of this process, which distinguishes them from those of other processes."""
 _numbers: Final = itertools.count(1)
 _current: Final[ContextVar[str | None]] = ContextVar("request_id", default=None)
 
 
 def new_id() -> str:
-    """One that no other request has."""
+    """Return a new, unique ID."""
     return f"{_START}-{next(_numbers):x}"
 
 
 def current() -> str | None:
-    """That of the request that is being answered; None outside of one."""
+    """Return the ID of the current request; None outside of requests."""
     return _current.get()
 
 
 @contextmanager
 def on_behalf_of(request: str | None) -> Iterator[None]:
-    """What is done meanwhile, outside of any request, is done because of this one."""
+    """Attribute work outside of requests to a request: in this context, its ID is the current one."""
     before = _current.set(request)
     try:
         yield
@@ -50,20 +50,20 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 class Identified:
-    """An application whose requests have an id: the client's ``X-Request-ID`` if it is harmless, else a new one."""
+    """ASGI middleware that assigns request IDs: the client's ``X-Request-ID`` if it is valid, else a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and say the id."""
+        """Run the application and add the ID to its response."""
         request = _id_of(scope["headers"])
         _current.set(request)  # each request is a task of its own
 
-        # no coroutine: there may be many messages, and only the first is changed
-        def tell(message: Message) -> Awaitable[None]:
+        # not a coroutine: only the first of possibly many messages is changed
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
                 message["headers"] = [*message["headers"], (HEADER, request.encode())]
             return send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_with_id)

@@ -1,4 +1,4 @@
-"""``serve(object)``: a local server for an object of this process, for notebooks and tests."""
+"""``serve(object)``: a local server for a dataset object of this process, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -50,43 +50,43 @@ def serve(
     insecure: bool = False,
     limits: ClientLimits = DEFAULT_LIMITS,
 ) -> Iterator[str]:
-    """Host an object of this process; its workers are forked from it, so lambdas and closures are fine.
+    """Host a dataset object of this process; workers are forked, so lambdas and closures are allowed.
 
-    A loader of the same process has workers of its own, forked when an iteration begins, as torch's are: they see the
-    object as it is then (with ``persistent_workers=True``: as it was at the first iteration). Loaders with a `seed` and
-    those of other processes share workers, which see it as it was when the first of them came.
+    A loader of this process has private workers, forked when an epoch starts, as in torch: they see the object as it is
+    then (with ``persistent_workers=True``, as it was in the first epoch). Loaders with a `seed` and those of other
+    processes share workers, which see the object as it was when the first of these loaders registered.
 
         with serve(my_dataset, num_workers=2) as url:
             loader = DataLoader(RemoteDataset(url), batch_size=32)
 
     Args:
-        dataset: A map-style or iterable-style dataset, a function or class that makes one, or a mapping of names to
-            such.
-        name: What clients call it (a mapping brings its own names).
+        dataset: A map-style or iterable-style dataset, a function or class that returns one, or a mapping from names
+            to these.
+        name: Name of the dataset for clients; ignored for a mapping.
         num_workers: Worker processes; 0 loads in a thread of this process, for debugging. The thread shares the global
             random generators with a training loop in this process: pass the object to `DataLoader` instead.
-        collate_fn: Makes a batch of a list of samples, in the workers; None is torch's default_collate.
-        worker_init_fn: Called in each worker with its number, before its first batch.
-        version: What you call this state of the data; see `DatasetConfig.version`.
+        collate_fn: Collates a list of samples to a batch, in the workers; None is torch's default_collate.
+        worker_init_fn: Called in each worker with its worker ID, before its first batch.
+        version: Version of the data; see `DatasetConfig.version`.
         seeding: See `DatasetConfig.seeding`.
-        memory_budget: Bytes that encoded batches may take together; None is 2 GiB, or a quarter of a smaller memory.
-        max_batch_bytes: Bytes of the largest batch.
-        batch_timeout: Seconds that a worker may take for one batch, or to start, before it is killed and the batch is
-            an error; 0 is no limit. (With ``num_workers=0`` there is nothing to kill, and no limit.)
-        host_address: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
+        memory_budget: Bytes of memory for computed batches; None is 2 GiB, or a quarter of the memory if that is less.
+        max_batch_bytes: Maximum bytes of a batch.
+        batch_timeout: Seconds per batch, and for the start of a worker; then the worker is killed and the batch fails.
+            0 disables the limit; with ``num_workers=0`` there is none.
+        host_address: IP address to listen on.
+        port: Port to listen on; 0 selects a free one.
         token: The token with which clients authenticate, at least 16 characters (``secrets.token_urlsafe()``): they
             connect with ``RemoteDataset(url, token=...)``. None disables authentication, which requires a loopback
             address.
-        insecure: Whether everybody may come in who reaches `host_address`.
-        limits: What clients may make the server do.
+        insecure: Disable authentication on a non-loopback `host_address`.
+        limits: Limits for clients.
 
     Yields:
         The server's URL.
 
     Raises:
-        ConfigError: When the object is no dataset, or others reach `host_address` and need no token.
-        OSError: When the address is not to be had.
+        ConfigError: The object is not a dataset, or `host_address` is non-loopback without `token` and `insecure`.
+        OSError: The address is in use or not available.
     """
     token = None if token is None else Secret(token)  # first: the frame of an error must not show it
     of_workers = Limits(
@@ -113,13 +113,13 @@ def serve(
             for key, found in objects.items()
         }
 
-    hosted_now()  # what cannot be hosted is refused here
+    hosted_now()  # raise here if an object cannot be hosted
     server = _LocalServer(
         ObjectPools(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
     )
     url = server.start()
     local.begin_serving(url, server.thread)
-    # who never leaves the block is at the interpreter's end, when its threads are still there to be waited for
+    # if the block is never left, the server stops at interpreter exit, while its thread can still be joined
     ending = weakref.finalize(server, server.stop)
     try:
         yield url
@@ -156,7 +156,7 @@ class _LocalServer:
         self.thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
 
     def start(self) -> str:
-        """Start it and wait until it listens; its URL."""
+        """Start the server and wait until it listens; return its URL."""
         self.thread.start()
         try:
             return self._started.result()
@@ -165,7 +165,7 @@ class _LocalServer:
             raise
 
     def stop(self) -> None:
-        """Stop it and wait for its end."""
+        """Stop the server and wait for its end."""
         if os.getpid() != self._pid:
             return  # a forked copy: the server is the parent's
         self._stop()
@@ -178,7 +178,7 @@ class _LocalServer:
             import teleloader_server.web.app  # noqa: F401 - all that `_serve` needs is loaded here, or missed
         except ModuleNotFoundError as error:
             self._started.set_exception(
-                ConfigError(f"serve() needs {error.name}, which comes with: pip install 'teleloader[server]'")
+                ConfigError(f"serve() requires {error.name}, which is not installed: pip install 'teleloader[server]'")
             )
             return
         try:
@@ -191,11 +191,11 @@ class _LocalServer:
             loop.run_until_complete(_cancel_others())
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
-            # not by asyncio.Runner: it starts a thread to end the executor, and when the interpreter ends none starts
+            # without asyncio.Runner, which starts a thread to shut down the executor: too late at interpreter exit
             loop.close()
 
     async def _serve(self) -> None:
-        # here, so that a process that hosts nothing does not load fastapi
+        # imported here, so that processes that only define datasets do not load fastapi
         from teleloader_server.auth.authenticator import Authenticator
         from teleloader_server.dispatch.service import LoaderService
         from teleloader_server.web.app import Server, bind, url_of

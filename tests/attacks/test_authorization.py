@@ -137,7 +137,7 @@ def revoke(server: ServerProcess, table: TokenTable) -> None:
     """Take the token `first` away, and wait until the server knows."""
     table.remove("first")
     table.write()
-    server.await_line(r"tokens\.toml was read again")
+    server.await_line(r"reloaded .*tokens\.toml")
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class Page:
         server.await_line("dashboard: ")  # the banner's last line
         self._printed = "".join(server.log)
         reached = self._network.rpartition(".")[0] in server.url
-        if reached and "access: whoever reaches it" in self._printed:
+        if reached and "access: without authentication" in self._printed:
             return "it refuses to start: others reach it, and it has no tokens"
         return None
 

@@ -56,11 +56,11 @@ def test_memory_and_pickle_are_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "what", "advice"),
     [
-        ("OwnGenerator", "the same batch is not the same when it is made again", "seed a generator of its own"),
-        ("threaded", "building it starts threads: reader", "start them in a worker_init function"),
-        ("Replicas", "all shards begin with the same samples", "ask get_worker_info()"),
-        ("NoLength", "it has no length", "give it a __len__"),
-        ("empty", "it is empty", "whether its files are where"),
+        ("OwnGenerator", "batches differ when they are computed again", "Seed any other generator"),
+        ("threaded", "building the dataset starts threads: reader", "Start them in worker_init"),
+        ("Replicas", "all shards start with the same samples", "by get_worker_info()"),
+        ("NoLength", "the dataset has no length", "Define __len__"),
+        ("empty", "the dataset is empty", "Check that its files exist"),
     ],
 )
 def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) -> None:
@@ -74,12 +74,12 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
 @pytest.mark.parametrize(
     ("target", "what", "advice"),
     [
-        (HOSTED + "broken", "RuntimeError: the disk is not mounted", "does not start"),
-        (HOSTED + "failing", "ValueError: sample 17 is damaged", "leave such samples out"),
-        (CHECKED + "ragged", "stack expects each tensor to be equal size", "name a collate function"),
-        (CHECKED + "crashes", "ended while building it, by signal SIGSEGV", "faulthandler"),
+        (HOSTED + "broken", "RuntimeError: the disk is not mounted", "would not start"),
+        (HOSTED + "failing", "ValueError: sample 17 is damaged", "skip such samples"),
+        (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
+        (CHECKED + "crashes", "ended during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
         (CHECKED + "exits", "exited with code 3", "a crash in C code, os._exit()"),
-        ("json:dumps_it", "module 'json' has no 'dumps_it'", "does not start"),
+        ("json:dumps_it", "module 'json' has no 'dumps_it'", "would not start"),
     ],
 )
 def test_what_ends_training_is_an_error(target: str, what: str, advice: str) -> None:
@@ -98,7 +98,7 @@ def test_a_sample_that_never_comes() -> None:
     assert code == 1
     assert "took longer than 1 s" in problem["what"]
     assert "checked.py" in problem["what"]
-    assert "it hung where the stack shows" in problem["advice"]
+    assert "the stack shows where the worker hung" in problem["advice"]
 
 
 def test_workers_that_disturb_one_another_are_found_out() -> None:
@@ -106,8 +106,8 @@ def test_workers_that_disturb_one_another_are_found_out() -> None:
     code, dataset = found(CHECKED + "OpenFile")
     warning, error = dataset["problems"]
     assert code == 1
-    assert warning["what"].startswith("building it leaves files open: /")
-    assert error["what"] == "with 4 workers at once, batches are not what one worker makes"
+    assert warning["what"].startswith("building the dataset leaves files open: /")
+    assert error["what"] == "batches differ between one worker and 4 concurrent workers"
     assert dataset["repeatable"] is False
 
 
@@ -148,10 +148,13 @@ def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
     """Its name and the diagnosis, the facts, the problems with advice; no colours in a pipe."""
     done = check(CHECKED + "dicts", CHECKED + "threaded")
     first, second = done.out.strip().split("\n\n")
-    assert first.splitlines()[:2] == ["dicts: fine", "  dataset     map-style, Samples, 50 samples"]
-    assert "  repeatable  yes: the same batch is the same, bit for bit" in first
+    assert first.splitlines()[:2] == ["dicts: OK", "  dataset     map-style, Samples, 50 samples"]
+    assert "  repeatable  yes, batches are equal bit for bit when computed again" in first
     assert second.startswith("threaded: 1 warning\n")
-    assert "  warning: building it starts threads: reader\n    -> forked workers do not have them" in second
+    assert (
+        "  warning: building the dataset starts threads: reader\n    -> threads do not exist in forked workers"
+        in second
+    )
     assert "\x1b" not in done.out + done.err
 
 
@@ -168,4 +171,4 @@ def test_no_dataset_is_a_usage_error() -> None:
     """Exit code 2, as for the server."""
     done = check()
     assert done.code == 2
-    assert "name at least one dataset as module:name" in done.err
+    assert "name at least one as module:name" in done.err

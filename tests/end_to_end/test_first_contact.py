@@ -68,8 +68,8 @@ def said(folder: Path, program: str, *arguments: str, **environment: str) -> str
 @pytest.mark.parametrize(
     ("dataset", "next_step"),
     [
-        ("my_data", "'my_data' names no dataset: write my_data:NAME, where NAME is a dataset in that module"),
-        ("./my_data.py:train", "'./my_data.py:train' names no dataset: write my_data:train"),
+        ("my_data", "invalid dataset 'my_data': write my_data:NAME, where NAME is a dataset in that module"),
+        ("./my_data.py:train", "invalid dataset './my_data.py:train': write my_data:train"),
         ("my_data.py:train", "name the module, not its file: my_data:train"),
         ("my_dta:train", "there is no module 'my_dta'. It is looked for in the current folder, {folder}, and among"),
         ("my_data:trian", "module 'my_data' has no 'trian'; did you mean 'train'?"),
@@ -126,7 +126,7 @@ def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, mod
         folder,
         f"import sys; sys.modules[{module!r}] = None; import teleloader; teleloader.DataLoader([1], num_workers=1)",
     )
-    assert text.endswith(f"{module}, which comes with: pip install 'teleloader[server]'")
+    assert text.endswith(f"{module}, which is not installed: pip install 'teleloader[server]'")
 
 
 # -- on the client
@@ -225,7 +225,9 @@ def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monk
     token = "a-token-that-is-long-enough"
     (tmp_path / "token").write_text(token)
     server = start_server("--demo", "--num-workers", "1", "--token-file", str(tmp_path / "token"))
-    assert "set TELELOADER_TOKEN, or RemoteDataset(..., token=...)" in refusal(Unauthorized, server.url, "digits-test")
+    assert "Set TELELOADER_TOKEN or pass RemoteDataset(..., token=...)" in refusal(
+        Unauthorized, server.url, "digits-test"
+    )
     monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "token"))
     images, labels = next(iter(DataLoader(RemoteDataset(server.url, "digits-test"), batch_size=4, output="numpy")))
     assert images.shape == (4, 8, 8)

@@ -116,7 +116,7 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "POST its spec"),
     ("GET", f"/v1/loaders/{'0' * 32}", None, 404, "UnknownLoader", "POST its spec"),
     ("GET", "/nothing/here", None, 404, "NotFound", "/openapi.json lists"),
-    ("DELETE", "/stats", None, 405, "MethodNotAllowed", "'/stats' has no DELETE"),
+    ("DELETE", "/stats", None, 405, "MethodNotAllowed", "DELETE not allowed for '/stats'"),
 ]
 
 

@@ -117,7 +117,7 @@ def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
     one = visit()
     until(one.page, "#state", "Signed out")
     sign_in(one.page, "not-one-of-the-servers-tokens")
-    until(one.page, "#sign-in-status", "not one of this server's")
+    until(one.page, "#sign-in-status", "not in this server's token file")
     assert one.page.get_by_label("Token").input_value() == ""
     one.forgive(UNAUTHORIZED)
     sign_in(one.page, f"  {table.secrets['anna']} ")
@@ -228,7 +228,7 @@ def test_pages_of_other_sites_can_do_nothing(browser: Browser, tmp_path: Path, s
     stats = server.stats()
     assert stats["server"]["num_workers"] == 1
     assert len(stats["workers"]) == 1, "no session was begun"
-    server.await_line("requests were refused: .*CrossSite")
+    server.await_line("rejected requests: .*CrossSite")
 
 
 def test_streams_of_figures_are_left_to_others(server: ServerProcess, table: TokenTable) -> None:

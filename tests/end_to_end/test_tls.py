@@ -216,7 +216,7 @@ def test_cas_of_clients_can_be_added_while_the_server_runs(
     cas.write_text(Path(files.ca).read_text())
     server = start_server(NUMBERS, *tls(*files.make("added", "127.0.0.1"), "--ssl-ca-certs", str(cas)))
     cas.write_text(Path(other.ca).read_text())
-    server.await_line(r"taken out are trusted until the server is started again")
+    server.await_line(r"removed ones are trusted until the server restarts")
     for cert, key in (files.make("client", "trainer-0"), other.make("client", "trainer-0")):
         assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
 
@@ -240,10 +240,10 @@ def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: 
     encrypted = encrypt(key, tmp_path)
     (tmp_path / "empty").touch()
     for arguments, sentence in (
-        (("--ssl-certfile", cert, "--ssl-keyfile", other), "is not that of the certificate"),
+        (("--ssl-certfile", cert, "--ssl-keyfile", other), "does not match the certificate"),
         (("--ssl-certfile", cert, "--ssl-keyfile", str(tmp_path / "nowhere")), "cannot read"),
-        (("--ssl-certfile", cert), "must hold a certificate and its key"),
-        (("--ssl-certfile", key, "--ssl-keyfile", cert), "must hold a certificate"),
+        (("--ssl-certfile", cert), "must contain a certificate and its key"),
+        (("--ssl-certfile", key, "--ssl-keyfile", cert), "must contain a certificate"),
         (("--ssl-certfile", cert, "--ssl-keyfile", encrypted), "set TELELOADER_SSL_KEYFILE_PASSWORD"),
         (("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", str(tmp_path / "empty")), "no certificates"),
         (("--ssl-keyfile", key), "need --ssl-certfile"),
@@ -284,7 +284,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, start_se
     batches = iter(DataLoader(RemoteDataset(server.url, ca=files.ca), 10, output="numpy"))
     seen = [next(batches).tolist()]
     Path(key).write_bytes(Path(files.make("unrelated", "127.0.0.1")[1]).read_bytes())
-    server.await_line("ERROR +the certificate stays as it was: the key in .* is not that of")
+    server.await_line("ERROR +certificate reload failed, .*: the key in .* does not match")
     assert serial(server.url) == first
     files.make("renewed", "127.0.0.1")
     while serial(server.url) == first:

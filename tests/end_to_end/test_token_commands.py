@@ -229,7 +229,7 @@ def test_a_running_server_applies_add_rotate_and_revoke(file: Path, start_server
     server = start_server(MANY, "--num-workers", "1", "--tokens", str(file))
     assert len(RemoteDataset(server.url, token=first)) == 100_000
     second = token("rotate", file, "trainer").out.strip()
-    server.await_line(r"was read again: 1 token \(trainer\)")
+    server.await_line(r"reloaded .*: 1 token \(trainer\)")
     with pytest.raises(Unauthorized):
         RemoteDataset(server.url, token=first)
     batches = iter(DataLoader(RemoteDataset(server.url, token=second), 10, output="numpy"))

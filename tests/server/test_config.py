@@ -122,16 +122,16 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
     [
         (
             '[dataset.train]\nfactory = "a:b"',
-            "{path} has an unknown entry 'dataset'; it may have server, limits, datasets",
+            "unknown entry 'dataset' in {path}: expected server, limits, datasets",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
-            "[datasets.train] of {path} has an unknown entry 'colate'; it may have factory, kwargs, collate, "
+            "unknown entry 'colate' in [datasets.train] of {path}: expected factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
-            "[datasets.train] of {path} has an unknown entry 'name'; it may have factory, kwargs, collate, "
+            "unknown entry 'name' in [datasets.train] of {path}: expected factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         ),
         (
             '[datasets."my data"]\nfactory = "a:b"',
-            "a dataset's name must be letters, digits, '.', '_' and '-', was 'my data'",
+            "invalid dataset name 'my data': expected letters, digits, '.', '_' and '-'",
         ),
         ("[datasets.train]\nfactory = 5", "factory of dataset 'train' must be 'module:name', was 5"),
     ],
@@ -174,7 +174,7 @@ def test_a_name_is_letters_digits_and_some_signs(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../a", "-a", ".a", "a\n", "x" * 129, "é", "a:b", "a=b"])
 def test_other_names_are_refused(name: str) -> None:
     """The sentence has the name."""
-    sentence = f"a dataset's name must be letters, digits, '.', '_' and '-', was {name!r}"
+    sentence = f"invalid dataset name {name!r}: expected letters, digits, '.', '_' and '-'"
     assert refusal(DatasetConfig, name=name, factory="a:b") == sentence
 
 
@@ -248,7 +248,7 @@ def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: s
 def test_what_names_no_dataset_is_refused(text: str) -> None:
     """The sentence says how to write it."""
     assert refusal(DatasetConfig.parse, text) == (
-        f"{text!r} names no dataset: write module:name (the module must be importable from here), "
+        f"invalid dataset {text!r}: write module:name (the module must be importable from here), "
         "or chosen-name=module:name"
     )
 
@@ -268,14 +268,14 @@ def test_what_names_no_dataset_is_refused(text: str) -> None:
 )
 def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:
     """The module as it is imported from the current folder, and a name in it."""
-    which = ", where NAME is a dataset in that module, or a function that makes one" if "NAME" in meant else ""
-    assert refusal(DatasetConfig.parse, text) == f"{text!r} names no dataset: write {meant}{which}"
+    which = ", where NAME is a dataset in that module, or a function that returns one" if "NAME" in meant else ""
+    assert refusal(DatasetConfig.parse, text) == f"invalid dataset {text!r}: write {meant}{which}"
 
 
 @pytest.mark.parametrize(("text", "name"), [("=m:x", ""), ("a b=m:x", "a b"), ("a=b=m:x", "a=b")])
 def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
     """The same rule as in a file."""
-    assert refusal(DatasetConfig.parse, text).endswith(f"was {name!r}")
+    assert refusal(DatasetConfig.parse, text).startswith(f"invalid dataset name {name!r}")
 
 
 # --- Limits -------------------------------------------------------------------------------------------------------
@@ -398,5 +398,5 @@ def test_a_number_is_a_size(number: int) -> None:
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1 2", "5X", "5MiBs", "1e9", "0x10", "five"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     """The sentence shows what one looks like."""
-    sentence = f"a size must be a number of bytes or look like 512MiB or 2GiB, was {text!r}"
+    sentence = f"invalid size {text!r}: expected a number of bytes, or for example 512MiB or 2GiB"
     assert refusal(parse_size, text) == sentence

@@ -1,7 +1,7 @@
-"""The authenticator that requests pass: it finds out who asks, and refuses who may not.
+"""Authentication of requests by token or session cookie, and protection from pages of other sites.
 
-What a token is good for is decided once and remembered by the header that it came in, until the token ends or the file
-of tokens changes: requests for batches are many.
+The principal of a token is looked up once and cached by its Authorization header, until the token expires or the token
+file changes, because a loader sends many requests.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from teleloader_shared.errors import AccessDenied, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
 
 MAX_REMEMBERED: Final = 1024
-"""Headers whose owners are remembered; their spelling may differ."""
+"""Cached Authorization headers; one token may have several spellings."""
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
-"""Browsers that are signed in; with one more, the one that signed in first is signed out."""
+"""Maximum of browser sessions; one more ends the oldest session."""
 MAX_SESSIONS_PER_TOKEN: Final = 128
-"""Those of one token; with one more, its first one is signed out, and nobody else's."""
+"""Maximum of browser sessions of one token; one more ends the oldest of them."""
 LOG_EVERY: Final = 10.0
-"""Seconds between two lines on requests that were refused: whoever makes them can make millions."""
+"""Seconds between two log lines about rejected requests, because a client can send millions."""
 
 
 _NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
@@ -54,21 +54,21 @@ class _Known(NamedTuple):
 
 class _Session(NamedTuple):
     digest: bytes
-    """Of the token that it was opened with."""
+    """Digest of its token."""
     expires: float
 
 
 class Authenticator:
-    """Lets requests in, or refuses them.
+    """Authenticator of a server's requests.
 
     Args:
-        sources: Where tokens stand; without any, everybody may come in.
-        fixed: Tokens that do not change.
-        host: What the server was told to listen on, which may be a name.
-        allowed_hosts: Further names that it is called by.
+        sources: Token files; without tokens, authentication is disabled.
+        fixed: Tokens that do not come from a file.
+        host: Name or IP address on which the server listens.
+        allowed_hosts: Further host names of the server.
 
     Raises:
-        ConfigError: When two tokens are the same, or called the same.
+        ConfigError: Two tokens or their names are equal.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Authenticator:
 
     @property
     def tokens(self) -> Tokens:
-        """Those that there are now."""
+        """Current tokens."""
         return self._tokens
 
     def look(self) -> None:
@@ -111,7 +111,7 @@ class Authenticator:
             try:
                 self._tokens = self._all()
             except ConfigError as error:
-                logger.error("the tokens stay as they were: %s", error)
+                logger.error("token reload failed, keeping the previous tokens: %s", error)
                 changed = False
             else:
                 self._known.clear()
@@ -124,7 +124,7 @@ class Authenticator:
 
         Args:
             headers: The request's headers, as far as `RequestCaller` keeps them.
-            scope: The request's.
+            scope: ASGI scope of the request.
 
         Raises:
             Unauthorized: There is none, or it is not valid, or not any more.
@@ -134,12 +134,12 @@ class Authenticator:
         authorization = headers.get(b"authorization")
         if authorization is None:
             return self._of_session(scope, headers.get(b"cookie", b""))
-        # looked up by a keyed hash, so the time that it takes tells nothing of what is in there
+        # a lookup by keyed hash, whose time discloses nothing about the entries
         known = self._known.get(authorization)
         if known is None:
             scheme, _, token = authorization.partition(b" ")
             if scheme.lower() != b"bearer":
-                raise Unauthorized("the header Authorization must be 'Bearer' and a token, was of another kind")
+                raise Unauthorized("unsupported Authorization scheme: expected 'Bearer' and a token")
             found = self._valid(token.strip())
             known = _Known(found.principal, found.expires)
             if len(self._known) < MAX_REMEMBERED:
@@ -148,13 +148,13 @@ class Authenticator:
             raise _expired(known.principal)
         return known.principal
 
-    # -- browsers, which must not be given the token to keep
+    # -- browsers, which receive a session cookie instead of the token
 
     def sign_in(self, token: str, scope: Scope) -> tuple[Principal, str]:
-        """Open a session for a browser: whose it is, and the header that sets its cookie.
+        """Open a session for a browser; return its principal and the Set-Cookie header.
 
         Raises:
-            Unauthorized: When the token is not good.
+            Unauthorized: The token is not valid.
         """
         found = self._valid(token.encode(errors="replace"))
         name = secrets.token_urlsafe(32)
@@ -168,7 +168,7 @@ class Authenticator:
         return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
 
     def sign_out(self, scope: Scope) -> str:
-        """End the session of a request, if it has one; the header that removes its cookie."""
+        """End the session of a request, if it has one; return the Set-Cookie header that removes its cookie."""
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
         return self._cookie(scope, "", 0)
@@ -177,18 +177,18 @@ class Authenticator:
         name = _value(cookies, self._cookie_name(scope)) if cookies else ""
         if not name:
             raise Unauthorized(
-                "this server wants a token, and none came: set TELELOADER_TOKEN, or RemoteDataset(..., token=...); in "
-                "a browser, sign in at /"
+                "authentication required: no token provided. Set TELELOADER_TOKEN or pass RemoteDataset(..., "
+                "token=...); in a browser, sign in at /"
             )
         session = self._sessions.get(_digest_of(name))
         token = None if session is None else self._tokens.has(session.digest)
         if session is None or token is None or min(session.expires, token.expires) <= time.time():
             self._sessions.pop(_digest_of(name), None)
-            raise Unauthorized("this browser is not signed in any more: sign in again at /")
+            raise Unauthorized("the session has expired or was revoked: sign in again at /")
         return token.principal
 
     def _cookie_name(self, scope: Scope) -> str:
-        # cookies are shared by all ports of a host, so each server has a name of its own
+        # browsers share cookies among all ports of a host, so the name contains the port
         server = scope.get("server") or ("", 0)
         name = f"teleloader-{server[1]}"
         return f"__Host-{name}" if scope["scheme"] == "https" else name
@@ -214,9 +214,8 @@ class Authenticator:
             raise HttpProblem(
                 421,
                 "UnknownHost",
-                f"this server does not know that it is called {host[:200]!r}: if it is, start it with "
-                "--allowed-host and that name, or ask for it by its address (clients of teleloader may call it "
-                "by any name)",
+                f"host {host[:200]!r} not allowed: if it is a name of this server, start the server with "
+                "--allowed-host NAME, or use its IP address",
             )
         origin, site, mode = (
             headers[name].decode("latin-1") if name in headers else None
@@ -224,21 +223,24 @@ class Authenticator:
         )
         if is_of_another_site(method, host, origin, site, mode):
             raise HttpProblem(
-                403, "CrossSite", "a page of another site asks, and those may not; a proxy must not change Host"
+                403,
+                "CrossSite",
+                "cross-site request rejected: use the dashboard of this server. Proxies must not change Host",
             )
 
     def _valid(self, token: bytes) -> Token:
         found = self._tokens.find(token)
         if found is None:
             raise Unauthorized(
-                "the token that came is not one of this server's; it may have been replaced: ask who runs the server"
+                "unknown token: it is not in this server's token file. It may have been revoked or rotated: ask the "
+                "server's operator for a new one"
             )
         if found.expires <= time.time():
             raise _expired(found.principal)
         return found
 
     def _expiry_after(self, now: float) -> float:
-        """The time at which the next token expires; infinity if none does."""
+        """Return the time at which the next token expires; infinity if none does."""
         return min((entry.expires for entry in self._tokens.entries if entry.expires > now), default=math.inf)
 
     def _all(self) -> Tokens:
@@ -255,14 +257,14 @@ class Authenticator:
         return Tokens(tuple(entries))
 
     def note(self, error: Exception, scope: Scope) -> None:
-        """Count a refused request for the log, which has one line for all those of 10 s."""
+        """Count a rejected request for the log, which has at most one line per 10 s."""
         self._refused[error.code if isinstance(error, HttpProblem) else type(error).__name__] += 1
         now = time.monotonic()
         if now - self._told >= LOG_EVERY:
             self._told = now
             what = ", ".join(f"{count} x {code}" for code, count in self._refused.items())
             peer, _ = scope.get("client") or ("unknown", 0)
-            logger.warning("requests were refused: %s; the last one, of %s: %s", what, peer, error)
+            logger.warning("rejected requests: %s; the last one from %s: %s", what, peer, error)
             self._refused.clear()
 
 
@@ -270,8 +272,8 @@ class RequestCaller:
     """The `Caller` of one HTTP request or WebSocket.
 
     Args:
-        authenticator: Knows the tokens.
-        scope: The request's.
+        authenticator: The server's authenticator.
+        scope: ASGI scope of the request.
     """
 
     __slots__ = ("_authenticator", "_headers", "_scope")
@@ -298,10 +300,10 @@ class RequestCaller:
             raise
 
     def admit(self, need: str) -> Principal:
-        """Check whether the request may reach an endpoint; what it may use there is decided when it is used.
+        """Authorize a request for an endpoint; datasets are authorized when they are used.
 
         Args:
-            need: Declared by the endpoint.
+            need: Declared requirement of the endpoint.
 
         Returns:
             Its principal; `ANYONE` for an endpoint that is open to all.
@@ -320,7 +322,7 @@ class RequestCaller:
 
 
 def _expired(principal: Principal) -> Unauthorized:
-    return Unauthorized(f"the token {principal.name!r} has expired: ask who runs the server for another")
+    return Unauthorized(f"the token {principal.name!r} has expired: ask the server's operator for a new one")
 
 
 def _digest_of(name: str) -> bytes:
@@ -328,6 +330,6 @@ def _digest_of(name: str) -> bytes:
 
 
 def _value(cookies: bytes, name: str) -> str:
-    # by one search: to split the header takes longer than a client may hold the event loop
+    # one search: splitting the header would block the event loop for too long
     found = re.search(rb"(?:^|;)[ ]*%b=([^;]*)" % re.escape(name.encode()), cookies)
     return found[1].strip().decode("latin-1") if found else ""

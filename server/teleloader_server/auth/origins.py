@@ -1,4 +1,4 @@
-"""Where a server may listen, by which names it may be called, and which pages may call it."""
+"""Checks of the listening address, the Host header, and the origin of browser requests."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MAX_HOST: Final = 300
 
 
 def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> None:
-    """Refuse to listen where others are without asking them for a token.
+    """Reject a non-loopback address without authentication.
 
     Args:
         address: The IP address that was bound.
-        has_tokens: Whether there are tokens.
-        insecure: Whether the user has said that it shall be so.
+        has_tokens: True if clients must authenticate.
+        insecure: True if the user disabled authentication explicitly.
 
     Raises:
-        ConfigError: When whoever reaches the address could come in.
+        ConfigError: Clients on other machines could load data without a token.
     """
     if has_tokens or insecure or is_loopback(address):
         return
     raise ConfigError(
-        f"cannot listen on {address} without tokens: every machine that reaches this address could load data. Generate "
+        f"cannot listen on {address} without tokens: any client that reaches this address could load data. Generate "
         "a token with teleloader-server token add trainer --file tokens.toml and start with --tokens tokens.toml "
         "(serve(..., token=...)), listen on 127.0.0.1, or disable authentication with --insecure "
         "(serve(..., insecure=True))"
@@ -34,27 +34,27 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches a server that listens on an IP address."""
+    """Return True if an IP address is reachable from this machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def known_hosts(names: Iterable[str]) -> frozenset[str]:
-    """What `is_known_host` goes by: names, in lower case and without their final dot."""
+    """Return names in the form that `is_known_host` expects: lower case, without final dot."""
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 
 def is_known_host(header: str, known: frozenset[str]) -> bool:
-    """Whether a request that says ``Host: header`` may be meant for this server.
+    """Return True if a Host header names this server (protection from DNS rebinding).
 
-    A page of evil.example whose name is made to lead to this server's address has its browser say evil.example here. An
-    address is not a name, so nobody can have made it lead elsewhere.
+    If evil.example resolves to this server's IP address, browsers send the header ``Host: evil.example`` with requests
+    of its pages. IP addresses are always accepted, because they are not resolved.
 
     Args:
         header: The header, with or without a port.
-        known: Names, of which ``*.example.com`` is all below it and ``*`` is any.
+        known: Names; ``*.example.com`` matches its subdomains, and ``*`` any name.
     """
     if len(header) > MAX_HOST:
-        return False  # each parent domain is looked up below, which takes time by the square of the length
+        return False  # the lookup of parent domains below takes quadratic time
     name = _without_port(header).lower().rstrip(".")
     if name in known or name == "localhost" or name.endswith(".localhost") or "*" in known:
         return True
@@ -74,16 +74,16 @@ def _without_port(header: str) -> str:
 
 
 def is_of_another_site(method: str, host: str, origin: str | None, site: str | None, mode: str | None) -> bool:
-    """Whether a page of another site has caused a request, as its browser says. Other clients say nothing of it.
+    """Return True if a page of another site caused a request, according to the headers that browsers add.
 
-    A link to this server may stand anywhere, so going to it is allowed.
+    Navigation is allowed, because any page may link to this server.
 
     Args:
         method: The request's method.
-        host: Its header Host, which a proxy must leave as it is.
-        origin: Its header Origin, None where it has none.
-        site: Its header Sec-Fetch-Site, which browsers send to HTTPS and to their own machine only.
-        mode: Its header Sec-Fetch-Mode.
+        host: Its Host header, which proxies must not change.
+        origin: Its Origin header, or None.
+        site: Its Sec-Fetch-Site header, or None; browsers send it only over HTTPS and to their own machine.
+        mode: Its Sec-Fetch-Mode header, or None.
     """
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
         return True

@@ -1,4 +1,4 @@
-"""The server's certificate: checked before anything starts, and read again when it is renewed."""
+"""The server's certificate: validated at start-up, and reloaded when it is renewed."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """Where certificate and key stand, under the names that uvicorn has for them.
+    """Paths of certificate and key, named as uvicorn's options.
 
     Raises:
-        ConfigError: At construction, when no server can run with them.
+        ConfigError: At construction, if the files are unreadable, invalid or do not match.
     """
 
     certfile: Path
-    """The server's certificate, and those between it and its CA."""
+    """The server's certificate, followed by intermediate certificates."""
     keyfile: Path | None = None
-    """Its private key; None is in the same file."""
+    """Private key; None if it is in `certfile`."""
     keyfile_password: str | None = None
-    """What the key is encrypted with."""
+    """Password of an encrypted key."""
     ca_certs: Path | None = None
-    """The CAs of clients, which must have a certificate then; None asks for none."""
+    """CAs of client certificates, which are then required; None disables mutual TLS."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Validate the files."""
         self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Put them into a context; connections that are open keep what they have.
+        """Load the files into a context; open connections are not affected.
 
         Raises:
-            ConfigError: When that cannot be.
+            ConfigError: The files are unreadable, invalid or do not match.
         """
         for path in self.paths():
             try:
@@ -48,7 +48,7 @@ class TlsFiles:
             except OSError as error:
                 raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         try:
-            # a password is given in every case: OpenSSL would ask for one in the terminal
+            # always with a password: OpenSSL would prompt for one in the terminal
             context.load_cert_chain(self.certfile, self.keyfile, lambda: self.keyfile_password or "")
         except ssl.SSLError as error:
             raise ConfigError(self._sentence(error)) from None
@@ -56,10 +56,12 @@ class TlsFiles:
             try:
                 context.load_verify_locations(self.ca_certs)
             except ssl.SSLError:
-                raise ConfigError(f"{self.ca_certs} (--ssl-ca-certs) holds no certificates in PEM format") from None
+                raise ConfigError(
+                    f"invalid CA file {self.ca_certs} (--ssl-ca-certs): expected certificates in PEM format"
+                ) from None
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """The options of ``uvicorn.Config``."""
+        """Return the options for ``uvicorn.Config``."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -75,15 +77,13 @@ class TlsFiles:
     def _sentence(self, error: ssl.SSLError) -> str:
         key = self.keyfile or self.certfile
         if error.reason == "KEY_VALUES_MISMATCH":
-            return (
-                f"the key in {key} is not that of the certificate in {self.certfile}: give the two that belong together"
-            )
+            return f"the key in {key} does not match the certificate in {self.certfile}: specify a matching pair"
         if b"ENCRYPTED" in key.read_bytes():
-            given = "is another" if self.keyfile_password else "must be given"
+            given = "is wrong" if self.keyfile_password else "is missing"
             return f"the key in {key} is encrypted, and its password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:
-            return f"{self.certfile} must hold a certificate and its key in PEM format, or --ssl-keyfile the key"
-        return f"{self.certfile} must hold a certificate and {key} its key, both in PEM format ({error.reason})"
+            return f"{self.certfile} must contain a certificate and its key in PEM format; or specify --ssl-keyfile"
+        return f"{self.certfile} must contain a certificate and {key} its key, both in PEM format ({error.reason})"
 
 
 class Renewal:
@@ -95,7 +95,7 @@ class Renewal:
         self._watch = FileWatch(*files.paths())
 
     def look(self) -> None:
-        """Load the files again if they changed and are complete; a pair that does not match is left until it does."""
+        """Reload the files if they changed and are complete; ignore a pair that does not match."""
         if not self._watch.look():
             return
         try:
@@ -104,12 +104,11 @@ class Renewal:
                 return
             self._files.load(self._context)
         except ConfigError as error:
-            logger.error("the certificate stays as it was: %s", error)
+            logger.error("certificate reload failed, keeping the previous certificate: %s", error)
             return
-        logger.info("%s was read again", self._files.certfile)
+        logger.info("reloaded certificate %s", self._files.certfile)
         if self._files.ca_certs is not None:
             logger.info(
-                "CAs that were added to %s are trusted now; those that were taken out are trusted until the server is "
-                "started again",
+                "CAs added to %s are trusted now; removed ones are trusted until the server restarts",
                 self._files.ca_certs,
             )

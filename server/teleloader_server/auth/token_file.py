@@ -51,7 +51,7 @@ class TokenFile:
 
     @classmethod
     def single(cls, path: Path) -> TokenFile:
-        """Return a file that holds one token and nothing else (``--token-file``)."""
+        """Return a file that contains one token and nothing else (``--token-file``)."""
         return cls(path, _parse_single)
 
     def look(self) -> bool:
@@ -65,13 +65,13 @@ class TokenFile:
         try:
             tokens = self._load()
         except ConfigError as error:
-            logger.error("the tokens stay as they were: %s", error)
+            logger.error("token reload failed, keeping the previous tokens: %s", error)
             return False
         if self._watch.has_changed():
             return False
         self.tokens = tokens
         if tokens.entries:
-            logger.info("%s was read again: %s", self._path, said_tokens(tokens))
+            logger.info("reloaded %s: %s", self._path, said_tokens(tokens))
         else:
             logger.warning("%s is empty or missing: no client can authenticate with it any more", self._path)
         return True

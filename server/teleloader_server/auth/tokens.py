@@ -19,7 +19,7 @@ DEFAULT_SCOPES: Final = (READ, STATS)
 
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""What a token may look like: what RFC 6750 lets stand in a header, and no shorter than can be guessed."""
+"""Form of a token: the characters that RFC 6750 allows, and long enough not to be guessed."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -47,7 +47,7 @@ class Token(NamedTuple):
     digest: bytes
     """SHA-256 of the token."""
     expires: float
-    """When it ends to be one, in seconds since 1970; infinity is never."""
+    """Expiry in seconds since 1970; infinity is never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Tokens:
 
     entries: tuple[Token, ...]
     holds_secrets: bool = False
-    """Whether the tokens themselves stood where this was read."""
+    """True if the source contains tokens in plain text."""
 
     def find(self, token: bytes) -> Token | None:
-        """The entry of a token. It takes as long for each, whichever it is like and whether it is one."""
+        """Return the entry of a token, or None; the time is the same for all tokens, valid or not."""
         digest = hashlib.sha256(token).digest()
         found = None
         for entry in self.entries:
@@ -68,7 +68,7 @@ class Tokens:
         return found
 
     def has(self, digest: bytes) -> Token | None:
-        """The entry with that digest, if it is still there."""
+        """Return the entry with a digest, or None."""
         return next((entry for entry in self.entries if entry.digest == digest), None)
 
 
@@ -184,4 +184,4 @@ def _shown(stated: object) -> str:
     try:
         return f"{stated!r:.80}"
     except ValueError:
-        return "a number of very many digits"
+        return "a number with too many digits"

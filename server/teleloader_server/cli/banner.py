@@ -1,4 +1,4 @@
-"""What the server says when it is ready: where it is, what it hosts, how to connect, where to look."""
+"""The start banner: URL, datasets, resources, access, and how to connect."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger("teleloader_server")
 
 
 async def announce(web: Server, service: LoaderService, url: str) -> None:
-    """Say where the server is, and how to use it: in a terminal at a glance, else in lines of the log."""
+    """Print the banner in a terminal, or log its lines elsewhere, once the server listens."""
     await web.listening.wait()
     heading = f"teleloader-server {VERSION} is ready at {url} (Ctrl-C stops it)"
-    if _is_for_people():
+    if _is_interactive():
         click.secho(f"\n{heading}\n", bold=True, err=True)
         for label, text in _facts(web, service, url):
             click.echo(f"  {click.style(f'{label:<10}', dim=True)} {text}", err=True)
@@ -33,28 +33,28 @@ async def announce(web: Server, service: LoaderService, url: str) -> None:
         logger.info("%s: %s", label, text)
 
 
-def _is_for_people() -> bool:
-    """Whether what is logged goes to a terminal, as text, and is not for warnings only."""
+def _is_interactive() -> bool:
+    """Return True if the log is written to a terminal as text, at level info."""
     json_lines = any(isinstance(handler.formatter, logs.JsonFormatter) for handler in logging.getLogger().handlers)
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO) and not json_lines
 
 
 def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str]]:
-    """What the start banner says: labels and texts."""
+    """Return labels and texts of the banner."""
     facts = []
     for info in service.datasets.values():
-        length = "no stated length" if info.length is None else counted(info.length, "sample")
+        length = "unknown length" if info.length is None else counted(info.length, "sample")
         facts.append(("dataset", f"{info.name}, {info.kind}-style, {length}"))
     count = service.limits.num_workers
-    workers = "none: this process loads" if count == 0 else counted(count, "process", "processes")
-    facts.append(("workers", f"{workers}; this machine has {counted(default_num_workers(), 'CPU')} for them"))
-    facts.append(("memory", f"at most {size(service.limits.memory_budget)} for batches that are made ahead"))
+    workers = "none, the server's own process loads" if count == 0 else counted(count, "process", "processes")
+    facts.append(("workers", f"{workers}; {counted(default_num_workers(), 'CPU')} available"))
+    facts.append(("memory", f"up to {size(service.limits.memory_budget)} of prefetched batches"))
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
-        facts.append(("address", "all addresses of this machine"))
+        facts.append(("listening", "on all IP addresses of this machine"))
     facts.append(
         (
             "access",
-            f"by {said_tokens(web.authenticator.tokens)}" if web.authenticator.has_tokens else "whoever reaches it",
+            said_tokens(web.authenticator.tokens) if web.authenticator.has_tokens else "without authentication",
         )
     )
     first = next(iter(service.datasets))

@@ -1,4 +1,4 @@
-"""``teleloader-server check``: datasets are tried before anyone depends on them."""
+"""``teleloader-server check``: run the probe of a dataset in a child process, and print its report."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from teleloader_shared.stats import Latency
 from teleloader_shared.units import counted, number, seconds, size
 
 
-def check(config: DatasetConfig, limits: Limits, batch_size: int, batches: int, tell: Callable[[str], None]) -> Checked:
-    """Try a dataset, in a process of its own: whatever it does, this one goes on.
+def check(
+    config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
+) -> Checked:
+    """Check a dataset in a process of its own, so that a crash does not end this one.
 
     Args:
         config: The dataset.
-        limits: Of the server that would host it.
-        batch_size: Samples in a batch.
-        batches: How many batches to make in a pass.
-        tell: Called with what is done now.
+        limits: Limits of the server that would host it.
+        batch_size: Samples per batch.
+        batches: Batches per pass.
+        on_step: Called with the name of each step.
     """
     program = "from teleloader_server.cli.probe import main; main()"
-    asked = {
+    request = {
         "dataset": asdict(config), "limits": asdict(limits), "path": sys.path, "batch_size": batch_size,
         "batches": batches,
     }  # fmt: skip
@@ -42,20 +44,20 @@ def check(config: DatasetConfig, limits: Limits, batch_size: int, batches: int, 
         step = "starting"
         try:
             with process.stdin:
-                json.dump(asked, process.stdin)
+                json.dump(request, process.stdin)
             for line in process.stdout:
                 message = json.loads(line)
                 if "checked" in message:
                     return _checked(message["checked"])
                 step = message["step"]
-                tell(step)
+                on_step(step)
         finally:
             process.kill()
     return Checked(config.name, problems=[_ended(process.returncode, step)])
 
 
 def _checked(fields: dict[str, Any]) -> Checked:
-    """The record from its JSON."""
+    """Return the report from its JSON."""
     parts = [Part(**{**part, "shape": part["shape"] and tuple(part["shape"])}) for part in fields.pop("parts")]
     problems = [Problem(**problem) for problem in fields.pop("problems")]
     sample = fields.pop("sample")
@@ -66,53 +68,53 @@ def _ended(status: int, step: str) -> Problem:
     how = f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
     return Problem(
         "error",
-        f"the process that had the dataset ended while {step}, by {how}",
-        "a crash in C code, os._exit(), or memory that ran out: run its code alone, under python -X faulthandler",
+        f"the process of the dataset ended during the step {step!r} with {how}",
+        "a crash in C code, os._exit() or exhausted memory: run the code alone with python -X faulthandler",
     )
 
 
 def _lines(found: Checked) -> Iterator[tuple[str, str]]:
-    """What was found, for people: a label and what it says, the label empty where a line goes on."""
+    """Yield labels and texts of the report; continuation lines have an empty label."""
     if found.kind is not None:
-        length = "no stated length" if found.length is None else counted(found.length, "sample")
+        length = "unknown length" if found.length is None else counted(found.length, "sample")
         yield "dataset", f"{found.kind}-style, {found.type}, {length}"
     if found.built_in is not None and found.memory is not None:
-        yield "built in", f"{seconds(found.built_in)}, with {size(found.memory)} of memory for it and what it imports"
+        yield "built in", f"{seconds(found.built_in)}, using {size(found.memory)} of memory including its imports"
         pickled = "no" if found.pickled is None else f"yes, {size(found.pickled)}"
-        yield "pickles", f"{pickled} (workers are forked, so it need not)"
+        yield "pickles", f"{pickled} (not required: workers are forked)"
     if found.sample is not None and found.sample.count:
         slow = f"p50 {seconds(found.sample.p50)}, p95 {seconds(found.sample.p95)}"
-        yield "a sample", f"{slow}, of {found.sample.count:,} fetched by a worker"
+        yield "time/sample", f"{slow} ({found.sample.count:,} samples, fetched by a worker)"
     if found.batch_bytes is not None:
-        yield f"{found.batch_size} samples", f"a batch of {size(found.batch_bytes)}"
+        yield "batch", f"{found.batch_size} samples, {size(found.batch_bytes)}"
         for part in found.parts:
             shape = "" if part.shape is None else f"{part.shape} "
             yield "", f"{part.path}  {part.type} {shape}{part.value}"
     if found.samples_per_second is not None:
-        yield "a worker", f"makes {number(found.samples_per_second)} samples/s, in batches"
+        yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
     if found.repeatable is not None:
-        yield "repeatable", "yes: the same batch is the same, bit for bit" if found.repeatable else "no"
+        yield "repeatable", "yes, batches are equal bit for bit when computed again" if found.repeatable else "no"
 
 
 def progress_of(name: str) -> Callable[[str], None]:
-    """Show in a terminal what is done now, in a line that the next one takes the place of."""
+    """Return a function that shows the current step in a terminal, on one line that it overwrites."""
 
-    def tell(step: str) -> None:
+    def show_step(step: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"\r\x1b[2K{name}: {step} ...", nl=False, err=True)
 
-    return tell
+    return show_step
 
 
 def show(found: Checked) -> None:
-    """Print what was found, for people."""
+    """Print the report."""
     if sys.stderr.isatty():
         click.echo("\r\x1b[2K", nl=False, err=True)
     warnings = sum(problem.severity == "warning" for problem in found.problems)
-    diagnosis = "fine" if not found.problems else counted(warnings, "warning")
+    diagnosis = "OK" if not found.problems else counted(warnings, "warning")
     colour = "yellow" if found.problems else "green"
     if found.failed:
-        diagnosis, colour = "cannot be depended on", "red"
+        diagnosis, colour = "failed", "red"
     click.echo(f"{click.style(found.dataset, bold=True)}: {click.style(diagnosis, fg=colour)}")
     for label, text in _lines(found):
         click.echo(f"  {label:<11} {text}")
@@ -124,7 +126,7 @@ def show(found: Checked) -> None:
 
 
 def _advice(problem: Problem) -> str:
-    """A terminal would break it within words."""
+    """Return the advice, wrapped at words for a terminal."""
     line = f"-> {problem.advice}"
     width = shutil.get_terminal_size().columns
     return click.wrap_text(line, width, "    ", "       ") if sys.stdout.isatty() else f"    {line}"

@@ -1,4 +1,4 @@
-"""What ``teleloader-server`` does."""
+"""The commands ``teleloader-server`` and ``teleloader-server check``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DEMO: Final = (
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
-"""What a shell reports of a program that Ctrl-C ended."""
+"""Exit status that a shell reports after Ctrl-C."""
 
 logger = logging.getLogger("teleloader_server")
 
@@ -60,7 +60,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class ConfigFile(NamedTuple):
-    """What a configuration file says, and where it is."""
+    """Path and content of a configuration file."""
 
     path: Path
     limits: dict[str, Any]
@@ -68,12 +68,12 @@ class ConfigFile(NamedTuple):
 
 
 class Listener(NamedTuple):
-    """Where clients come in, and which."""
+    """IP address, authentication and TLS of the listening socket."""
 
     host: str
     port: int
     insecure: bool
-    """Whether everybody may come in, wherever that is."""
+    """Disables authentication."""
     authenticator: Authenticator
     tls: TlsFiles | None
 
@@ -84,10 +84,10 @@ class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Read it."""
+        """Parse the option's value."""
         name, equals, stated = str(value).partition("=")
         if not equals:
-            self.fail(f"must be NAME=VALUE, was {value!r}", param, ctx)
+            self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
         return name.strip(), stated.strip()
 
 
@@ -97,7 +97,7 @@ class Size(click.ParamType):  # type: ignore[type-arg] # the same
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read it."""
+        """Parse the option's value."""
         if isinstance(value, int):
             return value
         try:
@@ -107,7 +107,7 @@ class Size(click.ParamType):  # type: ignore[type-arg] # the same
 
 
 def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> ConfigFile | None:
-    """Take the file's ``[server]`` table as defaults, below the command line and the environment."""
+    """Use the file's ``[server]`` table as defaults, which the command line and the environment override."""
     if path is None:
         return None
     try:
@@ -118,21 +118,21 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     for name in defaults:
         if name not in known:
             raise click.UsageError(
-                f"[server] of {path} has an unknown entry {name!r}; it may have {', '.join(sorted(map(str, known)))}"
+                f"unknown entry {name!r} in [server] of {path}: expected {', '.join(sorted(map(str, known)))}"
             )
     context.default_map = defaults
     return ConfigFile(path, limits, datasets)
 
 
-def _naming_datasets(command: _Command) -> _Command:
-    """Add the arguments that say which datasets there are."""
+def _dataset_arguments(command: _Command) -> _Command:
+    """Add the arguments that select the datasets."""
     for option in (
         click.option(
             "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
             help="TOML file with a [server] table (the options of teleloader-server) and a [datasets.NAME] table for "
             "each dataset.",
         ),
-        click.option("--demo", is_flag=True, help="Host the handwritten digits that come with the package."),
+        click.option("--demo", is_flag=True, help="Host the embedded dataset of handwritten digits."),
         click.argument("datasets", nargs=-1, metavar="[DATASET]..."),
     ):  # fmt: skip
         command = option(command)
@@ -142,39 +142,39 @@ def _naming_datasets(command: _Command) -> _Command:
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
-def _saying_who_may_come_in(command: _Command) -> _Command:
-    """Add the options that do."""
+def _listener_options(command: _Command) -> _Command:
+    """Add the options for authentication and TLS."""
     for option in reversed((
         # without the variables that click derives: TELELOADER_TOKEN_FILE is the client's credential, and a server that
-        # is started where it is set must not accept it
+        # starts in an environment with this variable must not accept it
         click.option(
             "--tokens", type=_FILE, envvar=TOKENS_VARIABLE, allow_from_autoenv=False, help="TOML file with a table per "
-            f"token: see teleloader-server token --help. Read again when it changes. Default: {TOKENS_VARIABLE}.",
+            f"token: see teleloader-server token --help. Reloaded when it changes. Default: {TOKENS_VARIABLE}.",
         ),
         click.option(
-            "--token-file", type=_FILE, allow_from_autoenv=False, help="File that holds one token and nothing else, "
-            "such as a container's secret. Read again when it changes.",
+            "--token-file", type=_FILE, allow_from_autoenv=False, help="File that contains one token and nothing "
+            "else, such as a container's secret. Reloaded when it changes.",
         ),
-        click.option("--insecure", is_flag=True, help="Let everybody in who reaches --host, with no token."),
+        click.option("--insecure", is_flag=True, help="Disable authentication."),
         click.option(
-            "--allowed-host", multiple=True, metavar="NAME", help="A name that this server is called by, beside "
-            "addresses, localhost and that of the machine; *.example.com is all below it. Can be given several times.",
+            "--allowed-host", multiple=True, metavar="NAME", help="Host name to accept in the Host header, besides "
+            "IP addresses, localhost and the machine's own name; *.example.com includes subdomains. Repeatable.",
         ),
-        click.option("--ssl-certfile", type=_FILE, help="Certificate (PEM): speak HTTPS. Read again when renewed."),
-        click.option("--ssl-keyfile", type=_FILE, help="Its private key, if that is in another file."),
+        click.option("--ssl-certfile", type=_FILE, help="Certificate (PEM) for HTTPS. Reloaded when renewed."),
+        click.option("--ssl-keyfile", type=_FILE, help="Private key, if it is not in --ssl-certfile."),
         click.option(
-            "--ssl-keyfile-password", help="What the key is encrypted with; others see command lines, so give it as "
-            "TELELOADER_SSL_KEYFILE_PASSWORD.",
+            "--ssl-keyfile-password", help="Password of the private key. Command lines are visible to other users: "
+            "set TELELOADER_SSL_KEYFILE_PASSWORD instead.",
         ),
         click.option(
-            "--ssl-ca-certs", type=_FILE, help="CAs (PEM): clients must have a certificate of one of them."
+            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM): clients need a certificate of one of them."
         ),
     )):  # fmt: skip
         command = option(command)
     return command
 
 
-def _door(
+def _listener(
     host: str,
     port: int,
     *,
@@ -193,7 +193,7 @@ def _door(
             certfile=ssl_certfile, keyfile=ssl_keyfile, keyfile_password=ssl_keyfile_password, ca_certs=ssl_ca_certs
         )
     elif ssl_keyfile is not None or ssl_ca_certs is not None:
-        raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, the server's certificate")
+        raise ConfigError("--ssl-keyfile and --ssl-ca-certs require --ssl-certfile, the server's certificate")
     sources = [] if tokens is None else [TokenFile.table(tokens)]
     if token_file is not None:
         sources.append(TokenFile.single(token_file))
@@ -201,8 +201,8 @@ def _door(
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
-    """The datasets that the command line and the configuration file name, importable from now on."""
-    # a dataset of the user's stands in the folder from which the server is started
+    """Return the datasets of command line and configuration file, and make the current folder importable."""
+    # users keep their datasets in the folder where they start the server
     sys.path.insert(0, str(Path.cwd()))
     try:
         from_file = [] if config is None else config.datasets
@@ -210,11 +210,11 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     if not configs:
-        raise click.UsageError("name at least one dataset as module:name, or host the embedded one with --demo")
+        raise click.UsageError("no dataset: name at least one as module:name, or host the embedded one with --demo")
     names = [dataset.name for dataset in configs]
     for name in names:
         if names.count(name) > 1:
-            raise click.UsageError(f"two datasets are called {name!r}: give one another name with NAME=module:name")
+            raise click.UsageError(f"duplicate dataset name {name!r}: rename one of them with NAME=module:name")
     return configs
 
 
@@ -222,59 +222,61 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 
 
 @click.command(context_settings=_CONTEXT)
-@_naming_datasets
-@_saying_who_may_come_in
-@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@_dataset_arguments
+@_listener_options
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="IP address to listen on.")
 @click.option(
     "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 takes a free one.",
+    help="Port to listen on; 0 selects a free one.",
 )  # fmt: skip
 @click.option(
     "--num-workers", default=default_num_workers, show_default="number of CPUs", type=click.IntRange(0, 1024),
     help="Worker processes; 0 loads in the server's own process, for debugging.",
 )  # fmt: skip
 @click.option(
-    "--memory-budget", default=default_memory_budget, show_default="2GiB, or a quarter of a smaller memory",
-    type=Size(), help="What finished batches may take before work ahead waits.",
+    "--memory-budget", default=default_memory_budget, show_default="2GiB, or a quarter of the memory if that is less",
+    type=Size(), help="Memory for computed batches; prefetching stops when it is full.",
 )  # fmt: skip
-@click.option(
-    "--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="The largest batch that is sent."
-)
+@click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=DEFAULT_BATCH_TIMEOUT, show_default=True, type=click.FloatRange(0),
-    help="Seconds that a worker may take for one batch, or to start. Then it is killed, and the batch is an error that "
-    "shows where it hung; 0 is no limit.",
+    help="Seconds per batch, and for the start of a worker. Then the worker is killed, and the batch fails with its "
+    "stack; 0 disables the limit.",
 )  # fmt: skip
 @click.option(
     "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
-    help="Replace a worker by a fresh process after so many batches and those that it has by then, for datasets that "
-    "leak. Workers of iterable-style datasets are never replaced: their place in the stream would be lost.",
+    help="Replace a worker by a new process after this number of batches, for datasets that leak. Workers of "
+    "iterable-style datasets are never replaced, because their position in the stream would be lost.",
 )  # fmt: skip
 @click.option(
     "--max-worker-memory", default=0, show_default="never", type=Size(),
-    help="Replace a worker that has more resident memory, what it shares with others included, in the same way.",
+    help="Replace a worker in the same way when its resident memory, shared pages included, exceeds this size.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
-    help="What clients may make the server do; can be given several times. The limits and their defaults: "
-    f"{DEFAULT_LIMITS.stated()}. docs/limits.md says what each is. In a file they are the table [limits].",
+    help="Limit for clients, described in docs/limits.md; repeatable. In a configuration file: the table [limits]. "
+    f"Limits and defaults: {DEFAULT_LIMITS.stated()}.",
 )  # fmt: skip
 @click.option(
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
-    help="Seconds that answers have to be finished when the server is told to stop.",
+    help="Seconds to complete pending requests after SIGTERM or Ctrl-C.",
 )  # fmt: skip
-@click.option("--debug", is_flag=True, help="Let clients have single batches made in this process (teleloader peek).")
 @click.option(
-    "--reload/--no-reload", help="For developing datasets: start the server anew when a .py file beside theirs, or the "
-    "configuration, changes. Trainers that are connected wait, and go on.",
+    "--debug",
+    is_flag=True,
+    help="Let admin clients load batches in the server's own process (teleloader peek --debug).",
+)
+@click.option(
+    "--reload/--no-reload", help="For development: restart the server when Python files of the datasets or the "
+    "configuration file change. Connected clients wait and continue.",
 )  # fmt: skip
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]),
-    help="How much to say on stderr.",
+    help="Minimum level of log lines on stderr.",
 )  # fmt: skip
 @click.option(
     "--log-format", default="text", show_default=True, type=click.Choice(get_args(logs.Format)),
-    help="Lines for people, or a JSON object a line for programs.",
+    help="Text lines, or one JSON object per line.",
 )  # fmt: skip
 @click.version_option(VERSION, prog_name="teleloader-server", allow_from_autoenv=False)
 def server(
@@ -295,12 +297,12 @@ def server(
     reload: bool,
     log_level: str,
     log_format: logs.Format,
-    **who: Any,
+    **security: Any,
 ) -> None:
-    """Host datasets, and worker processes that turn them into batches.
+    """Host datasets and the worker processes that compute their batches.
 
-    A DATASET is module:name, where name is a dataset or a function that makes one, importable from the current folder
-    or installed; clients call it by that name, or by another one that you choose.
+    A DATASET is module:name, where name is a dataset or a function that returns one. The module must be installed or
+    importable from the current folder. Clients use the same name; NAME=module:name chooses another one.
 
     \b
       teleloader-server --demo
@@ -313,20 +315,19 @@ def server(
     \b
       teleloader-server token add trainer --file tokens.toml
 
-    Before you depend on a dataset, have it tried: what it gives, how fast, and what is wrong with it.
+    Check a dataset before use: content of batches, speed, problems.
 
     \b
       teleloader-server check my_package.data:train
 
-    Then, on the machine that trains:
+    On the training machine:
 
     \b
       from teleloader import DataLoader, RemoteDataset
       loader = DataLoader(RemoteDataset("http://cpu-box:8000", "train"), batch_size=256, shuffle=True)
 
-    Each option can be set by an environment variable too: TELELOADER_PORT=8000, and so on. Exceptions are --tokens,
-    which is TELELOADER_SERVER_TOKENS, and --token-file, which has none: TELELOADER_TOKEN and TELELOADER_TOKEN_FILE are
-    read by clients only.
+    Each option has an environment variable, such as TELELOADER_PORT=8000. The variable of --tokens is
+    TELELOADER_SERVER_TOKENS; --token-file has none. Only clients read TELELOADER_TOKEN and TELELOADER_TOKEN_FILE.
     """  # noqa: D301 - the escapes are click's
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
@@ -346,29 +347,27 @@ def server(
     if reload:
         sys.exit(_reload(configs, config, host, port))
     try:
-        door = _door(host, port, **who)
+        listener = _listener(host, port, **security)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    sys.exit(_run(configs, of_workers, of_clients, door, shutdown_grace))
+    sys.exit(_run(configs, of_workers, of_clients, listener, shutdown_grace))
 
 
 @click.command(context_settings=_CONTEXT)
-@_naming_datasets
+@_dataset_arguments
 @click.option(
-    "--batch-size", default=32, show_default=True, type=click.IntRange(1), metavar="B", help="Samples in a batch."
+    "--batch-size", default=32, show_default=True, type=click.IntRange(1), metavar="B", help="Samples per batch."
 )
 @click.option(
     "--batches", default=8, show_default=True, type=click.IntRange(1), metavar="N",
-    help="Batches to make in a pass, of which there are four; each ends after 10 seconds at the latest.",
+    help="Batches per pass. There are four passes of up to 10 seconds each.",
 )  # fmt: skip
-@click.option(
-    "--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="The largest batch that is sent."
-)
+@click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
-    help="Seconds that a worker may take for one batch; 0 is no limit.",
+    help="Seconds per batch; 0 disables the limit.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Write one line of JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Write one line of JSON.")
 def check(
     datasets: tuple[str, ...],
     demo: bool,
@@ -379,13 +378,13 @@ def check(
     batch_timeout: float,
     as_json: bool,
 ) -> None:
-    """Try datasets before anyone depends on them.
+    """Check datasets before use.
 
-    Each is built in a process of its own, and real workers make batches of it: its kind and length, what a batch holds,
-    how long a sample takes, how much memory; whether batches are the same when they are made again, and by several
-    workers at once; and what is wrong with it, with a sentence of advice.
+    Builds each dataset in a process of its own and computes batches with real workers. Reports kind, length, content
+    of a batch, time per sample and memory, whether batches are reproducible with one and with several workers, and
+    problems with advice.
 
-    The exit code is 0 when batches can be had of all of them, though there may be warnings; 1 when not; 2 for wrong
+    The exit code is 0 if batches of all datasets can be computed, even with warnings; 1 if not; 2 for invalid
     arguments.
     """
     configs = _configs(datasets, config, demo=demo)
@@ -405,7 +404,7 @@ def check(
 
 
 def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
-    """Run the server as a child that is started anew; a free port is chosen once, so that clients find it again."""
+    """Run the server as a child process that restarts; a free port is selected once, so that clients reconnect."""
     arguments = [*sys.argv[1:], "--no-reload"]
     if port == 0:
         with bind(host, 0) as free:
@@ -413,57 +412,59 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
     return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
-def _run(configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Listener, grace: float) -> int:
+def _run(
+    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
+) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(configs, limits, of_clients, door, grace))
+        return runner.run(_serve(configs, limits, of_clients, listener, grace))
 
 
-def _bound(door: Listener) -> socket.socket:
-    """A socket that is bound where others may come in, or only this machine."""
+def _bound(listener: Listener) -> socket.socket:
+    """Bind a socket; without tokens, only to a loopback address unless authentication is disabled."""
     try:
-        bound = bind(door.host, door.port)
+        bound = bind(listener.host, listener.port)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {door.host}:{door.port}: {error.strerror}. Choose another --host or --port"
+            f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --host or --port"
         ) from None
     address = bound.getsockname()[0]
     try:
-        refuse_unprotected(address, has_tokens=door.authenticator.has_tokens, insecure=door.insecure)
+        refuse_unprotected(address, has_tokens=listener.authenticator.has_tokens, insecure=listener.insecure)
     except ConfigError:
         bound.close()
         raise
-    if door.tls is None and not is_loopback(address):
+    if listener.tls is None and not is_loopback(address):
         logger.warning(
-            "%s, unencrypted: whoever is between here and a client can read and change them (see --ssl-certfile)",
-            "tokens and batches travel"
-            if door.authenticator.has_tokens
-            else "everybody may come in, and batches travel",
+            "%s without encryption: others on the network path can read and change the data. Use --ssl-certfile",
+            "clients send tokens, and the server sends batches,"
+            if listener.authenticator.has_tokens
+            else "authentication is disabled, and the server sends batches",
         )
     return bound
 
 
 async def _serve(
-    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, door: Listener, grace: float
+    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
 ) -> int:
-    host, port = door.host, door.port
+    host, port = listener.host, listener.port
     try:
-        listening = _bound(door)
+        listening = _bound(listener)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
     service = LoaderService(ConfiguredPools(configs, limits), limits, of_clients)
     raise_file_limit()
     try:
-        web = Server(service, host, port, grace, door.authenticator, door.tls)
+        web = Server(service, host, port, grace, listener.authenticator, listener.tls)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
     starting = asyncio.create_task(service.start())
 
     def stop() -> None:
-        # the first signal lets answers be finished, the second does not
+        # the first signal lets pending requests complete, the second does not
         if not web.should_exit:
-            logger.info("told to stop: what was asked for is finished, for %g s at most; once more stops it now", grace)
+            logger.info("stopping: completing pending requests for up to %g s; signal again to stop at once", grace)
         web.force_exit = web.should_exit
         web.should_exit = True
         starting.cancel()
@@ -477,10 +478,10 @@ async def _serve(
         logger.error("%s", error)
         return EXIT_USAGE
     except asyncio.CancelledError:
-        logger.info("stopped before it was ready")
+        logger.info("stopped during start-up")
         return 0
     try:
-        listening.listen()  # another server may have begun to, while the datasets were built
+        listening.listen()  # another process may have taken the port while the datasets were built
     except OSError as error:
         logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         await service.close()

@@ -1,7 +1,7 @@
-"""What ``teleloader-server check`` runs: a process of its own that tries one dataset, and says what it finds.
+"""The child process of ``teleloader-server check``, which probes one dataset and reports what it finds.
 
-It builds the dataset as a server does, and has real workers, forked from it, make real batches. What goes wrong with a
-dataset in production goes wrong here: an exception, a worker that dies or hangs, samples that are not the same twice.
+It builds the dataset as a server does, and forked workers compute batches. Problems of production appear here: an
+exception, a worker that dies or hangs, samples that differ when they are loaded again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from teleloader_shared.stats import Latency
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
-"""After so long a pass over some batches is ended."""
+"""Time limit of a pass."""
 SEVERAL: Final = 4
-"""Workers of the pass that looks whether they disturb one another."""
+"""Workers of the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3
 
 Severity = Literal["error", "warning"]
@@ -52,10 +52,10 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong with a dataset."""
+    """A problem of a dataset, with advice."""
 
     severity: Severity
-    """``error``: batches cannot be had, or are wrong. ``warning``: they are not what users usually want."""
+    """``error``: batches fail or are wrong. ``warning``: they may not be what the user expects."""
     what: str
     advice: str
     """One sentence."""
@@ -63,7 +63,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Checked:
-    """What was found. Times in seconds, sizes in bytes; None is what was not found out."""
+    """Report on a dataset. Times are in seconds, sizes in bytes; None means unknown."""
 
     dataset: str
     kind: Literal["map", "iterable"] | None = None
@@ -71,89 +71,89 @@ class Checked:
     """Name of its class."""
     length: int | None = None
     built_in: float | None = None
-    """To import its module and make it."""
+    """Time to import its module and build it."""
     memory: int | None = None
-    """Resident memory that building it took, with what it imports."""
+    """Resident memory of building it, its imports included."""
     pickled: int | None = None
-    """Size of its pickle; None when it cannot be pickled."""
+    """Size of its pickle; None if it cannot be pickled."""
     sample: Latency | None = None
-    """To fetch one sample, in a worker."""
+    """Time of a worker to fetch one sample."""
     batch_size: int | None = None
     batch_bytes: int | None = None
     """Mean size of a batch on the wire."""
     parts: list[Part] = field(default_factory=list)
-    """What the first batch holds."""
+    """Content of the first batch."""
     samples_per_second: float | None = None
-    """What one worker makes in batches, collated and encoded."""
+    """Throughput of one worker, collating and encoding included."""
     repeatable: bool | None = None
-    """Whether batches are the same bit for bit when they are made again."""
+    """True if batches are equal bit for bit when they are computed again."""
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
-        """Whether it cannot be depended on."""
+        """True if any problem is an error."""
         return any(problem.severity == "error" for problem in self.problems)
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a pass over some batches gave."""
+class PassResult:
+    """Result of a pass over some batches."""
 
     batches: dict[int, Any]
-    """By number; arrays are leaves."""
+    """By batch number; arrays are leaves."""
     failure: Failure | None
     """The exception that ended it."""
     nbytes: int
-    """Of their frames together."""
+    """Total size of the frames."""
     stages: Mapping[str, Latency]
-    """How long it took."""
+    """Time of each stage."""
 
 
 def main() -> None:
-    """Be that process: what to check comes on stdin as JSON, what is found goes to stdout, a JSON object a line."""
-    # what user code prints must not come between
+    """Read the request from stdin as JSON, and write steps and report to stdout, one JSON object per line."""
+    # output of user code must not mix with the report
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     end_with_parent()
     leave_signals_to_the_server()
-    # failed batches and workers that died are what is found: they need not be told of twice
+    # the report contains failed batches and dead workers; the log need not repeat them
     logging.getLogger("teleloader_server").setLevel(logging.ERROR)
-    asked = json.load(sys.stdin)
-    sys.path[:] = asked["path"]
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
 
-    def tell(**message: Any) -> None:
+    def report(**message: Any) -> None:
         print(json.dumps(message), file=lines, flush=True)
 
     probe = Probe(
-        DatasetConfig(**asked["dataset"]), Limits(**asked["limits"]), asked["batch_size"], asked["batches"],
-        lambda step: tell(step=step),
+        DatasetConfig(**request["dataset"]), Limits(**request["limits"]), request["batch_size"], request["batches"],
+        lambda step: report(step=step),
     )  # fmt: skip
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(probe.run())
-    tell(checked=asdict(probe.found))
-    # not by way of the interpreter's shutdown, which would wait for threads that user code has started
+    report(checked=asdict(probe.found))
+    # without the interpreter's shutdown, which would wait for threads that user code started
     os._exit(0)
 
 
 class Probe:
-    """Tries one dataset.
+    """Probe of one dataset.
 
     Args:
         config: The dataset.
-        limits: Of the server that would host it.
-        batch_size: Samples in a batch.
-        batches: How many batches to make in a pass.
-        tell: Called with what is done now.
+        limits: Limits of the server that would host it.
+        batch_size: Samples per batch.
+        batches: Batches per pass.
+        on_step: Called with the name of each step.
     """
 
     def __init__(
-        self, config: DatasetConfig, limits: Limits, batch_size: int, batches: int, tell: Callable[[str], None]
+        self, config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
     ) -> None:
         self._config = config
         self._limits = limits
         self._batch_size = batch_size
         self._batches = batches
-        self._tell = tell
+        self._on_step = on_step
         self.found = Checked(config.name)
 
     async def run(self) -> None:
@@ -166,83 +166,81 @@ class Probe:
             none = hosted.info.length is None
             self._problem(
                 "warning",
-                "it has no length" if none else "it is empty",
-                "no batch was tried; only loaders with a sampler of their own can use it: give it a __len__"
+                "the dataset has no length" if none else "the dataset is empty",
+                "no batch was computed. Define __len__: without it, only loaders with a sampler can use the dataset"
                 if none
-                else "no batch was tried: see whether its files are where it looks for them",
+                else "no batch was computed. Check that its files exist on this machine",
             )
             return
         try:
             await self._load(hosted)
         except TeleloaderError as error:
-            self._problem("error", str(error), "see the server's log above")
+            self._problem("error", str(error), "see the log above")
 
     def _problem(self, severity: Severity, what: str, advice: str) -> None:
         self.found.problems.append(Problem(severity, what, advice))
 
-    # -- building it
+    # -- building
 
     def _build(self) -> HostedDataset | None:
-        self._tell("building it")
+        self._on_step("building the dataset")
         threads, files, memory = set(threading.enumerate()), _open_files(), resident_bytes(os.getpid())
         began = time.perf_counter()
         try:
             hosted = open_datasets([self._config])[self._config.name]
         except ConfigError as error:
-            self._problem("error", str(error), "a server with this dataset does not start")
+            self._problem("error", str(error), "a server with this dataset would not start")
             return None
         self.found.built_in = time.perf_counter() - began
         self.found.memory = max(0, resident_bytes(os.getpid()) - memory)
         self.found.kind, self.found.type = hosted.info.kind, hosted.info.type
         self.found.length = hosted.info.length
-        self._look_for_what_forks_badly(_open_files() - files, set(threading.enumerate()) - threads)
+        self._check_fork_safety(_open_files() - files, set(threading.enumerate()) - threads)
         return hosted
 
-    def _look_for_what_forks_badly(self, files: set[str], threads: set[threading.Thread]) -> None:
+    def _check_fork_safety(self, files: set[str], threads: set[threading.Thread]) -> None:
         if files:
             more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
             self._problem(
                 "warning",
-                f"building it leaves files open: {', '.join(sorted(files)[:SHOWN_FILES])}{more}",
-                "forked workers share one position in an open file and read each other's bytes: open files in "
-                "__getitem__ or in a worker_init function",
+                f"building the dataset leaves files open: {', '.join(sorted(files)[:SHOWN_FILES])}{more}",
+                "forked workers would share the position in an open file. Open files in __getitem__ or worker_init",
             )
         if threads:
             self._problem(
                 "warning",
-                f"building it starts threads: {', '.join(sorted(thread.name for thread in threads))}",
-                "forked workers do not have them, and locks that they hold stay locked: start them in a worker_init "
-                "function",
+                f"building the dataset starts threads: {', '.join(sorted(thread.name for thread in threads))}",
+                "threads do not exist in forked workers, and their locks stay locked. Start them in worker_init",
             )
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             self._problem(
                 "error",
-                "building it initialises CUDA",
-                "forked workers cannot use it: keep tensors on the CPU here, and move them where you train",
+                "building the dataset initializes CUDA",
+                "CUDA does not work in forked workers. Keep tensors on the CPU, and copy them to the GPU in training",
             )
 
     def _pickle(self, hosted: HostedDataset) -> None:
-        self._tell("pickling it")
+        self._on_step("pickling the dataset")
         counter = _Counter()
-        with suppress(Exception):  # whatever user code raises: it need not be pickled
+        with suppress(Exception):  # any exception of user code: pickling is not required
             pickle.Pickler(counter, pickle.HIGHEST_PROTOCOL).dump(hosted.dataset)
             self.found.pickled = counter.nbytes
 
-    # -- loading from it
+    # -- loading
 
     async def _load(self, hosted: HostedDataset) -> None:
-        self._tell("fetching samples")
-        singles = await self._make(hosted, 1, range(self._batches * self._batch_size))
+        self._on_step("fetching samples")
+        singles = await self._compute(hosted, 1, range(self._batches * self._batch_size))
         self.found.sample = singles.stages["fetch"]
         if self._failed(singles):
             return
-        self._tell("making batches")
-        first = await self._make(hosted, self._batch_size, range(self._batches))
+        self._on_step("computing batches")
+        first = await self._compute(hosted, self._batch_size, range(self._batches))
         if self._failed(first):
             return
         if not first.batches:
-            self._problem("warning", "it gives no samples", "see whether its files are where it looks for them")
+            self._problem("warning", "the dataset yields no samples", "check that its files exist on this machine")
             return
         self.found.batch_size = self._batch_size
         self.found.parts = outline(first.batches[0])
@@ -251,62 +249,60 @@ class Probe:
         if hosted.info.kind == "map":
             await self._compare(hosted, first)
         else:
-            await self._look_at_shards(hosted, first)
+            await self._compare_shards(hosted, first)
 
-    def _failed(self, made: Made) -> bool:
+    def _failed(self, made: PassResult) -> bool:
         if made.failure is None:
             return False
         failure = made.failure
-        first = f", with index {failure.indices[0]}" if failure.indices else ""
+        first = f" starting at index {failure.indices[0]}" if failure.indices else ""
         text = failure.traceback.rstrip() or f"{failure.type}: {failure.message}"
-        self._problem("error", f"a batch cannot be made{first}:\n{text}", _advice_on(failure))
+        self._problem("error", f"cannot compute a batch{first}:\n{text}", _advice_on(failure))
         return True
 
-    async def _compare(self, hosted: HostedDataset, first: Made) -> None:
-        self._tell("making them again")
-        # the other way round: a generator that goes on from batch to batch must not pass for one that is seeded
-        again = await self._make(hosted, self._batch_size, range(len(first.batches))[::-1])
+    async def _compare(self, hosted: HostedDataset, first: PassResult) -> None:
+        self._on_step("computing batches again")
+        # in reverse: a generator that continues from batch to batch must not pass for a seeded one
+        again = await self._compute(hosted, self._batch_size, range(len(first.batches))[::-1])
         self.found.repeatable = _equal(first, again)
         if not self.found.repeatable:
             self._not_repeatable()
             return
-        self._tell("making them with several workers")
-        several = await self._make(hosted, self._batch_size, range(len(first.batches)), SEVERAL)
+        self._on_step("computing batches with several workers")
+        several = await self._compute(hosted, self._batch_size, range(len(first.batches)), SEVERAL)
         if not self._failed(several) and not _equal(first, several):
             self.found.repeatable = False
             self._problem(
                 "error",
-                f"with {SEVERAL} workers at once, batches are not what one worker makes",
-                "workers disturb one another, as by a file that was opened before they were forked: open it in "
-                "__getitem__ or in a worker_init function",
+                f"batches differ between one worker and {SEVERAL} concurrent workers",
+                "workers share state, such as a file opened before the fork. Open files in __getitem__ or worker_init",
             )
 
-    async def _look_at_shards(self, hosted: HostedDataset, first: Made) -> None:
-        self._tell("making them again")
-        self.found.repeatable = _equal(first, await self._make(hosted, self._batch_size, range(len(first.batches))))
+    async def _compare_shards(self, hosted: HostedDataset, first: PassResult) -> None:
+        self._on_step("computing batches again")
+        self.found.repeatable = _equal(first, await self._compute(hosted, self._batch_size, range(len(first.batches))))
         if not self.found.repeatable:
             self._not_repeatable()
-        self._tell("making them with two workers")
-        two = await self._make(hosted, self._batch_size, range(2), 2)
+        self._on_step("computing batches with two workers")
+        two = await self._compute(hosted, self._batch_size, range(2), 2)
         if not self._failed(two) and len(two.batches) == 2 and _encoded(two.batches[0]) == _encoded(two.batches[1]):
             self._problem(
                 "warning",
-                "all shards begin with the same samples",
-                "with num_workers > 1 each sample comes once for each worker: ask get_worker_info() in __iter__ which "
-                "part of the data to give",
+                "all shards start with the same samples",
+                "with num_workers > 1 each worker would yield all samples. Select the worker's part of the data by "
+                "get_worker_info() in __iter__",
             )
 
     def _not_repeatable(self) -> None:
         self._problem(
             "warning",
-            "the same batch is not the same when it is made again",
-            "it depends on something else than the indices and the random numbers that are seeded for each batch: draw "
-            "from random, np.random's functions or torch's global generator, or seed a generator of its own from the "
-            "index",
+            "batches differ when they are computed again",
+            "a batch must depend only on its indices and on the random generators that are seeded per batch: those of "
+            "random, np.random and torch. Seed any other generator from the index",
         )
 
-    async def _make(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> Made:
-        """A pass by fresh workers, over these batches, or as many of them as can be had in `PASS_SECONDS`."""
+    async def _compute(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> PassResult:
+        """Compute these batches with new workers, or as many of them as fit into `PASS_SECONDS`."""
         service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
         await service.start()
         try:
@@ -323,11 +319,11 @@ class Probe:
 
 
 async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArray[np.uint8]]:
-    """The frames of these batches; numbers that ascend are asked for at once, so that several workers have some."""
+    """Return the frames of these batches; ascending ones are requested at once, so that all workers get some."""
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
-    for asked in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        request = RangeRequest(consumer="check", key=key, epoch=0, start=asked.start, stop=asked.stop)
+    for wanted in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
+        request = RangeRequest(consumer="check", key=key, epoch=0, start=wanted.start, stop=wanted.stop)
         async with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
@@ -338,7 +334,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
 
 
 class _LeafMemory(Bits):
-    """Memory of a frame whose arrays are compared and described, and not used."""
+    """Memory of a frame whose arrays are only compared and described."""
 
     __slots__ = ()
 
@@ -346,7 +342,7 @@ class _LeafMemory(Bits):
         return ArrayLeaf(dtype_name, kind, super().leaf(offset, dtype_name, shape, kind))
 
 
-def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> Made:
+def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> PassResult:
     batches, failure = {}, None
     for frame in frames:
         address, content, *_ = read(_LeafMemory(frame))
@@ -354,11 +350,11 @@ def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]
             failure = content
         elif not isinstance(content, End):
             batches[address.batch] = content
-    return Made(batches, failure, sum(map(len, frames)), stages)
+    return PassResult(batches, failure, sum(map(len, frames)), stages)
 
 
-def _equal(one: Made, other: Made) -> bool:
-    """Whether they are the same, as far as both went."""
+def _equal(one: PassResult, other: PassResult) -> bool:
+    """Return True if the batches that both passes have are equal."""
     both = one.batches.keys() & other.batches.keys()
     return all(_encoded(one.batches[k]) == _encoded(other.batches[k]) for k in both)
 
@@ -370,25 +366,23 @@ def _encoded(batch: Any) -> bytes:
 def _advice_on(failure: Failure) -> str:
     name = failure.type.rpartition(".")[2]
     if name == "WorkerDied":
-        return "the worker process ended: a crash in C code, os._exit(), or memory that ran out"
+        return "the worker process ended: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
-        return "it hung where the stack shows: raise --batch-timeout if it is only slow"
+        return "the stack shows where the worker hung. If it is only slow, raise --batch-timeout"
     if "collate" in failure.traceback:
-        return (
-            "samples of one batch must fit together: make them alike, or name a collate function in the configuration"
-        )
+        return "samples of one batch must have the same shape: resize or pad them, or configure a collate function"
     if name == "EncodeError":
-        return "a batch may hold arrays, numbers, text and containers of these: convert the rest in the dataset"
+        return "batches may contain arrays, numbers, text and containers of them: convert other values in the dataset"
     if name == "BatchTooLarge":
-        return "choose a smaller batch, or raise --max-batch-bytes"
-    return "mend it, or leave such samples out: at this place a training loop gets the exception"
+        return "use smaller batches, or raise --max-batch-bytes"
+    return "fix the dataset or skip such samples: a training loop would raise this exception"
 
 
 def _open_files() -> set[str]:
-    """The regular files that this process has open."""
+    """Return the paths of the regular files that this process has open."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of the listing itself is gone already
+        with suppress(OSError):  # the descriptor of the listing itself is closed already
             target = entry.readlink()
             if target.is_absolute() and target.is_file():
                 found.add(str(target))
@@ -396,13 +390,13 @@ def _open_files() -> set[str]:
 
 
 class _Counter:
-    """A file that only counts what is written to it."""
+    """A file that only counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def write(self, piece: bytes | memoryview) -> int:
-        """Count it."""
+        """Count the bytes of a piece and return their number."""
         size = memoryview(piece).nbytes
         self.nbytes += size
         return size

@@ -1,4 +1,4 @@
-"""``--reload``: a parent process that starts the server anew when code or configuration changes."""
+"""``--reload``: a parent process that restarts the server when code or configuration changes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def folders_of(configs: Iterable[DatasetConfig]) -> set[Path]:
-    """The folders of the code of datasets and their functions, found without importing it.
+    """Return the folders with the code of datasets and their functions, without importing it.
 
-    Of a package these are all that are in it, of a single module the one where it and its neighbours are.
+    For a package these are all its folders; for a single module, the folder that contains it.
     """
     folders: set[Path] = set()
     for config in configs:
@@ -41,14 +41,14 @@ def folders_of(configs: Iterable[DatasetConfig]) -> set[Path]:
 
 
 class _Interesting(DefaultFilter):
-    """Python's files, and the configuration."""
+    """Filter for Python files and the configuration file."""
 
     def __init__(self, config: Path | None) -> None:
         super().__init__()
         self._config = config
 
     def __call__(self, change: Change, path: str) -> bool:
-        """Whether a change is one to start anew for."""
+        """Return True if the change requires a restart."""
         return (path.endswith(".py") or Path(path) == self._config) and super().__call__(change, path)
 
 
@@ -69,33 +69,33 @@ class Reloader:
         self._child: subprocess.Popen[bytes]
 
     def run(self) -> int:
-        """Start anew until told to stop; the server's last exit code."""
+        """Restart the server at each change until a signal arrives; return its last exit code."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
-        logger.info("the server is started anew whenever its datasets' code or configuration changes, until Ctrl-C")
+        logger.info("the server restarts when code of its datasets or its configuration changes, until Ctrl-C")
         self._child = self._start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         while True:
             changed = self._await_change()
             if changed:
-                logger.info("%s changed: starting anew", ", ".join(changed))
+                logger.info("%s changed: restarting", ", ".join(changed))
                 self._child.terminate()
             code = self._child.wait()
             if self._stopping.is_set():
                 return code
             self._child = self._start()
-            if self._stopping.is_set():  # whoever said so meanwhile told the one before
+            if self._stopping.is_set():  # the signal went to the previous child
                 self._child.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(self._command)  # noqa: S603 - it is this program
 
     def _await_change(self) -> list[str]:
-        """The files that changed; none when it is time to stop."""
+        """Return the changed files; none when the server is stopping."""
         folders = folders_of(self._configs)
         if self._config is not None:
             folders.add(self._config.parent)
-        # one by one, not with all that is below: data may be there, in very many folders
+        # not recursive: subfolders may contain data in very many folders
         changes = watch(
             *folders, recursive=False, watch_filter=_Interesting(self._config), stop_event=self._stopping,
             raise_interrupt=False, ignore_permission_denied=True,
@@ -104,6 +104,6 @@ class Reloader:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopping.set()
-        # Ctrl-C in a terminal reaches the child by itself, and a second one would hurry it
+        # the terminal sends Ctrl-C to the child as well, and a second signal would skip the grace period
         if number != signal.SIGINT or not os.isatty(0):
             self._child.send_signal(number)

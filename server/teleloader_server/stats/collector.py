@@ -1,6 +1,6 @@
-"""The records of ``/stats``, made of what was counted when somebody asks for them.
+"""Records of ``/stats``, derived from counters when they are requested.
 
-Once a second the totals are noted, so that rates are recent ones; nothing else is done while nobody looks.
+Once a second the totals are sampled, from which recent rates are computed. Nothing else is done without a request.
 """
 
 from __future__ import annotations
@@ -38,34 +38,33 @@ from teleloader_shared.version import VERSION
 DEFAULT_CONSUMERS: Final = 100
 """Consumers that ``/stats`` lists by default."""
 MARK_EVERY: Final = 1.0
-"""Seconds between the moments whose totals are noted. How late that is shows how late the event loop is."""
+"""Seconds between samples of the totals; their delay measures the lag of the event loop."""
 MARKS_PER_CPU: Final = 5
-"""The processes' times are looked at more seldom: each is a file to be read."""
+"""Samples of the totals per sample of CPU times, each of which reads a file per process."""
 SLICE: Final = 64
-"""Consumers that are looked at in one turn of the event loop: each takes some 10 us."""
+"""Consumers processed in one iteration of the event loop: each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
-"""Share of one processor that may go into measuring memory, which takes the kernel long: a measurement is used again
-for as long as that needs."""
+"""Share of one CPU for measuring memory, which is slow in the kernel: a measurement is cached accordingly."""
 
 _Item = TypeVar("_Item")
 
 
 class EngineSnapshot(NamedTuple):
-    """One engine at one moment."""
+    """State of an engine at one moment."""
 
     engine: Engine
     source: EngineSource
     workers: list[tuple[WorkerState, bool]]
     busy_fractions: dict[int, float]
     stages: dict[str, dict[str, float]]
-    """What a batch takes, by loader and stage."""
+    """Seconds per batch, by loader and stage."""
 
 
 class StatsCollector:
-    """Derives the records of ``/stats`` from what a service has counted. Lives in the service's event loop.
+    """Collector of the records of ``/stats``; runs in the service's event loop.
 
     Args:
-        service: The service; its limits, engines and counters are read.
+        service: The service, whose limits, engines and counters are read.
     """
 
     def __init__(self, service: LoaderService) -> None:
@@ -73,35 +72,35 @@ class StatsCollector:
         self._limits = service.limits
         self._counters = service.counters
         self._started = now = time.monotonic()
-        self._late = RateWindow(now, 0, 0.0)
+        self._lag_window = RateWindow(now, 0, 0.0)
         self._looks = 0
-        self._lateness = 0.0
+        self._total_lag = 0.0
         self._cpu = CpuUse()
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
         self._measure_again = 0.0
 
-    # -- all the time
+    # -- sampling
 
     async def run(self) -> None:
-        """Note what is needed to say what is recent, until cancelled."""
+        """Sample the totals for recent rates, until cancelled."""
         for number in itertools.count():
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)
             now = time.monotonic()
             self._looks += 1
-            self._lateness += max(0.0, now - due)
+            self._total_lag += max(0.0, now - due)
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.look(self._pids(self._service.engines.sources()))
 
     @property
     def datasets(self) -> Mapping[str, DatasetCounters]:
-        """Counters by dataset, of those of which something was counted."""
+        """Counters by dataset; datasets that were never used have none."""
         return self._counters.datasets
 
     async def _mark(self, now: float) -> None:
-        self._late.mark(now, self._looks, self._lateness)
+        self._lag_window.mark(now, self._looks, self._total_lag)
         engines = list(self._service.engines.sources())
         for engine in engines:
             engine.mark_workers(now)
@@ -112,11 +111,11 @@ class StatsCollector:
 
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
-        """All processes; None is this one."""
+        """Return the process IDs; None is this process."""
         return {None, *(pid for engine in engines for pid in engine.pids())}
 
     async def _memory(self, pids: set[int | None]) -> dict[int | None, Memory]:
-        """What the processes use now. All who ask meanwhile, and soon after, get one answer."""
+        """Return the memory of processes; concurrent and subsequent requests share a measurement."""
         known = self._measuring
         if known is None or (known.done() and (pids != self._measured_for or time.monotonic() > self._measure_again)):
             known = self._measuring = asyncio.create_task(self._measure(pids))
@@ -130,10 +129,10 @@ class StatsCollector:
         self._measure_again = ended + (ended - began) / MEMORY_SHARE
         return found
 
-    # -- when somebody asks
+    # -- requests
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
-        """The records, with `limit` of the consumers after the first `offset`."""
+        """Return the records, with `limit` consumers after the first `offset`."""
         memory = await self._memory(self._pids(self._service.engines.sources()))
         totals = self._service.totals()
         now = time.monotonic()
@@ -167,7 +166,7 @@ class StatsCollector:
         self, totals: ServerTotals, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float
     ) -> ServerStats:
         left = [tally.left.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
-        looked, late = self._late.rates(now, self._looks, self._lateness)
+        looked, lag = self._lag_window.rates(now, self._looks, self._total_lag)
         return ServerStats(
             version=VERSION,
             host=socket.gethostname(),
@@ -181,7 +180,7 @@ class StatsCollector:
             memory_mapped=sum(look.engine.memory_mapped for look in looks),
             memory_sending=totals.memory_sending,
             pss=sum(found.pss for found in memory.values()),
-            event_loop_lag=late / looked if looked else 0.0,
+            event_loop_lag=lag / looked if looked else 0.0,
             connections=totals.connections,
             worker_restarts=self._counters.worker_restarts,
             batches_per_second=sum(batches for batches, _ in left),
@@ -231,12 +230,12 @@ class StatsCollector:
 
     @staticmethod
     async def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
-        """All that train, with who makes their batches; those who asked last come first.
+        """Return all consumers with the load of their workers, the most recently active ones first.
 
-        Of a training loop there is the latest pass, and those before it only while they ask for something: with short
-        epochs a minute has hundreds.
+        Each training loop has its latest iteration, and earlier ones only while they have open requests: with short
+        epochs there are hundreds per minute.
         """
-        # all are looked up before the first pause, because a consumer may be forgotten during it
+        # all are looked up before the first await, during which consumers may be removed
         known = [
             (look, *pair, look.engine.tally.of(pair[0]))
             for look in looks
@@ -271,18 +270,18 @@ async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
 
 
 class _Seen(NamedTuple):
-    """One consumer at one moment."""
+    """State of a consumer at one moment."""
 
     consumer: Consumer
     loader: Loader
     tally: ConsumerCounters
     recent: ConsumerRates
-    """Of its training loop, in this pass and those before."""
+    """Rates of its training loop, over all its iterations."""
 
 
 def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCounters, now: float) -> ConsumerRates:
-    """What is seen of a training loop, of whose passes this is the latest."""
-    # of one that asks for nothing now, over the time before: it is not held back by anything since
+    """Return the rates of a training loop, given the consumer of its latest iteration."""
+    # without open requests, up to the last one: since then the consumer waited for nothing
     recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
     return ConsumerRates(
         known_for=recent.span,
@@ -297,7 +296,7 @@ def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCou
 
 
 def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
-    """The workers of an engine, and what those of its training loops that go on want of them."""
+    """Return the load of an engine's workers, with the demand of its active training loops."""
     shares = look.busy_fractions.values()
     asking = [seen for seen in loops if seen.recent.is_active]
     return PoolLoad(

@@ -1,8 +1,8 @@
-"""The records as Prometheus metrics. Nothing is counted for it: each scrape reads what ``/stats`` reads.
+"""Prometheus metrics, derived from the records of ``/stats`` at each scrape.
 
-The number of series is bounded: by the datasets, the shared workers, the stages, and twenty types of errors for each
-dataset. Consumers are no label, because they come and go; their diagnoses are counted instead. Nor
-are workers of a session's own, which come and go with it: what they make is counted with their dataset.
+The number of series is bounded by the datasets, the shared workers, the stages, and twenty types of errors per dataset.
+Consumers and private workers have no label, because they are short-lived: diagnoses of consumers are counted, and
+batches of private workers count for their dataset.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from teleloader_shared.stats import Bottleneck, ServerStats, Stats
 
 _GAUGES: Final = {
     "uptime": ("uptime_seconds", "Time since the server's start."),
-    "cpus": ("processors", "Processors that the server may use."),
-    "cpu": ("processors_busy", "Processors that server and workers use."),
-    "memory_budget": ("memory_budget_bytes", "What encoded batches may take together."),
-    "memory_used": ("memory_used_bytes", "What encoded batches take, ready or being written."),
+    "cpus": ("processors", "CPUs available to the server."),
+    "cpu": ("processors_busy", "CPUs that server and workers use."),
+    "memory_budget": ("memory_budget_bytes", "Memory budget of computed batches."),
+    "memory_used": ("memory_used_bytes", "Memory of computed batches, incomplete ones included."),
     "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, used or free."),
-    "memory_sending": ("memory_sending_bytes", "What answers take that are being sent."),
+    "memory_sending": ("memory_sending_bytes", "Memory of responses in transit."),
     "pss": ("memory_resident_bytes", "Memory of server and workers, shared pages counted once."),
-    "event_loop_lag": ("event_loop_lag_seconds", "Recent mean time for which the event loop was late."),
+    "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
-    "draining": ("draining", "Whether the server is stopping: 1 or 0."),
+    "draining": ("draining", "1 while the server is stopping, else 0."),
 }
 """By field of `ServerStats`."""
 _OF_DATASETS: Final = {
-    "computed": ("batches_computed", "Batches that workers finished, failures included."),
-    "sent": ("batches_sent", "Batches that were sent to consumers."),
-    "failed": ("batches_failed", "Batches in whose place an exception was sent."),
-    "retried": ("batches_retried", "Times that a batch was begun again because its worker died."),
-    "samples": ("samples_computed", "Samples in the batches that workers finished."),
-    "nbytes": ("sent_bytes", "Bytes of the batches that were sent."),
-    "waiting": ("waiting_seconds", "Time for which consumers waited for batches that were not ready."),
+    "computed": ("batches_computed", "Computed batches, failed ones included."),
+    "sent": ("batches_sent", "Batches sent to consumers."),
+    "failed": ("batches_failed", "Batches replaced by an exception."),
+    "retried": ("batches_retried", "Batches restarted because their worker died."),
+    "samples": ("samples_computed", "Samples in computed batches."),
+    "nbytes": ("sent_bytes", "Bytes of sent batches."),
+    "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }
 """By attribute of `DatasetCounters`."""
 _STATES: Final = ("starting", "idle", "busy")
 
 
 def exposed(stats: Stats, counts: Mapping[str, DatasetCounters]) -> CollectorRegistry:
-    """A registry of what is told now.
+    """Return a registry of the current metrics.
 
     Args:
-        stats: The records.
-        counts: What was counted of each dataset.
+        stats: The records of ``/stats``.
+        counts: Counters of each dataset.
     """
     registry = CollectorRegistry()
     registry.register(_Now(stats, counts))
@@ -72,7 +72,7 @@ class _Now(Collector):
         self._datasets = stats.datasets
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
+        """Yield all metrics."""
         yield from _of_server(self._stats.server)
         yield from self._of_workers()
         yield from self._of_datasets()
@@ -81,21 +81,21 @@ class _Now(Collector):
     def _of_workers(self) -> Iterator[Metric]:
         shared = [worker for worker in self._stats.workers if worker.loader is None]
         states = Counter(worker.state for worker in self._stats.workers)
-        yield _gauge("workers", "Workers, those of sessions included.", "state", {s: states[s] for s in _STATES})
+        yield _gauge("workers", "Worker processes, private ones included.", "state", {s: states[s] for s in _STATES})
         number = {worker.worker: str(worker.worker) for worker in shared}
         for name, text, values in (
-            ("worker_busy_seconds", "Time that a shared worker spent on finished batches.", [w.busy for w in shared]),
-            ("worker_batches", "Batches that a shared worker finished.", [w.batches for w in shared]),
-            ("worker_restarts", "How often a shared worker died.", [w.restarts for w in shared]),
+            ("worker_busy_seconds", "Time that a shared worker spent on computed batches.", [w.busy for w in shared]),
+            ("worker_batches", "Batches that a shared worker computed.", [w.batches for w in shared]),
+            ("worker_restarts", "Unexpected exits of a shared worker.", [w.restarts for w in shared]),
             (
                 "worker_recycles",
-                "How often a shared worker was replaced because it was worn.",
+                "Planned replacements of a shared worker.",
                 [w.recycled for w in shared],
             ),
         ):
             yield _counter(name, text, "worker", dict(zip(number.values(), values, strict=True)))
         yield _gauge(
-            "worker_resident_bytes", "Memory of a shared worker, shared pages divided by those who share them.",
+            "worker_resident_bytes", "Proportional set size (PSS) of a shared worker.",
             "worker", {number[worker.worker]: worker.pss for worker in shared},
         )  # fmt: skip
 
@@ -104,10 +104,10 @@ class _Now(Collector):
             values = {dataset: getattr(tally, attribute) for dataset, tally in self._counts.items()}
             yield _counter(name, text, "dataset", values)
         errors = CounterMetricFamily(
-            "teleloader_errors", "Exceptions that stand for batches, by their type.", labels=["dataset", "type"]
+            "teleloader_errors", "Exceptions in place of batches, by type.", labels=["dataset", "type"]
         )
         stages = HistogramMetricFamily(
-            "teleloader_stage_seconds", "Time that batches took in a worker, by stage.", labels=["dataset", "stage"]
+            "teleloader_stage_seconds", "Time of a batch in each stage of a worker.", labels=["dataset", "stage"]
         )
         for dataset in self._datasets:
             for error in dataset.errors:
@@ -119,9 +119,7 @@ class _Now(Collector):
         yield stages
 
     def _of_consumers(self) -> Iterator[Metric]:
-        held = GaugeMetricFamily(
-            "teleloader_consumers", "Consumers, by what holds them back.", labels=["dataset", "bottleneck"]
-        )
+        held = GaugeMetricFamily("teleloader_consumers", "Consumers by bottleneck.", labels=["dataset", "bottleneck"])
         found = Counter((consumer.dataset, consumer.diagnosis.bottleneck) for consumer in self._stats.consumers)
         for dataset in self._counts:
             for bottleneck in get_args(Bottleneck):
@@ -134,7 +132,7 @@ def _bound(seconds: float) -> str:
 
 
 def _of_server(server: ServerStats) -> Iterator[Metric]:
-    yield InfoMetricFamily("teleloader_build", "The server's version.", {"version": server.version})
+    yield InfoMetricFamily("teleloader_build", "Version of the server.", {"version": server.version})
     for field in fields(server):
         if field.name in _GAUGES:
             name, text = _GAUGES[field.name]

@@ -1,4 +1,4 @@
-"""The web application, assembled, and the uvicorn server that runs it."""
+"""The ASGI application, and the uvicorn server that runs it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
-"""Seconds that an idle connection stays open: a trainer may think for a while between two batches."""
+"""Seconds that an idle connection stays open: training steps may be long."""
 TICK: Final = 1.0
-"""Seconds between two updates of the Date header, and between two looks at the files of tokens and certificates."""
+"""Seconds between updates of the Date header, and between checks of token and certificate files for changes."""
 HANDSHAKE: Final = 10.0
-"""Seconds that a client has for the TLS handshake."""
+"""Timeout of the TLS handshake in seconds."""
 GOODBYE: Final = 2.0
-"""Seconds that a client has to take note of the end of a TLS connection."""
+"""Timeout of the TLS shutdown in seconds."""
 DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""The kernel drops an idle connection whose other machine has not answered for 20 s. (With TCP_USER_TIMEOUT, Linux does
-not count tries; that an answer is not taken, whatever the cause, is seen by the connection itself.)"""
+"""TCP keep-alive: the kernel closes an idle connection whose peer has not responded for 20 s. (TCP_USER_TIMEOUT would
+disable the count of probes; the connection itself detects a peer that does not read its response.)"""
 
 HEADERS: Final = {
     "x-content-type-options": "nosniff",
@@ -54,7 +54,7 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-"""With every answer: what it is not, browsers do not take it for, and no page of another site gets hold of it."""
+"""Security headers of all responses: no content sniffing, no framing, no cross-origin use."""
 logger = logging.getLogger(__name__)
 
 
@@ -63,14 +63,14 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
 
     Args:
         service: The service.
-        authenticator: Knows the tokens; None disables authentication.
+        authenticator: The server's authenticator; None disables authentication.
     """
     app = FastAPI(
         title="teleloader",
         version=VERSION,
-        description="Batches of hosted datasets, each at an address of its own.",
+        description="Batches of hosted datasets, each with a URL of its own.",
         openapi_url=None,
-        # a redirect would be answered without passing the authenticator
+        # redirects would bypass the authenticator
         redirect_slashes=False,
         responses=DOCUMENTED,
     )
@@ -93,18 +93,18 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
 
 
 class Server(uvicorn.Server):
-    """uvicorn with connections that keep to limits, `listening` set when it does, and an end that loses no answer.
+    """uvicorn server with limits for connections, an event `listening`, and graceful shutdown.
 
     Args:
-        service: What it serves.
-        host: The address that is bound.
-        port: The port that is bound.
-        grace: Seconds that answers have to be finished when the server stops.
-        authenticator: Who may come in; None is everybody.
-        tls: The certificate; None speaks plain HTTP.
+        service: The service; the caller starts and closes it.
+        host: Name or IP address of the listening socket.
+        port: Port of the listening socket.
+        grace: Seconds to complete pending requests at shutdown.
+        authenticator: The server's authenticator; None disables authentication.
+        tls: The certificate; None serves plain HTTP.
 
     Raises:
-        ConfigError: When the limit of open files is too low for a server, or uvicorn lacks a member that is needed.
+        ConfigError: The limit of open files is too low, or the installed uvicorn lacks a required member.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
                 http="httptools",
                 ws=cast("type[asyncio.Protocol]", functools.partial(WebSocketConnection, self._connections)),
                 ws_max_size=MAX_MESSAGE_BYTES,
-                # a dead peer is found by the kernel, and one that is slow to read a large batch is none
+                # TCP keep-alive detects dead peers, and a peer that reads a large batch slowly is not dead
                 ws_ping_interval=None,
                 ws_per_message_deflate=False,
                 lifespan="off",
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                # what is left of the grace after `shutdown` has waited
+                # the remaining grace period after `shutdown` has waited
                 timeout_graceful_shutdown=max(1, round(grace / 10)),
                 headers=list(HEADERS.items()),
                 **({} if tls is None else tls.for_uvicorn()),
@@ -156,12 +156,12 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to whoever runs the server: it is also started and stopped outside of uvicorn's reach."""
+        """Install no signal handlers: the caller handles signals, and may run the server in any thread."""
         yield
 
     @property
     def should_exit(self) -> bool:
-        """Whether it was told to stop; to be set in its event loop."""
+        """True once the server was asked to stop; set it in the server's event loop."""
         return self._told_to_exit.is_set()
 
     @should_exit.setter
@@ -171,11 +171,11 @@ class Server(uvicorn.Server):
 
     @property
     def scheme(self) -> str:
-        """What its URL begins with."""
+        """Scheme of the server's URL."""
         return "http" if self._tls is None else "https"
 
     async def main_loop(self) -> None:
-        """Go on until told to stop. uvicorn looks ten times a second, which was most of what an idle server did."""
+        """Wait for the stop signal. uvicorn polls ten times a second, which was most of an idle server's CPU time."""
         while not await self.on_tick(0):
             self.authenticator.look()
             if self._renewal is not None:
@@ -185,11 +185,11 @@ class Server(uvicorn.Server):
                     await self._told_to_exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
+        """Listen, and set `listening`."""
         await self.lifespan.startup()
         config, loop = self.config, asyncio.get_running_loop()
         self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
-        # uvicorn gives a handshake a minute, in which nobody counts the connection
+        # uvicorn allows a minute for the handshake, during which the connection is not counted
         is_tls = config.ssl is not None
         self.servers = [
             await loop.create_server(
@@ -206,17 +206,17 @@ class Server(uvicorn.Server):
         return Connection(self._connections, self.config, self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing new, finish what was asked, close.
+        """Complete pending requests, reject new ones, then close.
 
-        Until that is done the server still listens, and says that it is stopping: a client knows at once that it should
-        go elsewhere. What is not done when the grace ends is broken off, clients that do not read among it.
+        Until then the server still listens and responds that it is stopping, so that clients switch to another server
+        at once. Responses that are incomplete after the grace period are aborted.
         """
         self._service.drain()
         self._connections.drain()
-        # told in time, whoever still waits for a batch gets an answer that says so
-        if not await self._answered(0.8 * self._grace):
-            self._service.give_up(ServerUnavailable("the server is stopping: ask another one, or later"))
-            await self._answered(0.1 * self._grace)
+        # shortly before the end of the grace period, requests that still wait get an error response
+        if not await self._all_sent(0.8 * self._grace):
+            self._service.give_up(ServerUnavailable("the server is stopping: use another server, or retry later"))
+            await self._all_sent(0.1 * self._grace)
         self._connections.abort()
         await super().shutdown(sockets)
         for task in self._always:
@@ -224,8 +224,8 @@ class Server(uvicorn.Server):
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _answered(self, seconds: float) -> bool:
-        """Wait until all answers are sent, so long, or until nobody wants to wait any more; whether they are."""
+    async def _all_sent(self, seconds: float) -> bool:
+        """Wait until all responses are sent, the time is over or `force_exit` is set; return True if all are sent."""
         answered = asyncio.create_task(self._connections.wait_responded(seconds))
         while not answered.done() and not self.force_exit:
             await asyncio.wait({answered}, timeout=0.05)
@@ -234,10 +234,10 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet, so that its port is known before the server starts.
+    """Return a bound socket that does not listen yet, so that its port is known before the server starts.
 
     Raises:
-        OSError: When the address is not to be had.
+        OSError: The address is in use or not available.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -248,7 +248,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in DEAD_PEER.items():
             if hasattr(socket, option):
-                # accepted connections have it from the socket that listens
+                # accepted connections inherit it from the listening socket
                 bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         bound.bind(address)
     except OSError:
@@ -258,7 +258,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket, scheme: str = "http") -> str:
-    """The URL that reaches a bound socket from this machine."""
+    """Return the URL at which this machine reaches a bound socket."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104

@@ -27,11 +27,11 @@ def caller_of(connection: HTTPConnection) -> RequestCaller:
 class Authentication:
     """ASGI middleware that identifies the caller of each request, and limits requests without a valid token by address.
 
-    It stands before all routes, so that it also covers those that need no token, and paths that do not exist.
+    It runs before all routes, so it also covers endpoints without a required token and unknown paths.
 
     Args:
         app: Receives the requests that pass.
-        authenticator: Knows the tokens.
+        authenticator: The server's authenticator.
         limit: Limits the requests without a valid token.
     """
 
@@ -41,7 +41,7 @@ class Authentication:
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 414 or 429."""
+        """Pass a request on, or respond with 414 or 429."""
         if scope["type"] in ("http", "websocket"):
             caller = RequestCaller(self._authenticator, scope)
             scope.setdefault("state", {})["caller"] = caller
@@ -57,26 +57,28 @@ class Authentication:
 
 
 def _check_query(scope: Scope) -> None:
-    """Refuse a query that takes long to parse: it is taken apart parameter by parameter.
+    """Reject a long query string, whose parsing would block the event loop.
 
     Raises:
         HttpProblem: With 414.
     """
     if (nbytes := len(scope["query_string"])) > MAX_QUERY_BYTES:
         raise HttpProblem(
-            414, "UriTooLong", f"the query of the request has {nbytes:,} bytes, and {MAX_QUERY_BYTES:,} are allowed"
+            414,
+            "UriTooLong",
+            f"the query string has {nbytes:,} bytes, and the limit is {MAX_QUERY_BYTES:,}: send a shorter one",
         )
 
 
 class GuardedRoute(APIRoute):
-    """A route whose endpoint declares what it needs, and is reached through the application's authenticator only.
+    """Route that authorizes requests by the declared requirement of its endpoint.
 
     Raises:
-        LookupError: At construction, when it declares nothing.
+        LookupError: At construction, if the endpoint declares none.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind the authenticator."""
+        """Return the handler, wrapped in authorization."""
         handle = super().get_route_handler()
         need = need_of(self.endpoint)
         if need == UNCHECKED:
@@ -90,16 +92,16 @@ class GuardedRoute(APIRoute):
 
 
 async def enter(connection: HTTPConnection, need: str) -> None:
-    """Let a request in when its time has come.
+    """Authorize a request, and delay it as the rate limit requires.
 
     Args:
-        connection: The request, or a WebSocket.
-        need: What its endpoint has declared.
+        connection: A request or WebSocket.
+        need: Declared requirement of its endpoint.
 
     Raises:
-        HttpProblem: When it is meant for another server, comes too often, or a page of another site has caused it.
-        Unauthorized: When there is no token with it, or none of this server's.
-        Forbidden: When the token is not for this.
+        HttpProblem: The Host header is not allowed, the request is cross-site, or the rate limit is exceeded.
+        Unauthorized: The request has no valid token.
+        Forbidden: The token's scopes do not suffice.
     """
     rate_limiter: RateLimiter = connection.app.state.rate_limiter
     await rate_limiter.come(connection.scope, caller_of(connection).admit(need))

@@ -99,11 +99,11 @@ class Connection(asyncio.Protocol):
         self._scope: Scope | None = None
         """Scope of the last request that the application received."""
         self.has_requested = False
-        """Whether the client has sent a request."""
+        """True if the client has sent a request."""
 
     @property
     def is_responding(self) -> bool:
-        """Whether a response is incomplete."""
+        """True if a response is incomplete."""
         return bool(self._exchanges) or self._transport.get_write_buffer_size() > 0
 
     @property

@@ -38,11 +38,11 @@ class ManagedConnection(Protocol):
 
     @property
     def is_responding(self) -> bool:
-        """Whether a response is incomplete."""
+        """True if a response is incomplete."""
 
     @property
     def has_requested(self) -> bool:
-        """Whether the client has sent a request; if not, its first request may be in transit."""
+        """True if the client has sent a request; if not, its first request may be in transit."""
 
     @property
     def address(self) -> str:
@@ -78,7 +78,7 @@ class ConnectionManager:
         """Memory of WebSocket messages that have not been received completely."""
         self._authenticator = authenticator
         self.draining = False
-        """Whether connections close after their response."""
+        """True if connections close after their response."""
         self.connections: set[ManagedConnection] = set()
         self._unauthenticated: dict[ManagedConnection, int] = {}
         """Bytes of memory of each connection without an authenticated request, the oldest connection first."""

@@ -203,7 +203,7 @@ class RequestProgress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has sent a part of a request."""
+        """True if the client has sent a part of a request."""
         return self.phase is not Phase.HEAD or self._framing > 0
 
     @property

@@ -16,27 +16,27 @@ MAX_FRAME_BYTES: Final = 16 * 2**20
 
 
 LISTS_TOGETHER: Final = 64
-"""Lists that are checked in one turn of the event loop."""
+"""Lists that are checked in one iteration of the event loop."""
 
 
 BYTES_TOGETHER: Final = 256 * 2**10
-"""Their bytes: further lists are checked in the next turn."""
+"""Bytes of such lists; further ones are checked in the next iteration."""
 
 
 async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, dict[int, bytes]]:
-    """The frames of a body, by batch, each of which must list the indices of the batch after the one before.
+    """Split a body into frames with the index lists of consecutive batches.
 
-    Other tasks run between lists of which there are many, or large ones.
+    Other tasks of the event loop run between large or many lists.
 
     Args:
         pieces: The body.
-        rules: What the frames may hold.
+        rules: Limits and types of index lists.
 
     Returns:
-        The first one's address, and the frames.
+        The first batch ID, and the frames by batch number.
 
     Raises:
-        InvalidSpec: When they do not.
+        InvalidSpec: The lists are invalid, out of order or too many.
     """
     found: dict[int, bytes] = {}
     first: Address | None = None
@@ -45,21 +45,19 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
         first = first or address
         due = first._replace(batch=first.batch + len(found))
         if address != due:
-            raise InvalidSpec(f"the body lists the indices of {address} in the place of batch {due.batch}")
+            raise InvalidSpec(f"invalid body: index list of {address}, expected batch {due.batch}")
         if len(found) == rules.max_lists:
-            raise InvalidSpec(
-                f"the body lists the indices of more than {rules.max_lists:,} batches (max_batches_per_request)"
-            )
+            raise InvalidSpec(f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request)")
         found[due.batch] = frame
         if len(found) % LISTS_TOGETHER == 0 or len(frame) > BYTES_TOGETHER:
             await asyncio.sleep(0)
     if first is None:
-        raise InvalidSpec(f"the body must list the indices of 1 to {rules.max_lists:,} batches, lists none")
+        raise InvalidSpec(f"empty body: expected index lists of 1 to {rules.max_lists:,} batches")
     return first, found
 
 
 async def _frames(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The frames in a body. It is never joined as a whole: 64 MiB would take longer than the event loop may be held."""
+    """Yield the frames of a body, without joining its pieces: that would block the event loop for too long."""
     waiting = bytearray()
     async for piece in pieces:
         waiting += piece
@@ -69,14 +67,14 @@ async def _frames(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
             del waiting[:size]
             yield frame
     if waiting:
-        raise InvalidSpec(f"the body lists no indices: its last frame is cut off after {len(waiting):,} bytes")
+        raise InvalidSpec(f"invalid body: its last frame is truncated after {len(waiting):,} bytes")
 
 
 def _size(waiting: bytearray) -> int:
     try:
         size = codec.frame_size(memoryview(waiting))
     except ProtocolError as error:
-        raise InvalidSpec(f"the body lists no indices: {error}") from None
+        raise InvalidSpec(f"invalid body: {error}") from None
     if size > MAX_FRAME_BYTES:
         raise InvalidSpec(f"an index list of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,} bytes")
     return size

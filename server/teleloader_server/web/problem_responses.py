@@ -52,7 +52,7 @@ _TEXT: Final = {"type": "string"}
 
 DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
     "default": {
-        "description": "Why not: `code` for programs, `detail` for people",
+        "description": "Error response: `code` is machine-readable, `detail` human-readable",
         "content": {
             PROBLEM_MEDIA_TYPE: {
                 "schema": {
@@ -64,14 +64,14 @@ DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
                         "status": {"type": "integer", "minimum": 400, "maximum": 599},
                         "code": _TEXT,
                         "detail": _TEXT,
-                        "request": {**_TEXT, "description": "its id, as in X-Request-ID"},
+                        "request": {**_TEXT, "description": "request ID, as in X-Request-ID"},
                     },
                 }
             }
         },
     }
 }
-"""Every other answer than those that an endpoint names, for OpenAPI."""
+"""OpenAPI description of all error responses."""
 
 
 REFUSED: Final = "teleloader.refused"
@@ -79,11 +79,11 @@ REFUSED: Final = "teleloader.refused"
 
 
 MAX_DETAIL: Final = 2000
-"""Characters of a sentence, which may quote what a client sent."""
+"""Maximum characters of `detail`, which may quote client input."""
 
 
 class Problem(Response):
-    """A problem; ``code`` is the name that programs go by, ``detail`` the sentence for people."""
+    """An error response, with a machine-readable ``code`` and a human-readable ``detail``."""
 
     media_type = PROBLEM_MEDIA_TYPE
 
@@ -95,7 +95,7 @@ class Problem(Response):
 
 
 def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:
-    """The body of a problem; `request` is the id of the request, by which the log can be searched."""
+    """Return the body of an error response; `request` is the request ID, which the log contains as well."""
     if len(detail) > MAX_DETAIL:
         detail = detail[:MAX_DETAIL] + " ..."
     content = {
@@ -106,12 +106,12 @@ def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | Non
         "detail": detail,
         "request": request,
     }
-    # in ASCII: what a client sent may hold half a surrogate pair, which UTF-8 has not
+    # in ASCII: client input may contain lone surrogates, which UTF-8 cannot encode
     return json.dumps(content).encode()
 
 
 def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
-    """An error as an answer."""
+    """Return the response for an error."""
     if isinstance(error, HttpProblem):
         return Problem(error.status, error.code, error.detail)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
@@ -119,7 +119,7 @@ def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
 
 
 def handle_problems(app: FastAPI) -> None:
-    """Make every error of `app` a problem."""
+    """Make all error responses of `app` problem+json."""
 
     @app.exception_handler(TeleloaderError)
     async def refused(request: Request, error: TeleloaderError) -> Problem:
@@ -139,22 +139,24 @@ def handle_problems(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Problem:
         detail = error.detail
         if error.status_code == HTTPStatus.NOT_FOUND:
-            detail = f"nothing is at {request.url.path[:200]!r}; /openapi.json lists what there is"
+            detail = f"unknown path {request.url.path[:200]!r}: /openapi.json lists the endpoints"
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            detail = f"{request.url.path[:200]!r} has no {request.method}; /openapi.json lists what it has"
+            detail = (
+                f"method {request.method} not allowed for {request.url.path[:200]!r}: /openapi.json lists the methods"
+            )
         headers = dict(error.headers) if error.headers else None
         return Problem(error.status_code, HTTPStatus(error.status_code).name.title().replace("_", ""), detail, headers)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=HTTPStatus.NO_CONTENT)  # nobody reads it
+        return Response(status_code=HTTPStatus.NO_CONTENT)  # the client has disconnected
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Problem:
-        # repr: a path may hold line breaks, and pass for lines of the log
+        # repr: a path may contain line breaks, which would forge log lines
         logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return Problem(
             HTTPStatus.INTERNAL_SERVER_ERROR,
             "InternalError",
-            f"the server failed to answer; its log has the details of request {request_ids.current()}",
+            f"internal server error: the server's log has the traceback of request {request_ids.current()}",
         )

@@ -1,4 +1,4 @@
-"""The endpoints with which a browser signs in, and those that describe all the others."""
+"""Endpoints for browser sign-in and for the API description."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from teleloader_shared.errors import Unauthorized
 SESSION_PATH: Final = "/session"
 MAX_SIGN_IN_BYTES: Final = 4096
 FAILED_SECONDS: Final = 0.5
-"""Time for which the answer to a wrong token is kept back. Who has the right one does not wait."""
-MAX_KEPT_BACK: Final = 64
-"""Answers that are kept back at a time; others are given at once."""
+"""Delay of the response to an invalid token; valid ones are not delayed."""
+MAX_DELAYED: Final = 64
+"""Maximum number of delayed responses; further ones are sent at once."""
 
 
 def make_access_router() -> APIRouter:
@@ -46,8 +46,8 @@ def _add_sessions(router: APIRouter) -> None:
     async def session(request: Request) -> dict[str, Any]:
         authenticator = _authenticator_of(request)
         if not authenticator.has_tokens:
-            return _said(None, required=False)
-        return _said(caller_of(request).principal, required=True)
+            return _session_record(None, required=False)
+        return _session_record(caller_of(request).principal, required=True)
 
     @router.post(SESSION_PATH, include_in_schema=False)
     @needs(OPEN)
@@ -57,14 +57,14 @@ def _add_sessions(router: APIRouter) -> None:
         try:
             principal, cookie = _authenticator_of(request).sign_in(token, request.scope)
         except Unauthorized:
-            if state.delayed_sign_ins < MAX_KEPT_BACK:
+            if state.delayed_sign_ins < MAX_DELAYED:
                 state.delayed_sign_ins += 1
                 try:
                     await asyncio.sleep(FAILED_SECONDS)
                 finally:
                     state.delayed_sign_ins -= 1
             raise
-        return JSONResponse(_said(principal, required=True), headers={"set-cookie": cookie})
+        return JSONResponse(_session_record(principal, required=True), headers={"set-cookie": cookie})
 
     @router.delete(SESSION_PATH, include_in_schema=False, status_code=204)
     @needs(OPEN)
@@ -83,30 +83,32 @@ def _add_descriptions(router: APIRouter) -> None:
     @needs(ANY)
     async def docs(request: Request) -> Response:
         if _authenticator_of(request).has_tokens:
-            # whatever its scripts are one day, they would act as whoever is signed in
-            raise HttpProblem(404, "NotFound", "/docs loads scripts of other sites, so it is off on servers with "
+            # third-party scripts would run with the permissions of the signed-in user
+            raise HttpProblem(404, "NotFound", "/docs loads third-party scripts, so it is disabled on servers with "
                           "tokens: use /openapi.json")  # fmt: skip
         return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
 
 
-def _said(principal: Principal | None, *, required: bool) -> dict[str, Any]:
-    """What a page is told of who it is."""
+def _session_record(principal: Principal | None, *, required: bool) -> dict[str, Any]:
+    """Return the session record: the principal's name and scopes."""
     scopes = [] if principal is None else sorted(principal.scopes)
     return {"required": required, "name": None if principal is None else principal.name, "scopes": scopes}
 
 
 async def _token_in(request: Request) -> str:
-    """The token in the body of a request to sign in."""
+    """Return the token from the body of a sign-in request."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_SIGN_IN_BYTES:
-            raise HttpProblem(413, "BodyTooLarge", f"the body is larger than {MAX_SIGN_IN_BYTES:,} bytes")
+            raise HttpProblem(
+                413, "BodyTooLarge", f"the body exceeds the limit of {MAX_SIGN_IN_BYTES:,} bytes: send a token only"
+            )
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
     token = content.get("token") if isinstance(content, dict) else None
     if not isinstance(token, str):
-        raise HttpProblem(422, "InvalidRequest", 'the body must be JSON: {"token": "..."}')
+        raise HttpProblem(422, "InvalidRequest", 'invalid body: expected JSON {"token": "..."}')
     return token

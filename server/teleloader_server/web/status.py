@@ -1,4 +1,4 @@
-"""The endpoints that tell how the server does: records, their stream, Prometheus metrics and probes."""
+"""Endpoints for monitoring: statistics, their event stream, Prometheus metrics and health checks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
 from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
-"""Consumers in one answer, which has 1 MB then."""
+"""Maximum consumers in one response, about 1 MB."""
 MAX_ACCEPT: Final = 1000
-"""Characters of the header Accept that are looked at: it is taken apart type by type."""
+"""Characters of the Accept header that are parsed."""
 MAX_WATCHERS: Final = 16
-"""Streams of records at a time: each costs the server what as many requests would."""
+"""Maximum number of open event streams."""
 
-Limit = Annotated[int, Query(ge=0, le=MAX_CONSUMERS, description="how many consumers to list")]
-Offset = Annotated[int, Query(ge=0, description="after how many, those who asked last being the first")]
+Limit = Annotated[int, Query(ge=0, le=MAX_CONSUMERS, description="maximum number of consumers in the response")]
+Offset = Annotated[int, Query(ge=0, description="consumers to skip, the most recently active ones first")]
 
 _records: Final = TypeAdapter(Stats)
 
 
 class StatsStream(Response):
-    """The records again and again, as server-sent events, until the client goes or the server is told to stop."""
+    """Statistics as server-sent events, until the client disconnects or the server stops."""
 
     media_type = "text/event-stream"
 
@@ -51,7 +51,7 @@ class StatsStream(Response):
         offset: int,
         every: float,
     ) -> None:
-        # a proxy that gathers answers would hold the events back
+        # a proxy that buffers responses would delay the events
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service = service
@@ -62,7 +62,7 @@ class StatsStream(Response):
         self._every = every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send head, then events."""
+        """Send headers, then events."""
         self._watchers[self] = self._caller.authorize(STATS).name
         revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         drained = asyncio.create_task(self._service.drained())
@@ -75,7 +75,7 @@ class StatsStream(Response):
             with self._service.grants.hold(self._caller, STATS, None, revoke):
                 async with departure(receive) as gone:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    with suppress(AccessDenied):  # an answer that has begun can only be broken off
+                    with suppress(AccessDenied):  # a started response can only be truncated
                         await self._send_events(send, {gone, drained, revoked})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -92,7 +92,7 @@ class StatsStream(Response):
 
 
 def make_status_router() -> APIRouter:
-    """Return the endpoints for statistics and probes.
+    """Return the endpoints for statistics and health checks.
 
     They use the `service` and the `collector` of the application's state, and its `stats_streams`: the open streams of
     ``/stats``, with the names of their principals.
@@ -104,21 +104,21 @@ def make_status_router() -> APIRouter:
 
 
 def _add_stats(router: APIRouter) -> None:
-    @router.get(STATS_PATH, summary="What the server does: a record for each worker, dataset and consumer")
+    @router.get(STATS_PATH, summary="Statistics: a record for each worker, dataset and consumer")
     @needs(STATS)
     async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
         return await _stats_for(_collector_of(request), caller_of(request), limit, offset)
 
     @router.get(
         STATS_PATH + "/stream",
-        summary="The same again and again, as server-sent events: `event: stats`, `data:` what /stats answers",
+        summary="Statistics as server-sent events: `event: stats`, `data:` as /stats",
         response_class=Response,
         responses={200: {"content": {StatsStream.media_type: {}}}},
     )
     @needs(STATS)
     async def stream(
         request: Request,
-        interval: Annotated[float, Query(ge=0.5, le=60, description="seconds between two events")] = 1.0,
+        interval: Annotated[float, Query(ge=0.5, le=60, description="seconds between events")] = 1.0,
         limit: Limit = DEFAULT_CONSUMERS,
         offset: Offset = 0,
     ) -> Response:
@@ -128,14 +128,14 @@ def _add_stats(router: APIRouter) -> None:
         most = MAX_WATCHERS // 2 if request.app.state.authenticator.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
-                f"{len(watchers)} streams of /stats are open, and no more than {MAX_WATCHERS} are allowed, {most} of "
-                "them to one principal: ask for /stats now and then"
+                f"too many event streams of /stats: {len(watchers)} are open, and the limit is {MAX_WATCHERS}, {most} "
+                "per principal. Poll /stats instead"
             )
         return StatsStream(service_of(request), _collector_of(request), watchers, caller, limit, offset, interval)
 
     @router.get(
         "/metrics",
-        summary="The same for Prometheus",
+        summary="Statistics as Prometheus metrics",
         response_class=Response,
         responses={200: {"content": {"text/plain": {}}}},
     )
@@ -163,12 +163,12 @@ def _collector_of(request: Request) -> StatsCollector:
 
 
 def _add_probes(router: APIRouter) -> None:
-    @router.get(HEALTH_PATH, summary="The process answers")
+    @router.get(HEALTH_PATH, summary="Liveness: the process responds")
     @needs(UNCHECKED)
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @router.get("/readyz", summary="Batches can be had", response_model=dict[str, str])
+    @router.get("/readyz", summary="Readiness: the server accepts requests for batches", response_model=dict[str, str])
     @needs(UNCHECKED)
     async def readyz(request: Request) -> Any:
         service = service_of(request)

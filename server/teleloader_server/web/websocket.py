@@ -57,7 +57,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Received bytes that wait until the application has taken the messages before them: one read at most."""
         self._is_scheduled = False
         self._is_unfinished = False
-        """Whether a message or frame has begun and is incomplete."""
+        """True if a message or frame has begun and is incomplete."""
         self._rate = ArrivalRate(manager.limits, 0.0)
         """Rate of the unfinished message."""
         self._slow_reader = SlowReader(manager.limits)
@@ -128,7 +128,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def _is_taken(self) -> bool:
-        """Whether no message waits for the application, or the application takes none any more."""
+        """True if no message waits for the application, or the application takes none any more."""
         return self.queue.empty() or self.close_sent
 
     def _continue(self) -> None:
@@ -243,7 +243,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def is_responding(self) -> bool:
-        """Whether the WebSocket is open: the application closes it when the server stops."""
+        """True if the WebSocket is open: the application closes it when the server stops."""
         return not self.close_sent or self.transport.get_write_buffer_size() > 0
 
     @property
@@ -253,7 +253,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def has_requested(self) -> bool:
-        """Whether the manager may close the connection: never, the application does."""
+        """True if the manager may close the connection: never, the application does."""
         return False
 
     def check(self, now: float) -> None:

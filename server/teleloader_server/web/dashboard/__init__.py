@@ -1,6 +1,6 @@
-"""The dashboard at ``/``: one page that shows what /stats says, and lets people look at a batch.
+"""The dashboard at ``/``: a page that shows the statistics of ``/stats`` and previews batches.
 
-Its files stand in ``static`` and are served as they are: there is no build step, and nothing comes from elsewhere.
+Its files are in ``static`` and served unchanged: there is no build step, and no third-party content.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from teleloader_server.permissions import UNCHECKED, needs
 STATIC: Final = Path(__file__).parent / "static"
 
 HEADERS: Final = {
-    # the page shows names and messages that come from clients and datasets: should one pass for HTML, it does nothing
+    # the page shows text of clients and datasets: even if some were interpreted as HTML, it could run nothing
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    # kept and asked for again each time, so that page and server are of one version
+    # cached and revalidated each time, so that page and server have the same version
     "cache-control": "no-cache",
 }
 
