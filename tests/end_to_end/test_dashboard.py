@@ -136,11 +136,11 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     )
     assert figures == {
         "Sent": "125 batches/s, 64.5 MiB/s",
-        "Processors": "6.5 of 16 in use",
+        "CPUs": "6.5 of 16 in use",
         "Memory of all processes": "1.5 GiB (PSS)",
-        "Being sent": "12 MiB",
-        "Mapped for large batches": "640 MiB",
-        "Event loop late by": "400 µs",
+        "Responses in transit": "12 MiB",
+        "Memory mapped for large batches": "640 MiB",
+        "Event loop lag": "400 µs",
         "Connections": "12",
         "Workers": "4",
         "Worker restarts": "1 restart",
@@ -157,7 +157,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert cells(page, "fetch") == ["25 ms", "80 ms", "120 ms", "400 ms"]
     assert cells(page, "encode") == ["400 µs", "900 µs", "1 ms", "2 ms"]
     until(page.locator("#dataset-list"), "map-style, 50,000 samples. 4,000 samples/s.")
-    until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 begun again, 128,000 samples")
+    until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 128,000 samples")
     assert page.locator("figcaption output").all_inner_texts() == ["125", "64.5"]
 
 
@@ -220,7 +220,7 @@ def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: O
     server.stats = dataclasses.replace(server.stats, workers=[again])
     until(
         row(page, "0 process 6001"),
-        "1 restart; last: worker 1 (pid 5001) killed by signal SIGKILL (Killed); back after 31 ms",
+        "1 restart; last exit: worker 1 (pid 5001) killed by signal SIGKILL (Killed); restarted within 31 ms",
     )
     until(row(page, "0 process 6001"), "starting")
     until(page.locator("#state"), "Starting")
@@ -266,7 +266,7 @@ def test_a_stream_that_ends_is_taken_up_again(server: MadeUpServer, open_page: O
     """Without anybody's doing, and figures go on."""
     page = open_page(server.url)
     server.cut()
-    until(page.locator("#state"), "Connection lost, trying again")
+    until(page.locator("#state"), "Disconnected, reconnecting")
     server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, connections=99))
     until(page.locator("#state"), "Ready")
     until(page.locator("#figures"), "99")
@@ -281,7 +281,7 @@ def test_a_stream_that_is_refused_is_asked_for_again(
     server.refusing = True
     with page.expect_response(lambda answer: answer.status == 503):
         server.cut()
-    until(page.locator("#state"), "Connection lost, trying again; figures are of")
+    until(page.locator("#state"), "Disconnected, reconnecting; last update")
     assert "stale" in (page.locator("body").get_attribute("class") or "")
     server.refusing = False
     until(page.locator("#state"), "Ready")
@@ -424,7 +424,7 @@ def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_p
     victim = server.worker_pids()[1]
     until(page.locator("#workers"), f"process {victim}")
     os.kill(victim, signal.SIGKILL)
-    for part in ("1 restart; last: ", "killed by signal SIGKILL", "; back after"):
+    for part in ("1 restart; last exit: ", "killed by signal SIGKILL", "; restarted within"):
         until(page.locator("#workers tbody tr").nth(1), part)
     until(page.locator("#figures"), "1 restart")
     assert f"process {victim}" not in page.locator("#workers").inner_text()
@@ -436,7 +436,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
     servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
     until(page.locator("#sentence"), "Loader-bound")
-    until(page.locator("#consumers tbody"), "make the fetch faster")
+    until(page.locator("#consumers tbody"), "speed up the stage 'fetch'")
 
 
 def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
@@ -454,14 +454,14 @@ def test_a_server_that_stops_is_lost_and_found_again(
     server = start_server("--demo", "--num-workers", "1", port=free_port)
     page = open_page(server.url)
     server.end()
-    until(page.locator("#state"), "Connection lost, trying again")
+    until(page.locator("#state"), "Disconnected, reconnecting")
     another = start_server("--demo", "--num-workers", "1", port=free_port)
     until(page.locator("#state"), "Ready")
     until(page.locator("#facts"), f"process {another.pid} ")
     visits[0].forgive("net::ERR_")
 
 
-# --- A look at a batch --------------------------------------------------------------------------------------------
+# --- Batch preview ------------------------------------------------------------------------------------------------
 
 
 def pictures(index: int) -> dict[str, Any]:
@@ -511,7 +511,7 @@ def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(servers: ExitStac
     look(page, batch=1, size=10)
     until(page.locator("#content"), "10, 11, 12, 13, 14, 15, 16, 17, …")
     look(page, batch=3, size=10)
-    until(page.locator("#looked"), "There is no batch 3: the dataset gave 25 samples.")
+    until(page.locator("#looked"), "No batch 3: the dataset yielded 25 samples.")
     eventually(lambda: all(worker["loader"] is None for worker in httpx.get(f"{url}/stats").json()["workers"]))
 
 
@@ -524,7 +524,7 @@ def test_a_batch_that_cannot_be_had_is_explained(servers: ExitStack, open_page: 
     until(page.locator("#content pre"), "Traceback (most recent call last)")
     until(page.locator("#errors"), "sample 17 is damaged")
     look(page, batch=10, size=4)
-    until(page.locator("#looked"), "There is nothing to show: ")
+    until(page.locator("#looked"), "Request failed: ")
     until(page.locator("#looked"), "10")
     visits[0].forgive("404")
 

@@ -129,9 +129,9 @@ def test_a_token_that_is_not_for_figures_is_told_of(visit: Open, table: TokenTab
     page = visit().page
     until(page, "#state", "Signed out")
     sign_in(page, table.secrets["trainer"])
-    until(page, "#sign-in-status", "The token trainer is not for figures: that needs the scope stats.")
+    until(page, "#sign-in-status", "The token trainer lacks the scope stats.")
     for _ in range(2):  # also when the page is loaded again
-        until(page, "#state", "Signed in, not for figures")
+        until(page, "#state", "Signed in without the scope stats")
         assert page.get_by_role("button", name="Sign out trainer").is_visible()
         page.reload()
     page.get_by_role("button", name="Sign out trainer").click()

@@ -59,18 +59,18 @@ def test_a_batchs_life_is_one_trace() -> None:
     by_id = {span["id"]: span for span in found}
     assert len({span["trace"] for span in found}) == 1
     parents = {(span["name"], None if span["parent"] is None else by_id[span["parent"]]["name"]) for span in found} - {
-        ("teleloader queue", "teleloader answer")
+        ("teleloader queue", "teleloader response")
     }  # where a worker was free at once there is no queue
     assert parents == {
         ("epoch", None),
-        ("teleloader ask", "epoch"),
-        ("teleloader receive", "teleloader ask"),
-        ("teleloader decode", "teleloader ask"),
-        ("teleloader answer", "teleloader ask"),
-        ("teleloader send", "teleloader ask"),
-        ("teleloader fetch", "teleloader answer"),
-        ("teleloader collate", "teleloader answer"),
-        ("teleloader encode", "teleloader answer"),
+        ("teleloader request", "epoch"),
+        ("teleloader receive", "teleloader request"),
+        ("teleloader decode", "teleloader request"),
+        ("teleloader response", "teleloader request"),
+        ("teleloader send", "teleloader request"),
+        ("teleloader fetch", "teleloader response"),
+        ("teleloader collate", "teleloader response"),
+        ("teleloader encode", "teleloader response"),
     }
     counts = Counter(span["name"] for span in found)
     assert counts["teleloader fetch"] == counts["teleloader encode"] == 6

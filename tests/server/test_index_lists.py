@@ -110,9 +110,9 @@ async def test_one_integer_is_all_that_a_single_sample_takes(indices: Any) -> No
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "lists none"),
-        (listed(packed(1))[:-1], "cut off"),
-        (listed(packed(1)) + b"x", "cut off"),
+        (b"", "empty body"),
+        (listed(packed(1))[:-1], "truncated"),
+        (listed(packed(1)) + b"x", "truncated"),
         (b"\xc0" * 1000, "not a frame"),
         (listed(packed(1))[:-1] + b"x", "does not match its checksum"),
         (listed(packed(1), compression="lz4"), "must not be compressed"),
@@ -120,7 +120,10 @@ async def test_one_integer_is_all_that_a_single_sample_takes(indices: Any) -> No
         (listed(np.zeros(2**22, np.int64).view(Tensor)), "exceeds the limit of 16,777,216 bytes"),
         (listed([b"x" * 2**19]), "header of 524,"),
         (listed(packed(1)) * 2, "expected batch 1"),
-        (b"".join(listed(packed(1), k) for k in range(9)), r"more than 8 batches \(max_batches_per_request\)"),
+        (
+            b"".join(listed(packed(1), k) for k in range(9)),
+            r"too many index lists: the limit is 8 \(max_batches_per_request\)",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -36,7 +36,7 @@ class IterationTrace:
 
         attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
         return RequestTrace(
-            tracing.tracer().start_span("teleloader ask", self._within, SpanKind.CLIENT, attributes=attributes)
+            tracing.tracer().start_span("teleloader request", self._within, SpanKind.CLIENT, attributes=attributes)
         )
 
 

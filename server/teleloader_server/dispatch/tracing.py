@@ -53,7 +53,7 @@ class RequestTrace:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         within = TraceContextTextMapPropagator().extract({tracing.TRACE_HEADER: traceparent})
-        span = tracing.tracer().start_span("teleloader answer", within, SpanKind.SERVER)
+        span = tracing.tracer().start_span("teleloader response", within, SpanKind.SERVER)
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:

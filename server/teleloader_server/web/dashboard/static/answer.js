@@ -1,4 +1,4 @@
-// The first thing that people want to know: what holds training back, and what to change.
+// The diagnosis: the bottleneck of training, and what to change.
 
 import { byId, make, say } from "./dom.js";
 import { plural } from "./format.js";
@@ -29,7 +29,7 @@ export class Answer {
   #showNobody(stats) {
     const dataset = stats.datasets[0]?.dataset ?? "train";
     const url = document.baseURI.replace(/[?#].*$/, "").replace(/\/$/, "");
-    this.#say("Nobody reads.", "", "To read from here:", "idle");
+    this.#say("No consumers.", "", "To load batches from this server:", "idle");
     const remote = `RemoteDataset(${JSON.stringify(url)}, ${JSON.stringify(dataset)})`;
     say(this.#example, `loader = DataLoader(${remote}, batch_size=32)`);
     say(byId("counts"), "");
@@ -39,7 +39,7 @@ export class Answer {
     const { name, tone, sign } = boundOf(worst);
     const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
     this.#say(`${sign} ${capital(name)}`, `${nameOf(worst)}${rank} of ${worst.dataset}:`, worst.diagnosis.advice, tone);
-    const known = consumers.length < total ? ` (${consumers.length} heard of so far)` : "";
+    const known = consumers.length < total ? ` (${consumers.length} loaded so far)` : "";
     say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(consumers)}.`);
   }
 
@@ -48,7 +48,7 @@ export class Answer {
     say(this.#who, who);
     say(this.#advice, advice);
     this.#section.dataset.tone = tone;
-    // read out when it is about something else, not whenever a figure in it has changed
+    // announced when the diagnosis changes, not whenever a figure in it does
     if (this.#told !== bottleneck + who) say(byId("announced"), `${bottleneck} ${who} ${advice}`);
     this.#told = bottleneck + who;
   }

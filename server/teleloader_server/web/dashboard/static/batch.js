@@ -1,12 +1,12 @@
-// A look at one batch: its tree, with shapes, types and values, and its images.
+// Preview of a batch: its tree, with shapes, types and values, and its images.
 
 import { elements, extremes, imagesIn, pixels } from "./arrays.js";
 import { byId, make, say } from "./dom.js";
 import { readFrame } from "./frame.js";
 import { bytes, count, indices, number, plural } from "./format.js";
 
-const MAX_BYTES = 64 * 2 ** 20; // what a page may load without making the browser stutter
-const MAX_ELEMENTS = 2 ** 20; // of which the range is looked for
+const MAX_BYTES = 64 * 2 ** 20; // larger batches would block the browser
+const MAX_ELEMENTS = 2 ** 20; // elements of which minimum and maximum are computed
 const MAX_ITEMS = 50;
 const MAX_TEXT = 200;
 const MAX_IMAGES = 16;
@@ -16,7 +16,7 @@ export class BatchView {
   #form = byId("look");
   #status = byId("looked");
   #content = byId("content");
-  #server = null; // whose datasets can be chosen
+  #server = null; // the server whose datasets are listed
 
   constructor() {
     this.#form.addEventListener("submit", (event) => {
@@ -25,7 +25,7 @@ export class BatchView {
     });
   }
 
-  // Datasets are asked for once for each process that serves.
+  // Request the list of datasets once per server process.
   async show({ server }) {
     const name = `${server.host} ${server.pid}`;
     if (this.#server === name) return;
@@ -41,19 +41,19 @@ export class BatchView {
       }));
       if (datasets.some((dataset) => dataset.name === chosen)) select.value = chosen;
     } catch {
-      this.#server = null; // with the next figures
+      this.#server = null; // retry with the next record
     }
   }
 
   async #look() {
     const button = this.#form.querySelector("button");
     button.disabled = true;
-    say(this.#status, "Asking for it …");
+    say(this.#status, "Loading …");
     this.#content.replaceChildren();
     try {
       this.#show(await this.#fetch());
     } catch (error) {
-      say(this.#status, `There is nothing to show: ${error.message}`);
+      say(this.#status, `Request failed: ${error.message}`);
     } finally {
       button.disabled = false;
     }
@@ -62,14 +62,14 @@ export class BatchView {
   async #fetch() {
     const { dataset, batch, size } = this.#form.elements;
     const isIterable = dataset.selectedOptions[0].dataset.kind === "iterable";
-    // an iterable-style dataset is iterated by a worker of one client's own, which ends when the batch is here
+    // an iterable-style dataset needs a private worker, which ends after this batch
     const own = isIterable ? { session: `dashboard ${randomNumber()}`, num_workers: 1 } : {};
     const spec = { dataset: dataset.value, batch_size: Number(size.value), checksum: false, ...own };
     const registered = await ask("v1/loaders", { method: "POST", body: JSON.stringify(spec) });
     const { key } = await registered.json();
     try {
       const answer = await ask(`v1/loaders/${key}/epochs/0/batches/${Number(batch.value)}`, {
-        headers: { "Teleloader-Consumer": "look" }, // which /stats leaves out
+        headers: { "Teleloader-Consumer": "look" }, // excluded from /stats
       });
       return await body(answer);
     } finally {
@@ -81,10 +81,10 @@ export class BatchView {
     const { address, failure, end, tree } = readFrame(content);
     if (failure !== null) {
       say(this.#status, `Batch ${address.batch} failed: ${failure.type}: ${failure.message}`);
-      const where = `It should have held the indices ${indices(failure.indices.slice(0, 20))}.`;
+      const where = `Its indices: ${indices(failure.indices.slice(0, 20))}.`;
       this.#content.append(make("p", {}, where), make("pre", { tabindex: 0 }, failure.traceback));
     } else if (end !== null) {
-      say(this.#status, `There is no batch ${address.batch}: the dataset gave ${plural(end.samples, "sample")}.`);
+      say(this.#status, `No batch ${address.batch}: the dataset yielded ${plural(end.samples, "sample")}.`);
     } else {
       say(this.#status, `Batch ${address.batch}, ${bytes(content.length)}:`);
       this.#content.append(make("ul", { class: "tree" }, item(null, tree)));
@@ -99,14 +99,14 @@ async function ask(path, options) {
   const answer = await fetch(path, options);
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => ({}));
-  throw new Error(problem.detail ?? `the server answered ${answer.status}`);
+  throw new Error(problem.detail ?? `HTTP status ${answer.status}`);
 }
 
 async function body(answer) {
   const size = Number(answer.headers.get("content-length"));
   if (size <= MAX_BYTES) return new Uint8Array(await answer.arrayBuffer());
   await answer.body.cancel();
-  throw new Error(`the batch has ${bytes(size)}, and this page shows up to ${bytes(MAX_BYTES)}: ask for fewer samples`);
+  throw new Error(`the batch has ${bytes(size)}, and the limit of this page is ${bytes(MAX_BYTES)}: request fewer samples`);
 }
 
 // --- The tree

@@ -6,17 +6,17 @@ import { ago, bytes, count, duration, number, percent, plural } from "./format.j
 import { boundOf, byNeed, nameOf, waits } from "./diagnoses.js";
 
 const ROWS = 25;
-const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s", "Bytes/s", "Waits", "Diagnosis"];
+const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s", "Bytes/s", "Data wait", "Diagnosis"];
 
 // Everything about it that has no column.
 function more(consumer) {
   const { workers } = consumer.diagnosis;
   const parts = [
-    `Waited ${duration(consumer.waiting)} in all for batches that were not ready`,
-    `asked and waiting ${percent(consumer.starved_fraction)} of the time`,
-    `being sent to ${percent(consumer.sending_fraction)}`,
+    `Total wait for batches that were not ready: ${duration(consumer.waiting)}`,
+    `starved ${percent(consumer.starved_fraction)} of the time`,
+    `response in transit ${percent(consumer.sending_fraction)} of the time`,
     `${plural(consumer.batches_sent, "batch", "batches")}, ${bytes(consumer.bytes_sent)} sent`,
-    `last asked ${ago(consumer.idle)}`,
+    `last request ${ago(consumer.idle)}`,
   ];
   if (consumer.reconnects !== null) parts.push(plural(consumer.reconnects, "reconnect"));
   if (consumer.hedges !== null) parts.push(plural(consumer.hedges, "hedge"));
@@ -40,7 +40,7 @@ class Diagnosis {
 }
 
 export class ConsumerTable {
-  #table = table("Consumers, those that need help first", TITLES);
+  #table = table("Consumers, sorted by bottleneck", TITLES);
   #filter = byId("filter").querySelector("input");
   #page = 0;
   #order = new Map(); // by key: the place in the order that is shown
@@ -115,7 +115,7 @@ export class ConsumerTable {
         say(batches, number(consumer.batches_per_second));
         say(size, bytes(consumer.bytes_per_second));
         say(waited, percent(waits(consumer)));
-        say(source, consumer.data_wait_fraction === null ? "asked" : "");
+        say(source, consumer.data_wait_fraction === null ? "starved" : "");
         diagnosis.update(consumer);
       },
     };

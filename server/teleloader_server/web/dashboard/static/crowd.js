@@ -1,10 +1,10 @@
-// All consumers of a server, which tells a hundred at a time.
+// All consumers of a server, which returns up to a hundred per response.
 
 export const keyOfConsumer = (consumer) =>
   `${consumer.token}\n${consumer.consumer}\n${consumer.loader}\n${consumer.epoch}`;
 
-// The stream brings those who asked last. Of the others one page is asked for after each of its events, in turn: what
-// it costs to look at a server does not grow with the number of its consumers.
+// The stream has the most recently active consumers. After each event, one page of the others is requested in turn, so
+// the cost of watching a server does not grow with the number of its consumers.
 export class Crowd {
   #seen = new Map(); // by key: [consumer, the round in which it was seen]
   #round = 0;

@@ -15,8 +15,8 @@ function totals(dataset) {
     `${plural(dataset.batches_computed, "batch", "batches")} computed`,
     `${count(dataset.batches_sent)} sent`,
     `${count(dataset.batches_failed)} failed`,
-    `${count(dataset.batches_retried)} begun again`,
-    `${plural(dataset.samples_computed, "sample")} in all`,
+    `${count(dataset.batches_retried)} restarted`,
+    `${plural(dataset.samples_computed, "sample")} in total`,
   ];
   return `${parts.join(", ")}.`;
 }

@@ -1,4 +1,4 @@
-// What a diagnosis is called, how it looks, and which consumer needs help first.
+// Names, colours and order of diagnoses.
 
 const BOUNDS = {
   loader: { name: "loader-bound", tone: "bad", sign: "▲" },
@@ -14,10 +14,10 @@ export const boundOf = (consumer) => BOUNDS[consumer.diagnosis.bottleneck] ?? BO
 // A consumer's name is chosen by its client: clients with different tokens may choose the same one.
 export const nameOf = ({ consumer, token }) => (token === "anyone" ? consumer : `${consumer} (${token})`);
 
-// The share of the time that training loses, as well as it is known.
+// Fraction of the time for which training waits for data, if known.
 export const waits = (consumer) => consumer.data_wait_fraction ?? consumer.starved_fraction;
 
-// The one that loses most first. Shares count in tenths, or rows would change places all the time.
+// The largest wait first, in steps of 10 %, so that rows do not swap all the time.
 export function byNeed(one, other) {
   return (
     ORDER.indexOf(one.diagnosis.bottleneck) - ORDER.indexOf(other.diagnosis.bottleneck) ||

@@ -13,7 +13,7 @@ function row() {
       say(type, error.type);
       say(times, `${plural(error.count, "time")}, last ${ago(error.age)}, ${error.dataset}`);
       say(message, error.last.split("\n")[0]);
-      say(where, `The last one's batch should have held the indices ${indices(error.indices)}. It said: ${error.last}`);
+      say(where, `Last batch: indices ${indices(error.indices)}. Message: ${error.last}`);
       say(traceback, error.traceback);
     },
   };

@@ -1,4 +1,4 @@
-// Numbers as people read them. `UNKNOWN` stands where the server knows none.
+// Formatting of numbers. `UNKNOWN` replaces missing ones.
 
 export const UNKNOWN = "–";
 

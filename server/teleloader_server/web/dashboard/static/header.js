@@ -4,7 +4,7 @@ import { byId, say } from "./dom.js";
 import { duration } from "./format.js";
 
 function stateOf({ server, workers }) {
-  if (server.draining) return ["Draining: takes no new loaders", "warn"];
+  if (server.draining) return ["Draining: rejects new loaders", "warn"];
   const starting = workers.length > 0 && workers.every((worker) => worker.state === "starting");
   return starting ? ["Starting", "idle"] : ["Ready", "good"];
 }
@@ -23,8 +23,8 @@ export class Header {
   }
 
   lose() {
-    const figures = this.#since === null ? "" : `; figures are of ${this.#since.toLocaleTimeString("en-GB")}`;
-    this.#say(`Connection lost, trying again${figures}`, "bad");
+    const figures = this.#since === null ? "" : `; last update ${this.#since.toLocaleTimeString("en-GB")}`;
+    this.#say(`Disconnected, reconnecting${figures}`, "bad");
     document.body.classList.add("stale");
   }
 

@@ -9,11 +9,11 @@ function figures(server) {
   const late = server.event_loop_lag >= LATE;
   return [
     ["Sent", `${number(server.batches_per_second)} batches/s, ${bytes(server.bytes_per_second)}/s`],
-    ["Processors", `${number(server.cpu)} of ${server.cpus} in use`],
+    ["CPUs", `${number(server.cpu)} of ${server.cpus} in use`],
     ["Memory of all processes", `${bytes(server.pss)} (PSS)`],
-    ["Being sent", bytes(server.memory_sending)],
-    ["Mapped for large batches", bytes(server.memory_mapped)],
-    ["Event loop late by", duration(server.event_loop_lag) + (late ? ": requests wait for the server itself" : ""), late],
+    ["Responses in transit", bytes(server.memory_sending)],
+    ["Memory mapped for large batches", bytes(server.memory_mapped)],
+    ["Event loop lag", duration(server.event_loop_lag) + (late ? ": the server process is overloaded" : ""), late],
     ["Connections", number(server.connections)],
     ["Workers", server.num_workers === 0 ? "none: loads in its own process" : number(server.num_workers)],
     ["Worker restarts", plural(server.worker_restarts, "restart"), server.worker_restarts > 0],
@@ -32,11 +32,11 @@ function figure([title]) {
 }
 
 export class ServerFigures {
-  #bar = bar("Memory for encoded batches");
+  #bar = bar("Batch memory");
   #text = make("span");
 
   constructor() {
-    byId("memory").append(make("span", { class: "label" }, "Memory for batches"), this.#text, this.#bar.element);
+    byId("memory").append(make("span", { class: "label" }, "Batch memory"), this.#text, this.#bar.element);
   }
 
   show({ server }) {

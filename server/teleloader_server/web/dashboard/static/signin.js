@@ -1,4 +1,4 @@
-// Signing in, where the server wants a token: it is sent once, and the browser keeps a cookie that scripts cannot read.
+// Sign-in with a token: it is sent once, and the browser keeps a session cookie that scripts cannot read.
 
 import { byId, say } from "./dom.js";
 
@@ -7,7 +7,7 @@ export class SignIn {
   #form = byId("token");
   #status = byId("sign-in-status");
   #button = byId("sign-out");
-  #admitted = null; // called when somebody has signed in
+  #admitted = null; // called after sign-in
 
   constructor() {
     this.#form.addEventListener("submit", (event) => {
@@ -16,11 +16,11 @@ export class SignIn {
     });
     this.#button.addEventListener("click", async () => {
       await fetch("session", { method: "DELETE" });
-      location.reload(); // so that nothing is left of what was shown
+      location.reload(); // removes everything that was shown
     });
   }
 
-  // Wait until the server lets this browser see its figures.
+  // Wait until this browser is authorized for statistics.
   async admitted() {
     const session = await (await fetch("session")).json();
     if (!this.#show(session)) await new Promise((resolve) => (this.#admitted = resolve));
@@ -38,14 +38,14 @@ export class SignIn {
       if (!answer.ok) say(this.#status, said.detail);
       else if (this.#show(said)) this.#admitted?.();
     } catch {
-      say(this.#status, "The server does not answer.");
+      say(this.#status, "No response from the server.");
     } finally {
       token.value = "";
       submit.disabled = false;
     }
   }
 
-  // Whether there is nothing to sign in for.
+  // Show or hide the form; return true if statistics are authorized.
   #show({ required, name, scopes }) {
     const sees = !required || scopes.includes("stats") || scopes.includes("admin");
     const signedIn = required && name !== null;
@@ -53,14 +53,14 @@ export class SignIn {
     this.#section.hidden = sees;
     this.#button.hidden = !signedIn;
     say(this.#button, signedIn ? `Sign out ${name}` : "");
-    say(this.#status, signedIn && !sees ? `The token ${name} is not for figures: that needs the scope stats.` : "");
+    say(this.#status, signedIn && !sees ? `The token ${name} lacks the scope stats.` : "");
     if (required) {
-      // there, /docs is off: its scripts come from elsewhere
+      // /docs is disabled on servers with tokens, because it loads third-party scripts
       byId("api").setAttribute("href", "openapi.json");
       say(byId("api"), "/openapi.json");
     }
     if (!sees) {
-      say(byId("state"), signedIn ? "Signed in, not for figures" : "Signed out");
+      say(byId("state"), signedIn ? "Signed in without the scope stats" : "Signed out");
       byId("state").dataset.tone = "idle";
       this.#form.elements.token.focus();
     }

@@ -4,9 +4,9 @@ const SILENCE = 10_000; // without an event for so long, the connection is dead 
 const FIRST_WAIT = 500;
 const LONGEST_WAIT = 8_000;
 
-// Call `onStats` with each record, and `onLost` when the stream has ended; it is taken up again until the page closes.
-// Each time, `admitted()` is waited for first: who watches may have to sign in.
-// (EventSource would do so by itself, but not after an answer like 503, nor when the other machine is silent.)
+// Call `onStats` with each record, and `onLost` when the stream has ended; it reconnects until the page closes.
+// Before each connection it awaits `admitted()`: a sign-in may be required.
+// (EventSource reconnects as well, but not after responses such as 503 or when the server is unresponsive.)
 export function follow(admitted, onStats, onLost) {
   let source;
   let watchdog;

@@ -6,7 +6,7 @@ import { bytes, count, duration, percent, plural, UNKNOWN } from "./format.js";
 const LANES = 100;
 const SECONDS = 60;
 const LONG = 5; // seconds with one batch after which it should be noticed
-const TITLES = ["Worker", "Does now", "Busy", "Last minute", "Batches", "Memory", "Restarts"];
+const TITLES = ["Worker", "Current task", "Busy", "Last minute", "Batches", "Memory", "Restarts"];
 
 const keyOf = (worker) => `${worker.loader ?? ""} ${worker.worker}`;
 
@@ -15,8 +15,8 @@ function restarts(worker) {
   const parts = [];
   if (worker.restarts > 0) parts.push(plural(worker.restarts, "restart"));
   if (worker.recycled > 0) parts.push(`${count(worker.recycled)} times recycled`);
-  if (worker.last_exit !== null) parts.push(`last: ${worker.last_exit}`);
-  if (worker.last_restart !== null) parts.push(`back after ${duration(worker.last_restart)}`);
+  if (worker.last_exit !== null) parts.push(`last exit: ${worker.last_exit}`);
+  if (worker.last_restart !== null) parts.push(`restarted within ${duration(worker.last_restart)}`);
   return parts.join("; ");
 }
 
@@ -72,10 +72,10 @@ export class WorkerTable {
     say(
       byId("more-workers"),
       workers.length > 0
-        ? `${count(workers.length - LANES)} more workers are not shown; /stats has them all.`
+        ? `${count(workers.length - LANES)} more workers are not shown; see /stats.`
         : server.num_workers === 0
-          ? "No worker processes: the server loads in its own."
-          : "None yet: they start when somebody asks for a batch.",
+          ? "No worker processes: the server loads in its own process."
+          : "None yet: workers start with the first request for a batch.",
     );
   }
 
@@ -95,9 +95,9 @@ export class WorkerTable {
       element,
       update: (worker) => {
         say(number, `${worker.worker}`);
-        const own = worker.loader === null ? "" : `, own of loader ${worker.loader.slice(0, 8)}`;
+        const own = worker.loader === null ? "" : `, private to loader ${worker.loader.slice(0, 8)}`;
         say(process, worker.pid === null ? `no process${own}` : `process ${worker.pid}${own}`);
-        say(doing, worker.current_task ?? { starting: "starting", idle: "waits for work", busy: UNKNOWN }[worker.state]);
+        say(doing, worker.current_task ?? { starting: "starting", idle: "idle", busy: UNKNOWN }[worker.state]);
         doing.classList.toggle("quiet", worker.current_task === null);
         say(since, worker.current_task_seconds === null ? "" : `for ${duration(worker.current_task_seconds)}`);
         since.className = worker.current_task_seconds !== null && worker.current_task_seconds > LONG ? "bad" : "quiet";
