@@ -31,7 +31,7 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
     """
     text = _text(failure, address, server)
     name = failure.type.rpartition(".")[2]
-    if failure.type == f"{errors.__name__}.{name}":
+    if failure.type == f"{errors.PUBLIC_MODULE}.{name}":
         return known_error(name, text) or RemoteError(text, failure.type)
     kind = vars(builtins).get(failure.type) or (
         _class_of_this_process(failure.type) if local.is_served_here(server) else None

@@ -29,6 +29,8 @@ An exception in a dataset is raised in the client under its own builtin type whe
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class TeleloaderError(Exception):
     """Base of every error of teleloader's own."""
@@ -122,3 +124,10 @@ class RemoteError(TeleloaderError, RuntimeError):
     def __init__(self, message: str, type: str) -> None:  # noqa: A002 - the attribute users read is called type
         super().__init__(message)
         self.type = type
+
+
+PUBLIC_MODULE: Final = "teleloader"
+"""The module from which users import the errors: tracebacks and failure frames name this path."""
+
+for _kind in [kind for kind in globals().values() if isinstance(kind, type)]:
+    _kind.__module__ = PUBLIC_MODULE

@@ -273,7 +273,7 @@ def failing(type_name: str, text: str = "it broke") -> Answer:
 @pytest.mark.parametrize(
     "name",
     ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "BaseExceptionGroup", "os.system", "eval",
-     "subprocess.Popen", "teleloader_shared.errors.annotations", "teleloader_shared.errors.__builtins__", "", CONTROL,
+     "subprocess.Popen", "teleloader.annotations", "teleloader.__builtins__", "", CONTROL,
      "asyncio.CancelledError", "bdb.BdbQuit", "x" * 100_000],
     ids=lambda name: name[:20].encode().hex() if not name[:20].isprintable() else name[:20],
 )  # fmt: skip

@@ -253,7 +253,7 @@ DataLoader([1, 2, 3], num_workers=1, output="numpy")
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("teleloader_shared.errors.TeleloaderError: a dataset of type list cannot be hosted in this")
+    assert last.startswith("teleloader.TeleloaderError: a dataset of type list cannot be hosted in this")
     assert "the limit of open files (RLIMIT_NOFILE) is 100" in last
 
 

@@ -73,7 +73,7 @@ def corpus() -> tuple[bytes, ...]:
     frames += [to_bytes(_ADDRESS, batch, compression=how) for batch in _batches()[:6] for how in ("zstd", "lz4")]
     frames += [
         to_bytes(_ADDRESS, Failure("ValueError", "bad", "Traceback\n  ...\n", [1, 2, 3], 0)),
-        to_bytes(_ADDRESS, Failure("teleloader_shared.errors.WorkerDied", "dead", "", [], -1)),
+        to_bytes(_ADDRESS, Failure("teleloader.WorkerDied", "dead", "", [], -1)),
         to_bytes(_ADDRESS, Failure("PIL.UnidentifiedImageError", "", "Traceback", [0], 1), checksum=False),
         to_bytes(_ADDRESS, End(500, replica=False)),
         to_bytes(_ADDRESS, End(0, replica=True), shard_state='{"at": 5}'),

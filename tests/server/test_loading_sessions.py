@@ -221,7 +221,7 @@ def test_a_random_state_that_no_generator_has_is_an_error() -> None:
     place = {"epoch": 0, "next": 0, "samples": 0, "ended": False}
     state = user_state.pack({**place, "generators": (random.getstate(), tuple(legacy), None)})
     failure = Bench(Stream(0)).failure(0, shard_states=[state], **STREAM)
-    assert failure.type == "teleloader_shared.errors.StateMismatch"
+    assert failure.type == "teleloader.StateMismatch"
     assert "invalid random state of a shard" in failure.message
 
 

@@ -141,7 +141,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
     """The server itself put it in the batch's place."""
     metrics = Counters()
     pool = metrics.pool()
-    pool.given_up("data", Failure("teleloader_shared.errors.WorkerDied", "worker 0 died", "", [1], 0))
+    pool.given_up("data", Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
     pool.retried("data")
     pool.worker_lost()
     tally = metrics.datasets["data"]

@@ -114,7 +114,7 @@ def test_a_replacement_that_gives_other_samples_is_an_error(make: Make, done: in
     taken(first, range(done))
     again = replaced(first, make)
     failure = again.failure(done, **STREAM)
-    assert failure.type == "teleloader_shared.errors.WorkerDied"
+    assert failure.type == "teleloader.WorkerDied"
     assert "gave other samples when it was iterated again" in failure.message
     assert "torchdata's Stateful" in failure.message
     assert isinstance(again.batch(done + 1, **STREAM), End)
@@ -128,7 +128,7 @@ def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
     taken(first, range(done))
     again = replaced(first, Consumed)
     failure = again.failure(done, **STREAM)
-    assert failure.type == "teleloader_shared.errors.WorkerDied"
+    assert failure.type == "teleloader.WorkerDied"
     assert "gave other samples when it was iterated again" in failure.message
     assert isinstance(again.batch(done + 1, **STREAM), End)
 
@@ -156,7 +156,7 @@ def test_a_session_that_cannot_be_repeated_is_an_error(make: Make) -> None:
     first = Bench(make())
     taken(first, range(4))
     again, spec = in_new_session(first, make)
-    assert again.failure(4, **spec).type == "teleloader_shared.errors.WorkerDied"
+    assert again.failure(4, **spec).type == "teleloader.WorkerDied"
     assert isinstance(again.batch(5, **spec), End)
 
 
@@ -171,7 +171,7 @@ def test_what_was_delivered_of_one_epoch_is_nothing_to_others() -> None:
 def test_a_damaged_record_of_deliveries_is_an_error() -> None:
     """It decides what is verified, so it is not left out in silence."""
     failure = Bench(Ordered()).failure(1, **STREAM, delivered='[0,["x",1,2,null]]')
-    assert failure.type == "teleloader_shared.errors.StateMismatch"
+    assert failure.type == "teleloader.StateMismatch"
     assert "invalid record of delivered batches" in failure.message
 
 
