@@ -3,6 +3,10 @@
     python -m benchmarks --json results.json
     python -m benchmarks.plot results.json throughput.svg
 
+The tables that a run prints serve as well: docs/throughput.svg is drawn from those of the latest result.
+
+    python -m benchmarks.plot benchmarks/README.md docs/throughput.svg
+
 Needs matplotlib: pip install --group bench.
 """
 
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +36,26 @@ def ratios(results: Mapping[str, Any]) -> dict[int, dict[str, Spread]]:
     return found
 
 
+def printed(text: str) -> dict[str, Any]:
+    """Return the figures that `ratios` uses, from the Markdown tables that a run prints."""
+    workloads: dict[str, list[dict[str, Any]]] = {}
+    name = ""
+    for line in text.splitlines():
+        if heading := re.match(r"\*\*(\w+)\*\* - ", line):
+            name = heading[1]
+        number = r"([\d.]+)"
+        row = rf"\| (teleloader, (\d+) workers?, {MEASURED}) \|.*\|.*\|.*\| {number} \({number}\.\.{number}\) \|.*\|"
+        if name and (found := re.fullmatch(row, line)):
+            spread = [float(figure) for figure in found.groups()[2:]]
+            workloads.setdefault(name, []).append(
+                {"contender": found[1], "num_workers": int(found[2]), "to_torch": spread}
+            )
+    machine = re.search(
+        r"^ *cpu (?P<cpu>[^,]+),.* torch (?P<torch>[^,]+),.* revision (?P<revision>\w+)", text, re.MULTILINE
+    )
+    return {"workloads": workloads, "machine": {} if machine is None else machine.groupdict()}
+
+
 def draw(results: Mapping[str, Any], picture: Path) -> None:
     """Write a bar chart with a group for each workload and a bar for each number of workers.
 
@@ -40,6 +65,7 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "teleloader"  # the same figures give the same file
     import matplotlib.pyplot as plt
 
     by_workers = ratios(results)
@@ -58,23 +84,22 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     names = list(next(iter(by_workers.values())))
     axis.set_xticks([place + BAR * (len(by_workers) - 1) / 2 for place in range(len(names))], names)
     axis.axhline(1, color="black", linewidth=1)
-    axis.set_ylabel("throughput / torch DataLoader")
+    axis.set_ylabel("throughput relative to torch")
     facts = results["machine"]
-    axis.set_title(
-        f"{facts['date']}, {facts['cpu']}, torch {facts['torch']}, revision {facts['revision']}", fontsize="small"
-    )
+    axis.set_title(", ".join(f"{name} {facts[name]}" for name in ("cpu", "torch", "revision")), fontsize="small")
     axis.legend()
     figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=120, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, help="file of python -m benchmarks --json")
+    parser.add_argument("results", type=Path, help="file of python -m benchmarks --json, or the tables that it prints")
     parser.add_argument("picture", type=Path, help="file to write; the ending decides on the format")
     options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.picture)
+    text = options.results.read_text()
+    draw(json.loads(text) if options.results.suffix == ".json" else printed(text), options.picture)
 
 
 if __name__ == "__main__":
