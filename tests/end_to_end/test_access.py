@@ -188,11 +188,11 @@ def test_a_client_with_a_token_is_let_in(
 @pytest.mark.parametrize(
     ("token", "kind", "advice"),
     [
-        (None, Unauthorized, "set TELELOADER_TOKEN"),
-        ("not-one-of-the-servers-tokens", Unauthorized, "may have been replaced"),
+        (None, Unauthorized, "Set TELELOADER_TOKEN"),
+        ("not-one-of-the-servers-tokens", Unauthorized, "may have been revoked"),
         ("old", Unauthorized, "'old' has expired"),
-        ("figures", Forbidden, "needs 'read'"),
-        ("numbers", Forbidden, "needs 'read:many'"),
+        ("figures", Forbidden, "requires 'read'"),
+        ("numbers", Forbidden, "requires 'read:many'"),
     ],
 )
 def test_a_client_without_is_told_at_once_what_to_do(
@@ -277,7 +277,7 @@ def test_a_token_that_is_taken_away_stops_its_owner(
         table.remove("first")
         table.write()
         assert all(isinstance(line, str) for line in lines), "the stream ends by itself"
-    with pytest.raises(Unauthorized, match=f"^{re.escape(server.url)} refuses: .* may have been replaced"):
+    with pytest.raises(Unauthorized, match=f"^{re.escape(server.url)} refuses: .* may have been revoked"):
         list(batches)
 
 
@@ -312,7 +312,7 @@ def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, sta
 def test_insecure_has_to_be_said(start_server: StartServer) -> None:
     """Then it starts, and warns."""
     server = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0", "--insecure")
-    server.await_line("WARNING authentication is disabled, and the server sends batches, without encryption")
+    server.await_line("WARNING authentication is disabled, and the server sends batches without encryption")
     assert httpx.get(f"{server.url}/v1/datasets").status_code == 200
 
 
@@ -385,7 +385,7 @@ def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, 
     ]
     for arguments in commands:
         refused = piped(TOOLS, *arguments)
-        assert (refused.code, "set TELELOADER_TOKEN" in refused.err) == (2, True), refused
+        assert (refused.code, "Set TELELOADER_TOKEN" in refused.err) == (2, True), refused
         done = piped(TOOLS, *arguments, "--token-file", str(file))
         assert done.code == 0, done
         assert tables.secrets["all"] not in done.out + done.err
@@ -435,7 +435,7 @@ def test_the_token_shows_nowhere(
     note(lambda: RemoteDataset(server.url, "many", token=token, reconnect_timeout=0.2))
     everything = "\n".join([*said, *caplog.messages, caplog.text, *server.log])
     assert "ValueError: sample 17 is damaged" in everything
-    assert "may have been replaced" in everything
+    assert "may have been revoked" in everything
     assert "no loader server answers" in everything
     assert token not in everything
     assert token[:12] not in everything

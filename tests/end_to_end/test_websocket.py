@@ -198,9 +198,9 @@ def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | byte
 @pytest.mark.parametrize(
     ("lists", "said"),
     [
-        (b"nonsense", "lists no indices"),
-        (b"", "lists none"),
-        (msgpack.packb([0, 0, 1]), "lists no indices"),
+        (b"nonsense", "invalid body"),
+        (b"", "empty body"),
+        (msgpack.packb([0, 0, 1]), "invalid body"),
         (codec.to_bytes(GONE, [1, 2], checksum=False), "on a connection for"),
     ],
 )
