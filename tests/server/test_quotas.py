@@ -351,7 +351,7 @@ def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate
     assert all(steady.delay(k / rate, rate) < 1e-6 for k in range(50))
 
 
-async def test_principals_are_let_in_by_turns() -> None:
+async def test_principals_are_started_by_turns() -> None:
     """However many requests of one wait, those of another wait for no more than a round of them."""
     turns, order = FairQueue(), []
 
@@ -370,7 +370,7 @@ async def test_principals_are_let_in_by_turns() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not turns._waiting
-    assert not turns._let_in
+    assert not turns._started
 
 
 async def test_who_waits_for_a_turn_may_leave() -> None:
