@@ -107,9 +107,7 @@ class Bits:
         """Return this memory if the frame fills it, else a copy: a batch must not keep its neighbours alive."""
         if nbytes == len(self.data):
             return self
-        own = self.allocate(nbytes)
-        own.data[:] = self.data[start : start + nbytes]
-        return own
+        return type(self)(self.data[start : start + nbytes].copy())
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """Return a view: an array of the NumPy type that holds the bits of `dtype_name`."""
@@ -269,7 +267,7 @@ def frame_size(prologue: bytes | memoryview) -> int:
     Raises:
         ProtocolError: When these are not the beginning of a frame.
     """
-    return _read_prologue(prologue, 0).size
+    return _read_prologue(prologue, 0)[0]
 
 
 class Envelope(NamedTuple):
@@ -309,17 +307,21 @@ def open_frame(raw: bytes | memoryview, start: int, max_header: int) -> Envelope
         CorruptFrame: The checksum does not match.
         ProtocolError: The bytes are not a frame, it is not complete, or its header exceeds the limit.
     """
+    return Envelope(*_opened(memoryview(raw), start, max_header))
+
+
+def _opened(raw: memoryview, start: int, max_header: int) -> tuple[int, int, memoryview]:
+    """Return what `open_frame` does as a plain tuple, which takes half the time to make."""
     size, values, checksum, header_size = _read_prologue(raw, start)
     there = len(raw) - start
     if size > there:
         raise ProtocolError(f"a frame of {size:,} bytes is cut off after {there:,}")
     if header_size > max_header:
         raise ProtocolError(f"a frame states a header of {header_size:,} bytes, and the limit is {max_header:,}")
-    view = memoryview(raw)
     begin = start + PROLOGUE_SIZE
-    if checksum is not None and xxhash.xxh3_64_intdigest(view[begin : start + size]) != checksum:
+    if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin : start + size]) != checksum:
         raise CorruptFrame("a frame's content does not match its checksum")
-    return Envelope(size, values, view[begin : begin + header_size])
+    return size, values, raw[begin : begin + header_size]
 
 
 def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterator[Frame]:
@@ -334,33 +336,29 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
         ProtocolError: If the bytes break the format.
     """
     start, end = 0, len(memory.data)
+    raw, max_header = memory.data.data, _header_limit(max_bytes)
     while start < end:
-        envelope = open_frame(memory.data.data, start, _header_limit(max_bytes))
-        yield _decode(memory.frame(start, envelope.size), envelope, max_bytes)
-        start += envelope.size
+        size, values, header = _opened(raw, start, max_header)
+        yield _decode(memory.frame(start, size), size, values, header, max_bytes)
+        start += size
 
 
 def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
     """Decode exactly one frame: see `read_all`."""
-    envelope = open_frame(memory.data.data, 0, _header_limit(max_bytes))
-    if envelope.size != len(memory.data):
-        raise ProtocolError(f"a frame states {envelope.size:,} bytes and has {len(memory.data):,}")
-    return _decode(memory, envelope, max_bytes)
+    size, values, header = _opened(memory.data.data, 0, _header_limit(max_bytes))
+    if size != len(memory.data):
+        raise ProtocolError(f"a frame states {size:,} bytes and has {len(memory.data):,}")
+    return _decode(memory, size, values, header, max_bytes)
 
 
-def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
+def _decode(memory: Memory, size: int, values: int, packed: memoryview, max_bytes: int) -> Frame:
     """Decode the frame that fills `memory`."""
-    size, values, packed = envelope
     header_size = len(packed)
     try:
         header = msgpack.unpackb(packed, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of a frame is not msgpack: {type(error).__name__}") from None
-    match header:
-        case {"loader": str(loader), "epoch": int(epoch), "batch": int(batch)}:
-            address = Address(loader, epoch, batch)
-        case _:
-            raise ProtocolError("the header of a frame states no loader, epoch and batch")
+    address = _read_address(header)
     segments = _Segments(memory, PROLOGUE_SIZE + header_size, header.get("compression"), max_bytes)
     padding = 0
     if "failure" in header:
@@ -379,6 +377,15 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"the shard_state of a frame must be a string, was {short(shard_state)}")
     return Frame(address, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
+
+
+def _read_address(header: Any) -> Address:
+    # a mapping pattern takes two microseconds, for each batch
+    if type(header) is dict:
+        loader, epoch, batch = header.get("loader"), header.get("epoch"), header.get("batch")
+        if type(loader) is str and type(epoch) is int and type(batch) is int:
+            return Address(loader, epoch, batch)
+    raise ProtocolError("the header of a frame states no loader, epoch and batch")
 
 
 class _Segments:
@@ -435,14 +442,8 @@ class _Segments:
             raise ProtocolError(f"a frame states {values} values and has {self._taken} arrays")
 
 
-class _Prologue(NamedTuple):
-    size: int
-    values: int
-    checksum: int | None
-    header_size: int
-
-
-def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
+def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int | None, int]:
+    """Return the frame's size, the number of its values, its checksum if it has one, and its header's size."""
     if len(raw) - start < PROLOGUE_SIZE:
         raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(raw) - start}")
     (
@@ -456,7 +457,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> _Prologue:
         raise ProtocolError(f"impossible frame: {values} values, {size:,} bytes, of which {header_size:,} header")
     if flag == _FALSE and digest:
         raise ProtocolError("a frame states a checksum and that it has none")
-    return _Prologue(size, values, digest if flag == _TRUE else None, header_size)
+    return size, values, digest if flag == _TRUE else None, header_size
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:
