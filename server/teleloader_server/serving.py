@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Literal
 
 from teleloader_server.auth.origins import refuse_unprotected
@@ -75,9 +76,8 @@ def serve(
             0 disables the limit; with ``num_workers=0`` there is none.
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
-        token: The token with which clients authenticate, at least 16 characters (``secrets.token_urlsafe()``): they
-            connect with ``RemoteDataset(url, token=...)``. None disables authentication, which requires a loopback
-            address.
+        token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such
+            as ``secrets.token_urlsafe()``. None disables authentication, which requires a loopback address.
         insecure: Disable authentication on a non-loopback `host_address`.
         limits: Limits for clients.
 
@@ -98,25 +98,36 @@ def serve(
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}
     objects = {key: found() if is_factory(found) else found for key, found in named.items()}
-
-    def hosted_now() -> dict[str, HostedDataset]:
-        return {
-            key: host(
-                found,
-                name=key,
-                collate=collate_fn,
-                collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
-                worker_init=worker_init_fn,
-                version=version,
-                seeding=seeding,
-            )
-            for key, found in objects.items()
-        }
-
+    hosted_now = partial(_hosted, objects, collate_fn, worker_init_fn, version, seeding)
     hosted_now()  # raise here if an object cannot be hosted
-    server = _LocalServer(
-        ObjectPools(hosted_now, of_workers), of_workers, limits, host_address, port, token, insecure=insecure
-    )
+    pools = ObjectPools(hosted_now, of_workers)
+    with _served(_LocalServer(pools, of_workers, limits, host_address, port, token, insecure=insecure), objects) as url:
+        yield url
+
+
+def _hosted(
+    objects: Mapping[str, Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    worker_init_fn: Callable[[int], None] | None,
+    version: str,
+    seeding: Literal["batch", "sample"],
+) -> dict[str, HostedDataset]:
+    return {
+        name: host(
+            found,
+            name=name,
+            collate=collate_fn,
+            collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
+            worker_init=worker_init_fn,
+            version=version,
+            seeding=seeding,
+        )
+        for name, found in objects.items()
+    }
+
+
+@contextmanager
+def _served(server: _LocalServer, objects: dict[str, Any]) -> Iterator[str]:
     url = server.start()
     local.begin_serving(url, server.thread)
     # if the block is never left, the server stops at interpreter exit, while its thread can still be joined

@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
@@ -106,14 +107,21 @@ class Size(click.ParamType):  # type: ignore[type-arg] # the same
             self.fail(str(error), param, ctx)
 
 
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Report errors of the configuration as click reports invalid arguments: exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> ConfigFile | None:
     """Use the file's ``[server]`` table as defaults, which the command line and the environment override."""
     if path is None:
         return None
-    try:
+    with _usage_errors():
         defaults, limits, datasets = read_toml(path)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
     known = {option.name for option in server.params} - {"config", "demo", "datasets", "version", "limits"}
     for name in defaults:
         if name not in known:
@@ -204,11 +212,9 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     """Return the datasets of command line and configuration file, and make the current folder importable."""
     # users keep their datasets in the folder where they start the server
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        from_file = [] if config is None else config.datasets
+    from_file = [] if config is None else config.datasets
+    with _usage_errors():
         configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
     if not configs:
         raise click.UsageError("no dataset: name at least one as module:name, or host the embedded one with --demo")
     names = [dataset.name for dataset in configs]
@@ -331,7 +337,7 @@ def server(
     """  # noqa: D301 - the escapes are click's
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
-    try:
+    with _usage_errors():
         of_clients = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
         of_workers = Limits(
             num_workers=num_workers,
@@ -342,14 +348,10 @@ def server(
             max_worker_memory=max_worker_memory,
             debug=debug,
         )
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
     if reload:
         sys.exit(_reload(configs, config, host, port))
-    try:
+    with _usage_errors():
         listener = _listener(host, port, **security)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
     sys.exit(_run(configs, of_workers, of_clients, listener, shutdown_grace))
 
 
