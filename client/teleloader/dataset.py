@@ -1,4 +1,4 @@
-"""`RemoteDataset`: a dataset that loader servers host."""
+"""`RemoteDataset`: a dataset on loader servers."""
 
 from __future__ import annotations
 
@@ -39,32 +39,40 @@ _Result = TypeVar("_Result")
 
 
 class RemoteDataset:
-    """A dataset on a loader server, or on several that host the same.
+    """A dataset on a loader server, or on several servers that host the same dataset.
 
-    With several, consecutive batches are spread over them, faster ones make more, and what one does not send in time is
-    asked of another. One that fails is left, and tried again now and then for as long as another one is there. (The
-    shards of an iterable-style dataset are on one server at a time.)
+    With several servers, consecutive batches are distributed over them: faster servers compute more batches, and a
+    request that takes too long is sent to a second server. A failed server is taken out of rotation and retried
+    periodically. (All shards of an iterable-style dataset are on one server at a time.)
 
     Args:
-        url: Where the server is, e.g. ``"http://cpu-box:8000"``, or a list of such.
-        name: The dataset's name there; None takes the only one that is hosted.
-        token: The token that authenticates the client; None takes ``TELELOADER_TOKEN``, or the content of the file that
-            ``TELELOADER_TOKEN_FILE`` names. Prefer those: a token in a script is a token in its repository.
-        ca: File (PEM) of the CA of an ``https://`` server's certificate; None is ``TELELOADER_CA``, or the system's.
-        cert: File (PEM) of a client certificate, where the server wants one; None is ``TELELOADER_CERT``.
-        key: File (PEM) of its key, if that is in another file; None is ``TELELOADER_KEY``.
-        reconnect_timeout: Seconds for which servers are tried again when none answers, now and later.
-        stall_timeout: Seconds without a byte after which a server counts as gone, unless it answers when it is asked
-            whether it is there: a batch may take as long as it takes.
+        url: URL of the server, such as ``"http://cpu-box:8000"``, or a sequence of URLs.
+        name: Name of the dataset on the server. None (the default) selects the only dataset that the server hosts.
+        token: Token that authenticates the client. None (the default) reads ``TELELOADER_TOKEN``, or the file that
+            ``TELELOADER_TOKEN_FILE`` names. Prefer these variables: a token in a script ends up in its repository.
+        ca: File (PEM) of the CA that signed the certificate of an ``https://`` server. None (the default) reads
+            ``TELELOADER_CA``, or uses the CAs of the system.
+        cert: File (PEM) of a client certificate, if the server requires one. None (the default) reads
+            ``TELELOADER_CERT``.
+        key: File (PEM) of the certificate's key, if it is in a file of its own. None (the default) reads
+            ``TELELOADER_KEY``.
+        reconnect_timeout: Seconds for which requests are retried while no server responds; 60 by default, 0 does not
+            retry.
+        stall_timeout: Seconds without a received byte after which the client checks the health of a server, and counts
+            it as disconnected if the check fails; 10 by default. The time to compute a batch is not limited.
 
     Raises:
-        ServerUnavailable: When no server answered for so long.
-        UnknownDataset: When a server hosts no dataset of that name.
-        DatasetChanged: When the servers do not host the same.
-        Unauthorized: When a server wants a token and gets none, or none of its own.
-        Forbidden: When the token is not for this dataset.
-        TlsError: When a server's certificate is not to be trusted.
-        ValueError: When `url` is no HTTP URL, or holds a password.
+        ServerUnavailable: If no server responded within `reconnect_timeout`.
+        UnknownDataset: If a server hosts no dataset of that name.
+        DatasetChanged: If the servers host different data.
+        Unauthorized: If a server requires a token, and no token or an invalid one was provided.
+        Forbidden: If the token does not permit access to this dataset.
+        TlsError: If the certificate of a server cannot be verified.
+        ValueError: If `url` is not an HTTP URL or contains a password, or `stall_timeout` is not positive.
+
+    Example:
+        >>> dataset = RemoteDataset("http://cpu-box:8000", "train")  # doctest: +SKIP
+        >>> loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)  # doctest: +SKIP
     """
 
     def __init__(
@@ -83,9 +91,9 @@ class RemoteDataset:
         several: Any = url if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         urls = list(dict.fromkeys(several))
         if not urls:
-            raise ValueError("RemoteDataset needs the URL of at least one server, was given an empty list")
+            raise ValueError("empty list of server URLs: pass the URL of at least one server")
         if not stall_timeout > 0:
-            raise ValueError(f"stall_timeout must be greater than 0 seconds, was {stall_timeout!r}")
+            raise ValueError(f"stall_timeout must be greater than 0 seconds, got {stall_timeout!r}")
         credentials = Credentials(token, ca, cert, key)
         self.servers = tuple(Server(url, stall_timeout, credentials) for url in urls)
         self.reconnect_timeout = reconnect_timeout
@@ -93,34 +101,34 @@ class RemoteDataset:
 
     @property
     def url(self) -> str:
-        """The server's URL; of several, the first one's."""
+        """URL of the server; with several, that of the first."""
         return self.servers[0].url
 
     @property
     def is_here(self) -> bool:
-        """Whether the server is in this process."""
+        """True if the server runs in this process."""
         return local.is_served_here(self.url)
 
     @property
     def info(self) -> DatasetInfo:
-        """What the server says of the dataset: when it was connected to, or now for an object of this process."""
+        """Description of the dataset when the client connected; of an object of this process, as it is now."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
 
     @property
     def name(self) -> str:
-        """The dataset's name on the server."""
+        """Name of the dataset on the server."""
         return self._info.name
 
     @property
     def cpus(self) -> int:
-        """How many CPUs the server may use."""
+        """Number of CPUs that the server may use."""
         return self._info.cpus
 
     @property
     def iterable(self) -> bool:
-        """Whether it is iterable-style."""
+        """True if the dataset is iterable-style."""
         return self._info.kind == "iterable"
 
     def __len__(self) -> int:
@@ -130,19 +138,26 @@ class RemoteDataset:
         return info.length
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """One sample of a map-style dataset, as ``batch_size=None`` gives it: to look at; a `DataLoader` is fast.
+        """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it.
+
+        Each call is a request, for inspection of a dataset. For training use a `DataLoader`.
+
+        Args:
+            index: Index of the sample; negative indices count from the end.
 
         Raises:
-            IndexError: When there is no such sample, so that ``for sample in dataset`` ends.
-            TypeError: For an iterable-style dataset.
-            Exception: What the dataset raises.
+            IndexError: If the index is out of range.
+            TypeError: If the dataset is iterable-style.
+            Exception: The exception that the dataset raised.
         """
         if self.iterable:
-            raise TypeError(f"dataset {self.name!r} is iterable-style: its samples have no numbers")
+            raise TypeError(f"iterable-style dataset {self.name!r} cannot be indexed: iterate over a DataLoader")
         length = len(self)
         position = operator.index(index) + (length if operator.index(index) < 0 else 0)
         if not 0 <= position < length:
-            raise IndexError(f"sample {operator.index(index)} is out of range: dataset {self.name!r} has {length}")
+            raise IndexError(
+                f"index {operator.index(index)} is out of range: dataset {self.name!r} has {length} samples"
+            )
         spec = LoaderSpec(dataset=self.name, batch_size=None)
         frame = self._batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
         if isinstance(frame.content, Failure):
@@ -150,16 +165,16 @@ class RemoteDataset:
         return frame.content
 
     def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Frame:
-        """One batch, or the failure in its place, by its address, for looking at; a `DataLoader` is fast.
+        """Return the frame of one batch, or of the failure in its place, for inspection of a dataset.
 
         Args:
             spec: The loader.
-            epoch: The epoch.
-            k: Number of the batch.
-            indices: What it holds, for an order of the client's own.
+            epoch: The epoch, from 0.
+            k: Number of the batch, from 0.
+            indices: Indices of the batch, if `spec` has a client-side sampler.
 
         Raises:
-            BatchOutOfRange: When the epoch has no such batch.
+            BatchOutOfRange: If the epoch has no such batch.
         """
         return self._batch(spec, epoch, k, indices, consumer=PREVIEW)
 
@@ -174,7 +189,7 @@ class RemoteDataset:
         try:
             listed = None if indices is None else index_frame(address, indices)
             frame = server.batch(address, listed, consumer=consumer)
-            server.answered()
+            server.succeeded()
         finally:
             if spec.session is not None:
                 server.end_session(address.loader)
@@ -187,15 +202,15 @@ class RemoteDataset:
         return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
 
     def register(self, spec: LoaderSpec) -> tuple[int, Registration]:
-        """Make a loader known to the first server that answers.
+        """Register a loader with the first server that responds.
 
         Returns:
-            The server's number, and its answer.
+            Position of the server in `servers`, and its response.
 
         Raises:
-            ServerUnavailable: When none answers.
-            DatasetChanged: When other data are hosted now than `spec` was made for.
-            VersionMismatch: When another version of the protocol is spoken.
+            ServerUnavailable: If no server responds.
+            DatasetChanged: If the servers host other data than `spec` was made for.
+            VersionMismatch: If the server uses another version of the protocol.
         """
         return self._persistently(lambda: self._register(spec))
 
@@ -214,72 +229,63 @@ class RemoteDataset:
                 server.last_error = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
                 errors.append(error)
                 continue
-            for trouble in news:
-                logger.warning("%s; another server is asked", trouble)
+            for problem in news:
+                logger.warning("%s; using another server", problem)
             return number, registered
         raise _final(errors)
 
     def _found(self, name: str | None) -> DatasetInfo:
-        """The dataset, as all servers that answer have it."""
+        """Return the description of the dataset, which is equal on all servers that respond."""
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[TeleloaderError] = []
-        for server, answer in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
-            if isinstance(answer, TeleloaderError):
-                server.last_error = type(answer)
-                missing.append(answer)
-                continue
-            server.answered()
-            found = {info.name: info for info in answer}
-            wanted = next(iter(found)) if name is None and len(found) == 1 else name
-            if wanted not in found:
-                if name is not None:
-                    with suppress(UnknownDataset):
-                        server.dataset(name)  # it may be there, and not for this client: then the server says so
-                known = ", ".join(repr(known) for known in found)
-                asked = "no name was given" if name is None else f"{name!r} was asked for"
-                raise UnknownDataset(f"{server.url} hosts {known or 'nothing'}, and {asked}: name one of these")
-            hosted.append((server, found[wanted]))
+        for server, response in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
+            if isinstance(response, TeleloaderError):
+                server.last_error = type(response)
+                missing.append(response)
+            else:
+                server.succeeded()
+                hosted.append((server, _select(server, name, response)))
         if not hosted:
             raise _final(missing)
         for error in missing:
-            logger.warning("%s; going on without it until it answers", error)
+            logger.warning("%s; continuing without this server until it responds", error)
         if len({info.fingerprint for _, info in hosted}) > 1:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
                 f"{info.fingerprint}"
                 for server, info in hosted
             )
-            raise DatasetChanged(f"the servers do not host the same: {each}. Update them all, or leave some out")
+            raise DatasetChanged(f"the servers host different data: {each}. Update all servers, or remove some URLs")
         return hosted[0][1]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
-        """The result of a request; waits for a server that is only being started."""
+        """Return the result of a request; retry while no server responds, for example because it is starting."""
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:
                 return request()
             except ServerUnavailable as error:
                 if backoff.first and self.reconnect_timeout > 0:
-                    logger.warning("%s; trying again for %g s", error, self.reconnect_timeout)
+                    logger.warning("%s; retrying for %g s", error, self.reconnect_timeout)
                 if not backoff.pause(error.retry_after):
                     tried = f" (tried for {self.reconnect_timeout:g} s)" if self.reconnect_timeout > 0 else ""
                     hint = self._hint() if isinstance(error, Unreached) else ""
                     raise ServerUnavailable(f"{error}{tried}{hint}") from None
 
     def _hint(self) -> str:
-        """What may be wrong where nobody takes a connection."""
+        """Return advice for a refused connection."""
         here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
-        others = "" if here else " Other machines than its own reach it only if it was started with --host."
-        return f". Is teleloader-server running there, and is the address right?{others}"
+        others = "" if here else " A server started without --host accepts connections of its own machine only."
+        return f". Check that teleloader-server is running there, and that the URL is correct.{others}"
 
 
 def consumers_prefix() -> str:
-    """What the names of all consumers of this process begin with."""
+    """Return the prefix of the names of all consumers of this process."""
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 
 def _final(errors: list[TeleloaderError]) -> TeleloaderError:
-    """Of the errors of all servers the first that another attempt does not resolve, or the first if there is none."""
+    """Return the first error that a retry does not resolve, or the first error if there is none."""
     return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
 
@@ -290,9 +296,23 @@ def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable | Prot
         return error
 
 
-def _concurrently(ask: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:
-    """What each server answers: one that is silent shall not hold up the others."""
+def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> DatasetInfo:
+    """Return the dataset of a server with that name, or the only one."""
+    found = {info.name: info for info in datasets}
+    wanted = next(iter(found)) if name is None and len(found) == 1 else name
+    if wanted in found:
+        return found[wanted]
+    if name is not None:
+        with suppress(UnknownDataset):
+            server.dataset(name)  # raises Forbidden if the dataset is hosted, but not for this client
+    known = ", ".join(map(repr, found)) or "no datasets"
+    problem = "no dataset name was given" if name is None else f"unknown dataset {name!r}"
+    raise UnknownDataset(f"{problem}: {server.url} hosts {known}. Pass one of these names")
+
+
+def _concurrently(request: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:
+    """Return the responses of all servers; a slow server does not delay the requests to others."""
     if len(servers) == 1:
-        return [ask(servers[0])]
+        return [request(servers[0])]
     with ThreadPoolExecutor(len(servers)) as executor:
-        return list(executor.map(ask, servers))
+        return list(executor.map(request, servers))

@@ -1,4 +1,4 @@
-"""A failure frame becomes the exception that it tells of, with torch's text and more."""
+"""Conversion of failure frames to exceptions, with the text of torch and where the failure occurred."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN_INDICES = 20
 
 
 class _Message(str):
-    """A KeyError shows the repr of its message: this one keeps its lines, as torch's KeyErrorMessage does."""
+    """Message whose repr keeps its lines, as torch's KeyErrorMessage: a KeyError shows the repr."""
 
     __slots__ = ()
 
@@ -23,11 +23,16 @@ class _Message(str):
 
 
 def exception_of(failure: Failure, address: Address, server: str) -> Exception:
-    """The exception to raise for `failure`.
+    """Return the exception to raise for `failure`.
 
-    It has the original type where that is a builtin one (as ``torch.utils.data.DataLoader`` does it), or one of
-    teleloader's; any other is a `RemoteError`, because nothing is imported on a server's word. A builtin type that
-    cannot be made from a message becomes a RuntimeError, as in torch.
+    Builtin types (as in ``torch.utils.data.DataLoader``) and types of teleloader are kept. Other types become a
+    `RemoteError`: a server cannot make the client import modules. A builtin type that cannot be created from a message
+    becomes a RuntimeError, as in torch.
+
+    Args:
+        failure: Content of the failure frame.
+        address: Address of the batch.
+        server: URL of the server.
     """
     text = _text(failure, address, server)
     name = failure.type.rpartition(".")[2]
@@ -44,12 +49,12 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
         if getattr(kind, "message", None):
             return kind(**{"message": text})
         return kind(_Message(text) if issubclass(kind, KeyError) else text)
-    except Exception:  # noqa: BLE001 - its constructor wants something else
+    except Exception:  # noqa: BLE001 - its constructor takes other arguments
         return RuntimeError(text)
 
 
 def _class_of_this_process(name: str) -> object:
-    """The class of that qualified name, for an exception that was raised in a process forked from this one."""
+    """Return the class of that qualified name, for an exception of a process that was forked from this one."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         found: object = sys.modules.get(".".join(parts[:i]))
@@ -61,7 +66,7 @@ def _class_of_this_process(name: str) -> object:
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
-    """Teleloader's own error of that name, if there is one that a sentence makes."""
+    """Return teleloader's own error of that name; None if no such class can be created from a message."""
     kind = vars(errors).get(name)
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)

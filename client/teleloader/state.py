@@ -1,4 +1,4 @@
-"""Where a loader stands, and the ``state_dict`` that says it: what must agree when it is loaded, and what moves."""
+"""Position of a loader, and its ``state_dict``: which fields must be equal when it is loaded, and which move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE_VERSION: Final = 2
 
 
 class Position(NamedTuple):
-    """Where the next ``iter()`` begins."""
+    """Start of the next ``iter()``."""
 
     epoch: int = 0
     batch: int = 0
@@ -22,17 +22,17 @@ class Position(NamedTuple):
     """For a client-side sampler: the random generators when the iterator of this epoch began, `draws_base_seed` (True
     if the base seed was drawn from them first) and `drawn` (True if the first index list was drawn)."""
     base_seed: int | None = None
-    """The base seed of an epoch that was begun before."""
+    """The base seed of an epoch that was started before."""
     shard_states: tuple[str | None, ...] | None = None
-    """Where the shards of an iterable-style dataset stand, as far as they can say so."""
+    """States of the shards of an iterable-style dataset; None for a shard that reports none."""
     sampler: dict[str, Any] | None = None
-    """For a client-side sampler that keeps a state: where it stands, see `sampling.SamplerStates`."""
+    """For a stateful client-side sampler: its state, see `sampling.SamplerStates`."""
 
     def check(self) -> None:
-        """Raise if a state of the user's objects could not be kept.
+        """Check that the states of the user's objects can be saved.
 
         Raises:
-            StateMismatch: With a message that names the value.
+            StateMismatch: If one cannot; the message names the value.
         """
         texts = [*(self.shard_states or ()), self.sampler and self.sampler["text"]]
         for text in filter(None, texts):
@@ -45,11 +45,11 @@ def save(
     """Return the state of a loader at `position`.
 
     Args:
-        position: Where it stands.
-        identity: What a loader that goes on must have in common with it.
-        global_batch_size: With a plan: samples in a batch of all ranks together. A place in a plan is counted in
-            samples, so that it means the same for another number of ranks.
-        generators: The random generators that later epochs are drawn from, as they are now.
+        position: The position.
+        identity: Fields that must be equal in the loader that resumes.
+        global_batch_size: With a plan, samples in a batch of all ranks together: positions are saved in samples, so
+            that they are valid for another number of ranks. None saves them in batches.
+        generators: Current states of the random generators that later epochs are drawn from.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if position.base_seed is not None:
@@ -68,29 +68,21 @@ def save(
 def load(
     state: object, identity: Mapping[str, Any], global_batch_size: int | None
 ) -> tuple[Position, Mapping[str, Any]]:
-    """Return the position that `state` was saved at, and the random generators of later epochs.
+    """Return the position in `state`, and the states of the random generators of later epochs.
 
     Raises:
-        StateMismatch: When it is the state of something else, or stands within a global batch of this loader.
+        StateMismatch: If the state is invalid, belongs to a loader with another identity, or its position lies within
+            a global batch of this loader.
     """
     if not isinstance(state, dict) or "epoch" not in state:
-        raise StateMismatch(f"a state is what state_dict() of a loader returned, was {short(state)}")
+        raise StateMismatch(f"invalid state {short(state)}: pass what state_dict() returned")
     for name, value in {"version": STATE_VERSION, **identity}.items():
         if state.get(name) != value:
             raise StateMismatch(
-                f"the state was saved with {name} = {short(state.get(name))}, and this loader has {value!r}: "
-                "resume with the loader's old arguments and data, or begin a new run"
+                f"the state was saved with {name} = {short(state.get(name))}, but this loader has {value!r}: resume "
+                "with the arguments and the data of the loader that saved it, or start a new run"
             )
-    place = "batch" if global_batch_size is None else "samples"
-    epoch, at = state["epoch"], state.get(place)
-    if not isinstance(epoch, int) or not isinstance(at, int) or epoch < 0 or at < 0:
-        raise StateMismatch(f"a state's epoch and {place} must be numbers from 0, were {short(epoch)} and {short(at)}")
-    batch, rest = divmod(at, global_batch_size or 1)
-    if rest:
-        raise StateMismatch(
-            f"the state stands after {at} samples, which is no multiple of this loader's batch_size * "
-            f"world_size = {global_batch_size}: choose them so that they divide it"
-        )
+    epoch, batch = _epoch_and_batch(state, global_batch_size)
     shard_states = _optional(state, "shard_states", list | tuple)
     position = Position(
         epoch,
@@ -101,6 +93,22 @@ def load(
         _sampler(state),
     )
     return position, _optional(state, "generators", dict) or {}
+
+
+def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) -> tuple[int, int]:
+    unit = "batch" if global_batch_size is None else "samples"
+    epoch, count = state["epoch"], state.get(unit)
+    if not isinstance(epoch, int) or not isinstance(count, int) or epoch < 0 or count < 0:
+        raise StateMismatch(
+            f"invalid state with epoch = {short(epoch)} and {unit} = {short(count)}: expected whole numbers from 0"
+        )
+    batch, rest = divmod(count, global_batch_size or 1)
+    if rest:
+        raise StateMismatch(
+            f"the state was saved after {count} samples, which is not a multiple of this loader's batch_size * "
+            f"world_size = {global_batch_size}: choose batch_size and world_size so that their product divides {count}"
+        )
+    return epoch, batch
 
 
 def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -116,5 +124,5 @@ def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:
 def _optional(state: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:
     value = state.get(name)
     if value is not None and not isinstance(value, kind):
-        raise StateMismatch(f"a state's {name} is nothing that state_dict() of a loader returns, was {short(value)}")
+        raise StateMismatch(f"invalid state with {name} = {short(value)}: pass what state_dict() returned")
     return value

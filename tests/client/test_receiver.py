@@ -99,7 +99,7 @@ def test_an_error_stays() -> None:
     with fake_server(lambda request: 400) as url:
         batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
         for _ in range(2):
-            with pytest.raises(ProtocolError, match="answered 400: not now"):
+            with pytest.raises(ProtocolError, match="responded with 400: not now"):
                 next(batches)
 
 

@@ -20,7 +20,8 @@ from teleloader import (
     TeleloaderError,
     Unauthorized,
 )
-from teleloader.api.control import Server, parse_retry_after
+from teleloader.api.control import Server
+from teleloader.api.responses import parse_retry_after
 from teleloader.fetch.reorder import ReorderBuffer
 from tests.attacks.test_hostile_server import raw_server
 from tests.client.fake_server import Answer, Raw, Request, fake_server
@@ -99,7 +100,10 @@ def test_a_refused_registration_is_sent_once_more_and_then_raised() -> None:
         asked.append(422)
         return 422
 
-    with fake_server(Request.right, registering=refuse) as url, pytest.raises(ProtocolError, match="answered 422"):
+    with (
+        fake_server(Request.right, registering=refuse) as url,
+        pytest.raises(ProtocolError, match="responded with 422"),
+    ):
         epoch(url, reconnect_timeout=30)
     assert len(asked) == 2
 
@@ -184,8 +188,8 @@ def test_at_first_contact_another_server_is_an_error_at_once(status: int) -> Non
         RemoteDataset(url, reconnect_timeout=30)
     assert len(asked) == 1
     text = str(raised.value)
-    assert text.startswith(f"{url}/v1/datasets answered {status}: <html>")
-    assert text.endswith("Is that the address and port of a loader server?")
+    assert text.startswith(f"{url}/v1/datasets responded with {status}: <html>")
+    assert text.endswith("Check that this is the URL of a loader server")
     assert " gateway " in text
     assert text.isprintable()
     assert len(text) < 500

@@ -24,7 +24,7 @@ NO_URLS: list[Any] = [
 def test_what_is_no_url_is_refused(url: Any) -> None:
     """At once, by the library as by its parts."""
     for make in (lambda: Server(url, 1.0), lambda: RemoteDataset([url, "http://127.0.0.1:9"], "train")):
-        with pytest.raises(ValueError, match="the server's URL must look like http://host:8000, was ") as error:
+        with pytest.raises(ValueError, match="invalid server URL ") as error:
             make()
         assert repr(url) in str(error.value)
         assert "\n" not in str(error.value)
@@ -33,13 +33,13 @@ def test_what_is_no_url_is_refused(url: Any) -> None:
 @pytest.mark.parametrize("url", [None, 5])
 def test_what_is_neither_a_url_nor_a_list_of_them_is_refused(url: Any) -> None:
     """With the same sentence."""
-    with pytest.raises(ValueError, match=r"must look like http://host:8000, was (None|5)$"):
+    with pytest.raises(ValueError, match=r"invalid server URL (None|5): expected http://host:port$"):
         RemoteDataset(url)
 
 
 def test_a_list_of_no_servers_is_refused() -> None:
     """There is nobody to ask."""
-    with pytest.raises(ValueError, match="at least one server, was given an empty list"):
+    with pytest.raises(ValueError, match="empty list of server URLs"):
         RemoteDataset([])
 
 
@@ -53,9 +53,9 @@ def test_a_url_is_written_as_it_is_meant() -> None:
 def test_of_several_datasets_one_must_be_named() -> None:
     """What there is is said, and not that None was asked for."""
     with serve({"a": [1], "b": [2]}, num_workers=0) as url:
-        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and no name was given"):
+        with pytest.raises(UnknownDataset, match=r"no dataset name was given: .* hosts 'a', 'b'\. "):
             RemoteDataset(url)
-        with pytest.raises(UnknownDataset, match="hosts 'a', 'b', and 'c' was asked for"):
+        with pytest.raises(UnknownDataset, match=r"unknown dataset 'c': .* hosts 'a', 'b'\. "):
             RemoteDataset(url, "c")
 
 

@@ -81,7 +81,7 @@ def said(caplog: pytest.LogCaptureFixture, url: str) -> list[str]:
     """What was logged, in order: that a server is in trouble, and that it is not any more."""
     logged = [record.getMessage() for record in caplog.records if url in record.getMessage()]
     caplog.clear()
-    return ["answers now" if line == f"{url} answers now" else "trouble" for line in logged]
+    return ["responds again" if line == f"{url} responds again" else "trouble" for line in logged]
 
 
 def test_a_log_says_when_trouble_began_and_when_it_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_a_log_says_when_trouble_began_and_when_it_ended(caplog: pytest.LogCaptu
     with fake_server(answer, registering=lambda: next(registering, 200)) as url:
         loader = DataLoader(RemoteDataset(url), output="numpy", prefetch_factor=2, num_workers=1)
         assert [batch[0].tolist() for batch in loader] == RIGHT
-        assert said(caplog, url) == ["trouble", "answers now"] * 2
+        assert said(caplog, url) == ["trouble", "responds again"] * 2
         assert [batch[0].tolist() for batch in loader] == RIGHT
         assert said(caplog, url) == []
 
@@ -106,7 +106,9 @@ def test_whoever_is_refused_is_not_asked_whether_a_server_runs() -> None:
     with fake_server(Request.right, registering=lambda: 503) as url, pytest.raises(ServerUnavailable) as refused:
         next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0.1), output="numpy")))
     assert str(refused.value).endswith("(tried for 0.1 s)")
-    with pytest.raises(ServerUnavailable, match=r"\(tried for 0\.1 s\)\. Is teleloader-server running there"):
+    with pytest.raises(
+        ServerUnavailable, match=r"\(tried for 0\.1 s\)\. Check that teleloader-server is running there"
+    ):
         RemoteDataset(url, reconnect_timeout=0.1)
 
 
@@ -147,7 +149,7 @@ def test_a_silent_server_is_waited_for_once(silent: str) -> None:
 def test_shards_move_at_once_when_a_server_refuses_for_good() -> None:
     """Nobody else is receiving meanwhile; and when all refuse, that is told at once."""
     assert load(lambda request: 400, Request.right, info=ITERABLE, num_workers=1, timeout=4) == RIGHT
-    with pytest.raises(ProtocolError, match="answered 400"):
+    with pytest.raises(ProtocolError, match="responded with 400"):
         load(lambda request: 400, lambda request: 400, info=ITERABLE, num_workers=1, timeout=4)
 
 

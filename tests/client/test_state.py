@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from teleloader import state
-from teleloader.api.control import MAX_JSON_BYTES, Server, error_of
+from teleloader.api.control import MAX_JSON_BYTES, Server
+from teleloader.api.responses import error_of
 from teleloader_shared.errors import Forbidden, ProtocolError, ServerUnavailable, StateMismatch, Unauthorized
 from teleloader_shared.spec import LoaderSpec
 from tests.client.fake_server import INFO
@@ -73,7 +74,7 @@ class Saying(Server):
 @pytest.mark.parametrize("answer", [None, 5, "x", {}, [5], [{}], [[INFO]], nested()], ids=lambda answer: type(answer))
 def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
     """As what it is: something that is no loader server."""
-    with pytest.raises(ProtocolError, match="is it a loader server"):
+    with pytest.raises(ProtocolError, match="check that this is the URL of a loader server"):
         Saying(answer).datasets()
 
 
@@ -81,7 +82,7 @@ def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
 def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
     """Where it is read, and not where it is used."""
     assert Saying(INFO).dataset("fake").name == "fake"
-    with pytest.raises(ProtocolError, match=f"says that {name} is .*: is it a loader server"):
+    with pytest.raises(ProtocolError, match=f"invalid {name} = .*: check that this is the URL of a loader server"):
         Saying({**INFO, name: [[name]]}).dataset("fake")
 
 
@@ -89,7 +90,7 @@ def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
 def test_a_registration_with_a_value_of_another_type_is_refused(name: str) -> None:
     """As above."""
     assert Saying(REGISTERED).register(LoaderSpec(dataset="fake")).batches == 8
-    with pytest.raises(ProtocolError, match=f"says that {name} is"):
+    with pytest.raises(ProtocolError, match=f"invalid {name} = "):
         Saying({**REGISTERED, name: [1]}).register(LoaderSpec(dataset="fake"))
 
 
@@ -147,7 +148,7 @@ def test_what_a_server_refuses_names_the_server() -> None:
         assert type(error) is kind
         assert str(error) == "http://server refuses: why"
     failed = error_of(500, json.dumps({"code": "InternalError", "detail": "why"}).encode(), "http://server", "/v1/x")
-    assert str(failed) == "http://server/v1/x answered 500: why"
+    assert str(failed) == "http://server/v1/x responded with 500: why"
     for body in (b"why", json.dumps({"code": "NotFound", "detail": "why"}).encode()):
         doubtful = error_of(404, body, "http://server", "/v1/x")
-        assert str(doubtful).startswith("http://server/v1/x answered 404: why. Is that the address and port")
+        assert str(doubtful).startswith("http://server/v1/x responded with 404: why. Check that this is the URL")

@@ -243,5 +243,5 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
             DataLoader(RemoteDataset(url, "a"), 4, seed=2).load_state_dict(state)
         with pytest.raises(ValueError, match="dataset = "):
             DataLoader(RemoteDataset(url, "b"), 4, seed=1).load_state_dict(state)
-        with pytest.raises(ValueError, match="no multiple of this loader's batch_size"):
+        with pytest.raises(ValueError, match="not a multiple of this loader's batch_size"):
             DataLoader(RemoteDataset(url, "a"), 4, seed=1).load_state_dict({**state, "samples": 6})

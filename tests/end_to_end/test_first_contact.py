@@ -142,20 +142,20 @@ def refusal(kind: type[Exception], *arguments: str) -> str:
 def test_no_server(free_port: int) -> None:
     """Where it was looked for, and what to look at."""
     text = refusal(ServerUnavailable, f"http://127.0.0.1:{free_port}")
-    assert f"no loader server answers at http://127.0.0.1:{free_port}: " in text
-    assert text.endswith("Is teleloader-server running there, and is the address right?")
+    assert f"cannot connect to http://127.0.0.1:{free_port}: " in text
+    assert text.endswith("Check that teleloader-server is running there, and that the URL is correct.")
 
 
 def test_no_server_on_another_machine() -> None:
     """Then it may be there, and listen to its own machine only."""
     text = refusal(ServerUnavailable, "http://no-such-machine.invalid:8000")
-    assert text.endswith("Other machines than its own reach it only if it was started with --host.")
+    assert text.endswith("A server started without --host accepts connections of its own machine only.")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "cpu-box", "tcp://cpu-box:8000"])
 def test_an_address_that_is_no_url(url: str) -> None:
     """What it must look like."""
-    assert refusal(ValueError, url) == f"the server's URL must look like http://host:8000, was {url!r}"
+    assert refusal(ValueError, url) == f"invalid server URL {url!r}: expected http://host:port"
 
 
 @contextmanager
@@ -191,8 +191,8 @@ def test_the_port_of_some_other_web_server() -> None:
     """Its answer, and that it is no loader server's."""
     with elsewhere() as url:
         text = refusal(ProtocolError, url)
-    assert text.startswith(f"{url}{DATASETS_PATH} answered 404")
-    assert text.endswith("Is that the address and port of a loader server?")
+    assert text.startswith(f"{url}{DATASETS_PATH} responded with 404")
+    assert text.endswith("Check that this is the URL of a loader server")
 
 
 def test_the_port_of_something_that_speaks_no_http() -> None:
@@ -208,16 +208,16 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         text = refusal(ServerUnavailable, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    assert "though something listens there" in text
-    assert "Is teleloader-server running there" not in text
+    assert "which accepted the connection" in text
+    assert "teleloader-server is running there" not in text
 
 
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
     """The names that are, and where to write one."""
     server = start_server("--demo", "--num-workers", "1")
-    hosted = f"{server.url} hosts 'digits-train', 'digits-test', and"
-    assert refusal(UnknownDataset, server.url, "train") == f"{hosted} 'train' was asked for: name one of these"
-    assert refusal(UnknownDataset, server.url) == f"{hosted} no name was given: name one of these"
+    hosted = f"{server.url} hosts 'digits-train', 'digits-test'. Pass one of these names"
+    assert refusal(UnknownDataset, server.url, "train") == f"unknown dataset 'train': {hosted}"
+    assert refusal(UnknownDataset, server.url) == f"no dataset name was given: {hosted}"
 
 
 def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

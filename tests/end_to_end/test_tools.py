@@ -59,7 +59,7 @@ def test_no_server_is_one_line_and_exit_code_2(command: str) -> None:
     """On stderr; nothing is on stdout, where a program would read a result."""
     done = tool(command, NOWHERE)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"teleloader: no loader server answers at {NOWHERE}")
+    assert done.err.startswith(f"teleloader: cannot connect to {NOWHERE}")
     assert done.err.count("\n") == 1
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
     """With the form that one has."""
     done = tool(command, "cpu-box:8000")
     assert (done.code, done.out) == (2, "")
-    assert "must look like http://host:8000, was 'cpu-box:8000'" in done.err
+    assert "invalid server URL 'cpu-box:8000': expected http://host:port" in done.err
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "ftp://cpu-box", "http://cpu-box:99999", "http://h:80.", ""])
@@ -77,7 +77,7 @@ def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
     """And no traceback, whatever part of it is wrong."""
     done = tool(command, url)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"teleloader: the server's URL must look like http://host:8000, was {url!r}")
+    assert done.err.startswith(f"teleloader: invalid server URL {url!r}: expected http://host:port")
     assert done.err.count("\n") == 1
 
 
@@ -85,7 +85,7 @@ def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: Se
     """What there is, and that one must be named."""
     done = tool("peek", hosting.url)
     assert done.code == 2
-    assert done.err.rstrip().endswith("'stream', and no name was given: name one of these")
+    assert done.err.rstrip().endswith("'stream'. Pass one of these names")
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
@@ -232,8 +232,8 @@ def test_watching_a_server_that_goes_away_goes_on() -> None:
     try:
         while "error" not in (said := json.loads(watching.stdout.readline())):
             pass
-        assert "no loader server answers" in said["error"]
-        assert "no loader server answers" in json.loads(watching.stdout.readline())["error"]
+        assert "cannot connect to" in said["error"]
+        assert "cannot connect to" in json.loads(watching.stdout.readline())["error"]
     finally:
         watching.send_signal(signal.SIGINT)
         watching.communicate()
@@ -304,7 +304,7 @@ def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
     ("arguments", "words"),
     [
         (["numbers", "100"], "batch 100 is out of range"),
-        (["nothing"], "'nothing' was asked for"),
+        (["nothing"], "unknown dataset 'nothing'"),
         (["numbers", "--batch-size", "0"], "batch_size must be a whole number in [1, 1048576], was 0"),
         (["numbers", "--indices", "1,b"], "indices must be whole numbers with commas between them, were '1,b'"),
         (["numbers", "x"], "'x' is not a valid integer"),

@@ -13,7 +13,8 @@ from typing import Any, Final, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from teleloader import state
-from teleloader.api.control import Server, error_of
+from teleloader.api.control import Server
+from teleloader.api.responses import error_of
 from teleloader_shared.errors import InvalidSpec, ProtocolError, StateMismatch, TeleloaderError
 from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.spec import LoaderSpec

@@ -1,4 +1,4 @@
-"""The control plane: what a client asks a server for besides batches, each request on a connection of its own."""
+"""Control requests of a client: everything but batches, each request on its own connection."""
 
 from __future__ import annotations
 
@@ -13,42 +13,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import wraps
-from types import UnionType
-from typing import (
-    Any,
-    Concatenate,
-    Final,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import httpx
 import numpy as np
 
 from teleloader.api.credentials import Credentials, refused_client, tls_error
-from teleloader.errors import known_error
+from teleloader.api.responses import error_of, parse_retry_after, record
 from teleloader.tensors.memory import ordinary_memory
 from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Address, Frame
-from teleloader_shared.errors import (
-    AccessDenied,
-    ProtocolError,
-    ServerUnavailable,
-    TeleloaderError,
-    TlsError,
-    VersionMismatch,
-    WorkerDied,
-)
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -62,39 +40,33 @@ from teleloader_shared.messages import (
     batches_path,
     loader_path,
 )
-from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import excerpt, sentence, short
 
 MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 4 * 2**20
-"""Bytes of a list of datasets, and of ``/stats``."""
+"""Limit of a list of datasets, and of ``/stats``, in bytes."""
 MAX_RECORD_BYTES: Final = 2**20
-"""Bytes of one dataset, or one registration, as JSON."""
+"""Limit of one dataset, or one registration, as JSON, in bytes."""
 MAX_PROBLEM_BYTES: Final = 2**18
-"""Bytes that are read of a response that is not a success."""
-MAX_NAME: Final = 4096
-"""Characters of a name that a server states."""
-MAX_LISTED: Final = 4096
-"""Names in a list of them."""
+"""Limit of the part that is read of an unsuccessful response, in bytes."""
 PATIENCE_FACTOR: Final = 3
-"""An answer must be complete in so many times the seconds after which a silent server counts as gone."""
+"""Limit of the duration of a response, as a multiple of the timeout for each byte."""
 END_TIMEOUT: Final = 2.0
-"""Seconds that an iterator which is dropped waits for the server to take note."""
+"""Limit of the wait of a deleted iterator for the end of its session, in seconds."""
 MAX_PATIENCE: Final = 4
-"""A response is waited for at most so many times the server's `timeout`, however slow it has been."""
-MAX_RETRY_DIGITS: Final = 10
+"""Limit of the wait for a slow server, as a multiple of its `timeout`."""
 PROBE: Final = 1.0
-"""Seconds after which a server that says nothing counts as one that waits for a request."""
+"""Time after which a server that sends nothing is waiting for a request, in seconds."""
 
 logger = logging.getLogger("teleloader")
 
-_Record = TypeVar("_Record", DatasetInfo, Registration)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 class Unreached(ServerUnavailable):
-    """There was not even a connection."""
+    """The connection could not be established."""
 
 
 class Response(NamedTuple):
@@ -103,7 +75,7 @@ class Response(NamedTuple):
     status: int
     body: bytearray
     retry_after: float
-    """Seconds to wait before the next request, 0.0 if the response does not state them."""
+    """Seconds to wait before a retry; 0.0 if the response does not state them."""
 
 
 def _confirmed(
@@ -111,9 +83,9 @@ def _confirmed(
 ) -> Callable[Concatenate[Server, _Arguments], _Result]:
     """Repeat a refused request at once on a new connection, and raise only the second refusal.
 
-    One damaged bit in a request or in a response can look like any refusal. An unavailable server is left to the
-    caller, who waits before the next attempt; TLS has detected damage itself; and a server that has never responded as
-    a loader server does is more likely none.
+    One damaged bit in a request or in a response can look like any refusal. Not repeated: requests to an unavailable
+    server, because the caller waits before a retry; TLS errors, because TLS detects damage; and requests to a server
+    that has never responded as a loader server, because it probably is another server.
     """
 
     @wraps(request)
@@ -134,12 +106,12 @@ class Server:
     """A loader server.
 
     Args:
-        url: Where it is.
-        timeout: Seconds without a byte after which it counts as gone.
-        credentials: What is shown to it; None shows what the environment says.
+        url: URL of the server.
+        timeout: Seconds without a received byte after which the server counts as disconnected.
+        credentials: Token and certificates; None reads them from the environment.
 
     Raises:
-        ValueError: When `url` is no HTTP URL, or holds a password.
+        ValueError: If `url` is not an HTTP URL, or contains a password.
     """
 
     def __init__(self, url: str, timeout: float, credentials: Credentials | None = None) -> None:
@@ -150,45 +122,48 @@ class Server:
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
         self.last_error: type[Exception] | None = None
-        """Why it did not do what it was asked for last: others are asked first, and the user was told of it."""
+        """Error of the last request: other servers are preferred, and a warning was logged."""
         self.is_identified = False
-        """Whether a loader server has responded: then another kind of response comes from something in between."""
+        """True if a loader server has responded: then responses of another kind come from a proxy."""
         self._slowest = 0.0
-        """Seconds that the slowest recent response took, or was waited for; each faster one takes a tenth away."""
+        """Duration of the slowest recent response or wait, in seconds; each faster response reduces it by a tenth."""
 
-    def answered(self) -> None:
-        """It did what it was asked for: the user, who was told that it does not, is told so."""
+    def succeeded(self) -> None:
+        """Note a successful request; log it if the last one failed."""
         if self.last_error is not None:
-            logger.warning("%s answers now", self.url)
+            logger.warning("%s responds again", self.url)
             self.last_error = None
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:
-        """What it hosts."""
-        answer = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
-        if not isinstance(answer, list):
-            raise ProtocolError(f"{self.url} lists no datasets, but says {short(answer)}: is it a loader server?")
-        return [_record(DatasetInfo, found) for found in answer]
+        """Return the hosted datasets that the token permits."""
+        datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
+        if not isinstance(datasets, list):
+            raise ProtocolError(
+                f"{self.url} sent {short(datasets)}, expected a list of datasets: check that this is the URL of a "
+                "loader server"
+            )
+        return [record(DatasetInfo, fields) for fields in datasets]
 
     @_confirmed
     def dataset(self, name: str) -> DatasetInfo:
-        """What it says of a dataset."""
-        return _record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
+        """Return the description of a dataset."""
+        return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
 
     @_confirmed
     def register(self, spec: LoaderSpec) -> Registration:
-        """Make a loader known, however often.
+        """Register a loader; idempotent.
 
         Raises:
-            ServerUnavailable: When the server does not answer.
-            DatasetChanged: When it hosts other data now than `spec` was made for.
-            VersionMismatch: When it speaks another version of the protocol.
-            ProtocolError: When the response is not the registration of `spec`.
+            ServerUnavailable: If the server does not respond.
+            DatasetChanged: If the server hosts other data than `spec` was made for.
+            VersionMismatch: If the server uses another version of the protocol.
+            ProtocolError: If the response is not the registration of `spec`.
         """
-        registered = _record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
+        registered = record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{self.url} speaks protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: "
+                f"{self.url} uses protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: "
                 "install the same release of teleloader on both sides"
             )
         key = replace(spec, fingerprint=registered.fingerprint).key
@@ -201,16 +176,16 @@ class Server:
 
     @_confirmed
     def touch(self, key: str) -> None:
-        """Say that a session's client is still there, though it asks for nothing.
+        """Send a heartbeat for a session whose client requests no batches.
 
         Raises:
-            ServerUnavailable: When the server does not answer.
-            UnknownLoader: When it has no such session any more.
+            ServerUnavailable: If the server does not respond.
+            UnknownLoader: If the server has evicted the session.
         """
         self._request("GET", loader_path(key))
 
     def end_session(self, key: str) -> None:
-        """Say that a loader's own workers are not needed any more; the server would find out by itself, later."""
+        """End a private pool of workers; without this the server ends it after an idle time."""
         with suppress(TeleloaderError):
             self._end_session(key)
 
@@ -224,11 +199,11 @@ class Server:
 
         Args:
             address: The batch.
-            listed: The frame of its indices, for an order of the client's own.
-            consumer: What the server calls whoever asks.
+            listed: Frame of the indices of the batch, for a client-side sampler.
+            consumer: Name of the client in ``/stats``.
 
         Raises:
-            ProtocolError: When the response is not a frame of that batch, of at most `DEFAULT_MAX_BATCH_BYTES`.
+            ProtocolError: If the response is not a frame of that batch, of at most `DEFAULT_MAX_BATCH_BYTES`.
         """
         path = batches_path(address.loader, address.epoch)
         options = {"limit": DEFAULT_MAX_BATCH_BYTES, "timeout": None, "headers": {CONSUMER_HEADER: consumer}}
@@ -244,29 +219,32 @@ class Server:
 
     @_confirmed
     def stats(self, limit: int) -> Any:
-        """What ``/stats`` answers, as JSON, with at most so many consumers.
+        """Return the response of ``/stats``, as JSON.
+
+        Args:
+            limit: The most consumers to include.
 
         Raises:
-            ServerUnavailable: When the server does not answer.
-            ProtocolError: When what answers is no loader server.
+            ServerUnavailable: If the server does not respond.
+            ProtocolError: If the response is not that of a loader server.
         """
         return self._request("GET", f"{STATS_PATH}?limit={limit}", limit=MAX_JSON_BYTES)
 
     def is_alive(self) -> bool:
-        """Whether it answers at all."""
+        """Return True if the server responds."""
         if local.is_served_here(self.url):
-            return True  # what holds it up is user code in this process
+            return True  # user code in this process delays it
         try:
             response = self._response("GET", HEALTH_PATH, timeout=self._patience(self.timeout / 2))
         except ServerUnavailable:
             return False
         except TeleloaderError:
             return True
-        # 502 and its like are a proxy's, of a server that is gone; any other response is one of something that is there
+        # 5xx is the response of a proxy for a server that is unavailable
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """What it means that a connection broke, where it is nothing that asking again mends."""
+        """Return the TLS error behind a broken connection; None if a retry may help."""
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found
@@ -283,9 +261,9 @@ class Server:
         return self.url.startswith("https")
 
     def _hangs_up(self, context: ssl.SSLContext) -> bool | None:
-        """Whether the server ends a TLS connection that nobody has asked for anything; None when there is no TLS.
+        """Return True if the server closes a TLS connection before a request; None if it does not speak TLS.
 
-        That is how it looks from here when a server does not take the client's certificate.
+        A server that rejects the client's certificate does so.
         """
         url = httpx.URL(self.url)
         try:
@@ -303,11 +281,11 @@ class Server:
             return None
 
     def _patience(self, least: float) -> float:
-        """Seconds to wait for a response: longer for a server that has been slow, as one on a busy machine is."""
+        """Return the seconds to wait for a response: longer for a server that has been slow."""
         return min(max(least, 2 * self._slowest), MAX_PATIENCE * self.timeout)
 
     def _request(self, method: str, path: str, *, limit: int = MAX_RECORD_BYTES, **options: Any) -> Any:
-        """The JSON of a successful response of at most `limit` bytes, None if the response has no content."""
+        """Return the JSON of a successful response of at most `limit` bytes; None if the response has no content."""
         body = self._successful(method, path, limit=limit, **options)
         if not body:
             return None
@@ -315,17 +293,17 @@ class Server:
             content = json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(
-                f"{self.url}{path} answers with something that is not JSON: {excerpt(body)}. "
-                "Is that the address and port of a loader server?"
+                f"the response of {self.url}{path} is not JSON: {excerpt(body)}. Check that this is the URL of a "
+                "loader server"
             ) from None
         self.is_identified = True
         return content
 
     def _successful(self, method: str, path: str, **options: Any) -> bytearray:
-        """The body of a successful response.
+        """Return the body of a successful response.
 
         Raises:
-            TeleloaderError: When the status is another one than 200 and 204.
+            TeleloaderError: If the status is not 200 or 204.
         """
         shown = self.credentials.token
         response = self._response(method, path, **options)
@@ -342,9 +320,9 @@ class Server:
         """Send a request on a new connection, and receive the response.
 
         Raises:
-            ServerUnavailable: When no complete response comes in time.
-            TlsError: When the two sides do not trust each other.
-            ProtocolError: When the body of a successful response has more than `limit` bytes.
+            ServerUnavailable: If the response is not complete in time.
+            TlsError: If one side cannot verify the certificate of the other.
+            ProtocolError: If the body of a successful response has more than `limit` bytes.
         """
         headers = {
             PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers,
@@ -357,58 +335,58 @@ class Server:
         connected: list[socket.socket] = []
         began = time.monotonic()
         try:
-            # a client for each of these few requests: no socket is left open between them. What the environment says
-            # of proxies is ignored, because the batches themselves do not go through one either
+            # one client for each of these few requests: no socket stays open between them. Proxy settings of the
+            # environment are ignored, because batches do not use a proxy either
             with (
                 httpx.Client(verify=verify, trust_env=False) as client,
                 _deadline(timeout, connected) as trace,
-                client.stream(method, self.url + path, extensions={"trace": trace}, **options) as answer,
+                client.stream(method, self.url + path, extensions={"trace": trace}, **options) as response,
             ):
-                # a batch may take as long as it takes, but once its response has begun it must go on
-                answer.request.extensions["timeout"]["read"] = timeout or self.timeout
-                body = _body_of(answer, limit)
+                # the time to compute a batch is not limited, but pauses within a response are
+                response.request.extensions["timeout"]["read"] = timeout or self.timeout
+                body = _body_of(response, limit)
         except httpx.TransportError as error:
             if timeout is not None and connected and isinstance(error, httpx.TimeoutException):
                 self._slowest = max(self._slowest, timeout)
-            raise self.broke(error) or self._unanswered(error, is_reached=bool(connected)) from None
+            raise self.broke(error) or self._unavailable(error, is_reached=bool(connected)) from None
         if timeout is not None:
             self._slowest = max(time.monotonic() - began, 0.9 * self._slowest)
-        return Response(answer.status_code, body, parse_retry_after(answer.headers.get("retry-after", "")))
+        return Response(response.status_code, body, parse_retry_after(response.headers.get("retry-after", "")))
 
-    def _unanswered(self, error: httpx.TransportError, *, is_reached: bool) -> ServerUnavailable:
+    def _unavailable(self, error: httpx.TransportError, *, is_reached: bool) -> ServerUnavailable:
         why = sentence(str(error)) or type(error).__name__
         if is_reached:
-            return ServerUnavailable(f"no loader server answers at {self.url}, though something listens there: {why}")
-        return Unreached(f"no loader server answers at {self.url}: {why}")
+            return ServerUnavailable(f"no response from {self.url}, which accepted the connection: {why}")
+        return Unreached(f"cannot connect to {self.url}: {why}")
 
 
 def _parsed(url: object) -> httpx.URL:
-    """A URL of a server.
+    """Return a server's URL, parsed.
 
     Raises:
-        ValueError: When it is none, or holds a password.
+        ValueError: If it is not an HTTP URL, or contains a password.
     """
-    wrong = f"the server's URL must look like http://host:8000, was {_without_secrets(url)}"
+    invalid = f"invalid server URL {_without_secrets(url)}: expected http://host:port"
     if not isinstance(url, str) or any(c.isspace() for c in url):
-        raise ValueError(wrong)
+        raise ValueError(invalid)
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, UnicodeError) as error:
-        raise ValueError(f"{wrong} ({error})") from None
+        raise ValueError(f"{invalid} ({error})") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(wrong)
+        raise ValueError(invalid)
     if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
-        raise ValueError(f"{wrong} (a port is a number in [1, {MAX_PORT}])")
+        raise ValueError(f"{invalid} with a port in [1, {MAX_PORT}]")
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise ValueError(
-            "the server's URL must hold no password, query or fragment, because URLs are logged: give a token as "
-            "token= or by TELELOADER_TOKEN"
+            "invalid server URL: a password, query or fragment is not allowed, because URLs are logged. Pass a token "
+            "as token=, or set TELELOADER_TOKEN"
         )
     return parsed
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether a host of a URL is this machine, without a look-up of its name."""
+    """Return True if the host of a URL is this machine, without a DNS lookup."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -417,29 +395,29 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-@functools.cache  # once for each server, however many datasets are made of it
+@functools.cache  # once for each server
 def _warn_of_clear_token(url: str) -> None:
     logger.warning(
-        "the token for %s is sent in clear, because http:// has no TLS: everybody on the network path can read and use "
-        "it. Start the server with --ssl-certfile and write https://",
+        "the token for %s is sent in clear text: http:// has no TLS, so the token can be read and used on the network "
+        "path. Start the server with --ssl-certfile and use https://",
         url,
     )
 
 
 def _without_secrets(url: object) -> str:
-    """As much of a URL as may stand in a log."""
-    return "one with a password or something like it" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
+    """Return the part of a URL that may be logged."""
+    return "(hidden: it contains '@')" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 
 @contextmanager
 def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator[Callable[[str, dict[str, Any]], None]]:
-    """What tells of a connection, which is broken when the answer is not there after a few times the timeout.
+    """Shut the connection down if the response takes `PATIENCE_FACTOR` times the timeout; yield httpx's trace hook.
 
-    The timeout is for each byte: a server that sends one now and then would be waited for without end.
+    The timeout is for each byte: a server that sends single bytes could delay the client for ever.
 
     Args:
-        timeout: In seconds.
-        connected: Where the connection is put when there is one.
+        timeout: Seconds; None has no limit.
+        connected: Receives the socket of the connection.
     """
 
     def trace(event: str, info: dict[str, Any]) -> None:
@@ -465,125 +443,23 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
             one.close()
 
 
-def _body_of(answer: httpx.Response, limit: int) -> bytearray:
-    """The body as it came: what was compressed unasked is not unpacked, because a little can unpack to very much.
+def _body_of(response: httpx.Response, limit: int) -> bytearray:
+    """Return the raw body. It is not decompressed: a small body could decompress to a very large one.
 
     Args:
-        answer: The response.
-        limit: Bytes that a successful response may have. Others are cut after `MAX_PROBLEM_BYTES`.
+        response: The response.
+        limit: Limit of a successful response, in bytes. Others are cut off after `MAX_PROBLEM_BYTES`.
     """
-    is_success = answer.status_code == httpx.codes.OK
+    is_success = response.status_code == httpx.codes.OK
     body = bytearray()
-    for piece in answer.iter_raw():
+    for piece in response.iter_raw():
         body += piece
         if is_success and len(body) > limit:
-            raise ProtocolError(f"{answer.url} answers with more than {limit:,} bytes: no loader server?")
+            raise ProtocolError(
+                f"the response of {response.url} has more than {limit:,} bytes: check that this is the URL of a loader "
+                "server"
+            )
         if not is_success and len(body) >= MAX_PROBLEM_BYTES:
             del body[MAX_PROBLEM_BYTES:]
             break
     return body
-
-
-TRANSIENT: Final = frozenset(
-    {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS, httpx.codes.NOT_FOUND}
-)
-"""Statuses besides 5xx after which the same request may succeed later; 404 only if something in between sent it."""
-
-
-def error_of(
-    status: int,
-    body: bytes | bytearray,
-    server: str,
-    path: str = "",
-    *,
-    retry_after: float = 0.0,
-    is_identified: bool = True,
-) -> TeleloaderError:
-    """The error that a response other than 200 stands for.
-
-    Args:
-        status: The status of the response.
-        body: Its body. A loader server states in it what is wrong, with a code; a proxy does not.
-        server: URL of the server that was asked, which is named where it lets somebody not do something.
-        path: Below that.
-        retry_after: Seconds that the response asks the client to wait.
-        is_identified: Whether a loader server has responded at this URL before.
-
-    Returns:
-        A `ServerUnavailable` if the request may succeed later.
-    """
-    problem = _problem_of(body)
-    code, detail = problem.get("code", ""), sentence(problem.get("detail", excerpt(body)))
-    # any web server has addresses where nothing is
-    doubt = "" if code and status != httpx.codes.NOT_FOUND else ". Is that the address and port of a loader server?"
-    error = known_error(code, detail) or ProtocolError(
-        f"{server}{path} answered {status}{f': {detail}' if detail else ''}{doubt}"
-    )
-    if isinstance(error, AccessDenied | ServerUnavailable):
-        error = type(error)(f"{refusing(server)}{error}")
-    elif _is_transient(status, code) and (code or is_identified):
-        error = ServerUnavailable(str(error))
-    if isinstance(error, ServerUnavailable):
-        error.retry_after = retry_after
-    return error
-
-
-def _is_transient(status: int, code: str) -> bool:
-    """Whether the same request may succeed later."""
-    if code and (status == httpx.codes.NOT_FOUND or code == WorkerDied.__name__):
-        return False
-    return status in TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
-
-
-def parse_retry_after(header: str) -> float:
-    """Seconds that a ``Retry-After`` header states, as a number or a date; 0.0 if it states none."""
-    if header.isascii() and header.isdecimal() and len(header) < MAX_RETRY_DIGITS:
-        return float(header)
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
-
-
-def refusing(server: str) -> str:
-    """How an error begins that says why a server does not do something."""
-    return f"{server} refuses: "
-
-
-def _problem_of(body: bytes | bytearray) -> dict[str, str]:
-    """The fields of a problem+json body, {} when it is none."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return {key: value for key, value in content.items() if isinstance(value, str)} if isinstance(content, dict) else {}
-
-
-def _record(kind: type[_Record], fields: Any) -> _Record:
-    """A record from JSON; fields that a newer server adds are ignored."""
-    hints = get_type_hints(kind)
-    if not isinstance(fields, dict) or not set(hints) <= set(fields):
-        raise ProtocolError(
-            f"the server's answer lacks some of {', '.join(hints)}: is it a loader server, and of the same release of "
-            "teleloader as this client?"
-        )
-    for name, hint in hints.items():
-        if not _fits(fields[name], hint):
-            raise ProtocolError(f"the server says that {name} is {short(fields[name])}: is it a loader server?")
-    return kind(**{name: fields[name] for name in hints})
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of the type of a record's field."""
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if kind is Literal:
-        return value in parts
-    if kind is list:
-        return isinstance(value, list) and len(value) <= MAX_LISTED and all(_fits(item, parts[0]) for item in value)
-    if hint is str:
-        return type(value) is str and len(value) <= MAX_NAME and value.isprintable()
-    if hint is int:
-        return type(value) is int and 0 <= value <= MAX_EPOCH
-    return type(value) is hint

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from teleloader.api.backoff import Backoff
-from teleloader.api.control import Server, refusing
+from teleloader.api.control import Server
+from teleloader.api.responses import refusing
 from teleloader.fetch.reorder import BROKEN, ReorderBuffer
 from teleloader.fetch.shards import DeliveredShards
 from teleloader.tensors.devices import Device
@@ -246,7 +247,7 @@ class Fetcher:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
             # not before: who lets a loader be registered may still refuse its batches
-            self._servers[0].answered()
+            self._servers[0].succeeded()
             rest = self._reorder_buffer.deliver(self._number, self._servers[0].url, frames, nbytes)
             del frames
             # the answer may be shorter than the range: what was not ready is asked for again, before anything else

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from teleloader.api.control import MAX_PROBLEM_BYTES, Server, error_of, parse_retry_after
+from teleloader.api.control import MAX_PROBLEM_BYTES, Server
+from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.base import Range
 from teleloader.transport.tracing import RequestTrace

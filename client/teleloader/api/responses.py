@@ -1,0 +1,141 @@
+"""Interpretation of responses: errors for statuses, and typed records from JSON. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from types import UnionType
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import httpx
+
+from teleloader.errors import known_error
+from teleloader_shared.errors import AccessDenied, ProtocolError, ServerUnavailable, TeleloaderError, WorkerDied
+from teleloader_shared.messages import DatasetInfo, Registration
+from teleloader_shared.spec import MAX_EPOCH
+from teleloader_shared.text import excerpt, sentence, short
+
+MAX_NAME: Final = 4096
+"""Limit of a string in a record, in characters."""
+MAX_LISTED: Final = 4096
+"""Limit of a list of names, in entries."""
+MAX_RETRY_DIGITS: Final = 10
+
+_Record = TypeVar("_Record", DatasetInfo, Registration)
+
+TRANSIENT: Final = frozenset(
+    {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS, httpx.codes.NOT_FOUND}
+)
+"""Statuses besides 5xx after which a retry may succeed; 404 only from a proxy."""
+
+
+def error_of(
+    status: int,
+    body: bytes | bytearray,
+    server: str,
+    path: str = "",
+    *,
+    retry_after: float = 0.0,
+    is_identified: bool = True,
+) -> TeleloaderError:
+    """Return the error for a response whose status is not 200.
+
+    Args:
+        status: Status of the response.
+        body: Body of the response: problem details with a code from a loader server, anything else from a proxy.
+        server: URL of the server.
+        path: Path of the request.
+        retry_after: Seconds to wait before a retry, as the response states them.
+        is_identified: Whether a loader server has responded at this URL before.
+
+    Returns:
+        A `ServerUnavailable` if a retry may succeed.
+    """
+    problem = _problem_of(body)
+    code, detail = problem.get("code", ""), sentence(problem.get("detail", excerpt(body)))
+    # every web server responds with 404 to unknown paths
+    doubt = "" if code and status != httpx.codes.NOT_FOUND else ". Check that this is the URL of a loader server"
+    error = known_error(code, detail) or ProtocolError(
+        f"{server}{path} responded with {status}{f': {detail}' if detail else ''}{doubt}"
+    )
+    if isinstance(error, AccessDenied | ServerUnavailable):
+        error = type(error)(f"{refusing(server)}{error}")
+    elif _is_transient(status, code) and (code or is_identified):
+        error = ServerUnavailable(str(error))
+    if isinstance(error, ServerUnavailable):
+        error.retry_after = retry_after
+    return error
+
+
+def _is_transient(status: int, code: str) -> bool:
+    """Return True if a retry may succeed."""
+    if code and (status == httpx.codes.NOT_FOUND or code == WorkerDied.__name__):
+        return False
+    return status in TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
+
+
+def parse_retry_after(header: str) -> float:
+    """Return the seconds of a ``Retry-After`` header, a number or a date; 0.0 if it is invalid."""
+    if header.isascii() and header.isdecimal() and len(header) < MAX_RETRY_DIGITS:
+        return float(header)
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def refusing(server: str) -> str:
+    """Return the prefix of errors for a request that a server refused."""
+    return f"{server} refuses: "
+
+
+def _problem_of(body: bytes | bytearray) -> dict[str, str]:
+    """Return the strings of a problem+json body; {} for another body."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, str)} if isinstance(content, dict) else {}
+
+
+def record(kind: type[_Record], fields: Any) -> _Record:
+    """Return a record from JSON; fields that a newer server adds are ignored.
+
+    Args:
+        kind: Class of the record.
+        fields: The JSON value.
+
+    Raises:
+        ProtocolError: If a field is missing, or its value is not of its type.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(fields, dict) or not set(hints) <= set(fields):
+        raise ProtocolError(
+            f"the response lacks some of the fields {', '.join(hints)}: check that this is the URL of a loader server, "
+            "and that both sides have the same release of teleloader"
+        )
+    for name, hint in hints.items():
+        if not _fits(fields[name], hint):
+            raise ProtocolError(
+                f"invalid {name} = {short(fields[name])} in the response: check that this is the URL of a loader server"
+            )
+    return kind(**{name: fields[name] for name in hints})
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Return True if a JSON value is of the type of a record's field."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is list:
+        return isinstance(value, list) and len(value) <= MAX_LISTED and all(_fits(item, parts[0]) for item in value)
+    return value in parts if kind is Literal else _is_plain(value, hint)
+
+
+def _is_plain(value: object, hint: Any) -> bool:
+    if hint is str:
+        return type(value) is str and len(value) <= MAX_NAME and value.isprintable()
+    if hint is int:
+        return type(value) is int and 0 <= value <= MAX_EPOCH
+    return type(value) is hint
