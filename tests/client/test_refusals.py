@@ -214,7 +214,7 @@ def test_at_first_contact_a_loader_server_that_starts_is_waited_for() -> None:
         content = json.dumps([]).encode()
         connection.sendall(problem(503, "ServerUnavailable") if len(asked) < 3 else response(200, content))
 
-    with raw_server(answer) as url, pytest.raises(TeleloaderError, match="hosts nothing"):
+    with raw_server(answer) as url, pytest.raises(TeleloaderError, match="hosts no datasets"):
         RemoteDataset(url, reconnect_timeout=30)
     assert len(asked) == 3
 

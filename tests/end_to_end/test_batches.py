@@ -239,7 +239,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
     """Another dataset, seed or global batch size: one sentence with both values."""
     with serve({"a": hosted.Samples(lambda i: i), "b": hosted.Samples(lambda i: i, 60)}, num_workers=1) as url:
         state = DataLoader(RemoteDataset(url, "a"), 4, seed=1).state_dict()
-        with pytest.raises(ValueError, match="seed = 1, and this loader has 2"):
+        with pytest.raises(ValueError, match="seed = 1, but this loader has 2"):
             DataLoader(RemoteDataset(url, "a"), 4, seed=2).load_state_dict(state)
         with pytest.raises(ValueError, match="dataset = "):
             DataLoader(RemoteDataset(url, "b"), 4, seed=1).load_state_dict(state)

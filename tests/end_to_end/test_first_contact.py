@@ -249,7 +249,7 @@ def test_a_server_of_another_release() -> None:
     assert f"protocol version {PROTOCOL_VERSION + 1} and this client {PROTOCOL_VERSION}" in str(caught.value)
     assert "install the same release of teleloader on both sides" in str(caught.value)
     with elsewhere(datasets=[{"name": "train"}]) as url:
-        assert "of the same release of teleloader as this client?" in refusal(ProtocolError, url)
+        assert "both sides have the same release of teleloader" in refusal(ProtocolError, url)
 
 
 def test_an_output_that_is_not_installed(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
