@@ -71,6 +71,8 @@ def record_of(kind: type[_Record], value: Any) -> _Record:
 def _read(hint: Any, value: Any) -> Any:
     if get_origin(hint) is list and isinstance(value, list):
         return [_read(get_args(hint)[0], item) for item in value]
+    if get_origin(hint) is dict and isinstance(value, dict):
+        return {key: _read(get_args(hint)[1], item) for key, item in value.items()}
     return record_of(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
 
 
