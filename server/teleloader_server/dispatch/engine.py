@@ -311,13 +311,13 @@ class Engine:
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
+            del self._loaders[key]
             self.forget_loader(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
 
     def forget_loader(self, key: str) -> None:
-        """Forget a loader that no consumer uses, and have the workers forget it."""
-        self._loaders.pop(key, None)
+        """Forget the measurements of a loader, and have the workers forget it; consumers may remain."""
         self._dispatcher.forget_loader(key)
         self._pool.forget(key)
 
