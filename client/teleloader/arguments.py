@@ -1,8 +1,8 @@
-"""What torch's DataLoader refuses, and warns of, when it is made: in its words and in its order, without torch.
+"""Checks of arguments: the errors and warnings of torch's DataLoader, with its texts and in its order, without torch.
 
-When several arguments are wrong, the first check decides which text the user reads. So the functions follow, in the
-order in which `check` calls them, the constructor of torch 2.13, which leaves some checks to the samplers that it makes
-last. A condition is written as torch writes it, so that also values of a wrong type end in the same error.
+If several arguments are invalid, the first check determines the error. So `check` calls the functions in the order of
+the constructor of torch 2.13, which leaves some checks to the samplers that it creates last. Conditions are written as
+in torch, so that values of a wrong type raise the same error, too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """The arguments that torch checks, under its names, and what the server says.
+    """Arguments that torch's constructor checks, under its names, and facts about the dataset.
 
-    It looks at no others before ``iter()``: collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device, and
-    in_order may be anything.
+    It does not check collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device and in_order.
     """
 
     dataset: Sized
-    """Its length is asked for only where torch does that: to shuffle."""
+    """Its ``len()`` is called only where torch does: to shuffle."""
     batch_size: int | None
     shuffle: bool | None
     sampler: Iterable[Any] | None
@@ -36,13 +35,13 @@ class Arguments:
     prefetch_factor: int | None
     persistent_workers: bool
     iterable: bool
-    """Whether the dataset is iterable-style, as torch's `IterableDataset` is; else it is map-style."""
+    """True for an iterable-style dataset, such as torch's `IterableDataset`; False for a map-style one."""
     cpus: int
-    """How many the workers may use, on the server."""
+    """CPUs that the server's workers can use."""
 
 
 def check(arguments: Arguments) -> None:
-    """Raise and warn as torch's constructor does; to be called by ours, whose caller the warning shows.
+    """Raise and warn as torch's constructor does. Warnings show the caller of the function that calls this.
 
     Raises:
         ValueError: For values that are out of range or exclude each other, and for some of a wrong type.
@@ -52,7 +51,7 @@ def check(arguments: Arguments) -> None:
     _check_multiprocessing_context(arguments)
     if arguments.iterable:
         _check_iterable(arguments)
-    # an iterable-style dataset was just refused with any true one
+    # for an iterable-style dataset, `_check_iterable` raised if it is true
     shuffle = not arguments.iterable and bool(arguments.shuffle)
     _check_exclusions(arguments, shuffle=shuffle)
     _check_samplers(arguments, shuffle=shuffle)
@@ -60,9 +59,12 @@ def check(arguments: Arguments) -> None:
 
 
 def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3) -> None:
-    """Warn when workers have to share a CPU; torch does so when the loader is made and at each ``iter()``.
+    """Warn if there are more workers than CPUs, as torch does in the constructor and at each ``iter()``.
 
-    The default `stacklevel` shows the caller of the method that calls this.
+    Args:
+        num_workers: Argument of the loader.
+        cpus: CPUs that the server's workers can use.
+        stacklevel: Stack level of the warning; the default shows the caller of the method that calls this.
     """
     if num_workers > cpus:
         warnings.warn(
@@ -75,10 +77,10 @@ def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3
 
 
 def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | None) -> None:
-    """What torch refuses only when an iteration begins.
+    """Check the arguments that torch checks at ``iter()``.
 
     Raises:
-        AssertionError: For a timeout without workers, or workers with nothing to prefetch.
+        AssertionError: For a timeout without workers, or a `prefetch_factor` of 0 with workers.
     """
     if num_workers == 0 and timeout != 0:
         raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -87,12 +89,12 @@ def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | Non
 
 
 def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> None:
-    """Warn as torch does when an iteration begins whose batches are to be pinned.
+    """Warn as torch does at ``iter()`` of a loader with ``pin_memory=True``.
 
     Args:
         device: The loader's pin_memory_device.
         accelerator: The torch.device that torch would pin for; None if there is none.
-        stacklevel: Of the warnings; by default they show the caller of the method that calls this.
+        stacklevel: Stack level of the warnings; the default shows the caller of the method that calls this.
     """
     if device:
         warnings.warn(
@@ -119,14 +121,14 @@ def check_ranks(
     """Check `seed`, `rank` and `world_size`, which torch does not have.
 
     Raises:
-        ValueError: If they exclude each other, or the arguments of torch that decide the order.
+        ValueError: If they exclude each other, or exclude an argument that determines the order.
     """
     drawn = sampler is not None or generator is not None
     if rank and world_size is None:
-        raise ValueError(f"rank={rank} needs world_size: among how many ranks the epoch is divided")
+        raise ValueError(f"rank={rank} requires world_size, the number of ranks that share the epoch")
     if seed is not None and drawn:
         raise ValueError(
-            "seed option is mutually exclusive with sampler, batch_sampler and generator: it chooses the plan's order"
+            "seed option is mutually exclusive with sampler, batch_sampler and generator: it selects the seeded order"
         )
     if drawn and (rank is not None or world_size is not None):
         raise ValueError(
@@ -136,7 +138,7 @@ def check_ranks(
 
 
 def as_context(context: Any) -> Any:
-    """Return `multiprocessing_context` as torch's loaders show it: a context object in place of a start method."""
+    """Return `multiprocessing_context` as torch's attribute has it: a context object in place of a start method."""
     return get_context(context) if isinstance(context, str) else context
 
 
@@ -181,7 +183,7 @@ def _check_multiprocessing_context(arguments: Arguments) -> None:
 
 def _check_iterable(arguments: Arguments) -> None:
     expected = "DataLoader with IterableDataset: expected unspecified"
-    # as torch has it: 0 passes too, and what cannot be hashed is a TypeError
+    # as in torch, 0 passes, and a value that is not hashable raises TypeError
     if arguments.shuffle not in {False, None}:
         raise ValueError(f"{expected} shuffle option, but got shuffle={arguments.shuffle}")
     if arguments.sampler is not None:
@@ -204,7 +206,7 @@ def _check_exclusions(arguments: Arguments, *, shuffle: bool) -> None:
 
 
 def _check_samplers(arguments: Arguments, *, shuffle: bool) -> None:
-    """The checks of torch's RandomSampler and, where there is no other batch_sampler, BatchSampler."""
+    """Check as torch's RandomSampler does and, without a `batch_sampler`, as its BatchSampler."""
     batch_size, drop_last = arguments.batch_size, arguments.drop_last
     if shuffle and len(arguments.dataset) == 0:
         raise ValueError("num_samples should be a positive integer value, but got num_samples=0")

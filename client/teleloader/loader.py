@@ -1,4 +1,4 @@
-"""`DataLoader`: torch's, with its workers on a loader server."""
+"""`DataLoader`: the DataLoader of torch, with its workers on a loader server."""
 
 from __future__ import annotations
 
@@ -53,82 +53,97 @@ from teleloader_shared.spec import Compression, LoaderSpec, Tail
 DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""What torch does not let be set after construction."""
+"""Attributes that cannot be set after construction, as in torch."""
 
 _numbers = itertools.count()
-"""Loaders of this process, for servers to tell their training loops apart."""
+"""Numbers of this process's loaders: servers distinguish their consumers by them."""
 
 
 class DataLoader:
     """Iterates over the batches of a remote dataset, as ``torch.utils.data.DataLoader`` does over a local one.
 
-    The arguments up to `in_order` are torch's (2.13), with its defaults, exclusions and error texts; what differs is
-    listed in docs/differences.md. Each ``iter()`` is the next epoch, beginning with 0; `set_epoch` chooses it.
+    The arguments up to `in_order` are those of torch 2.13, with its defaults, exclusions and error messages;
+    docs/differences.md lists the differences. The first ``iter()`` yields epoch 0, each further one the next epoch;
+    `set_epoch` selects an epoch. Batches are yielded in order.
 
-    Who decides the order, and so what can be done with it:
+    The arguments select the order of the samples:
 
-    - With `seed`, or where there is nothing to shuffle: the plan, a function of (seed, epoch) that every server knows.
-      Batches can be shared between trainers, nothing is computed beforehand however long the dataset is, and a state
-      fits another number of ranks.
-    - With `sampler`, `batch_sampler` or `generator`, or ``shuffle=True`` without `seed`: torch's samplers or your own,
-      on this side, bit for bit as in torch under the same ``torch.manual_seed``. Index lists are sent to the server.
-      (Without torch, for other outputs than torch's, and for several ranks, ``shuffle=True`` is the plan with seed 0.)
-    - An iterable-style dataset itself: `num_workers` shards, batch j from shard j mod `num_workers`.
+    - Seeded order, with `seed` or without shuffling: a function of (seed, epoch) that every server can compute.
+      Servers share batches between training processes, the first batch does not wait for a permutation of the whole
+      dataset, and a saved state can be loaded with another number of ranks.
+    - Client-side sampler, with `sampler`, `batch_sampler` or `generator`, or with ``shuffle=True`` and no `seed`: the
+      sampler, torch's or the user's, runs in this process and yields the same indices as in torch after the same
+      ``torch.manual_seed``. The client sends index lists to the server. (Without torch, with ``output="numpy"`` or
+      ``"jax"``, and with several ranks, ``shuffle=True`` is the seeded order of seed 0.)
+    - Order of an iterable-style dataset: it is divided into `num_workers` shards, and batch j comes from shard
+      j mod `num_workers`.
 
     Args:
-        dataset: What to load: a `RemoteDataset`, or an object of this process, which is loaded or served here for as
-            long as it is used.
-        batch_size: Samples in a batch of this rank; None for single samples, not collated.
-        shuffle: Whether each epoch has an order of its own. None is False.
-        sampler: Gives the indices, in place of `shuffle`.
-        batch_sampler: Gives index lists, in place of `batch_size`, `shuffle`, `sampler` and `drop_last`.
-        num_workers: Workers to ask the server for: shards of an iterable-style dataset (0: one pass, and
-            ``get_worker_info()`` is None), or the workers of an object that this process serves (0: as many as
-            ``serve`` was told). A configured server shares its workers among the loaders of a map-style dataset,
-            whatever is asked for. An object passed as `dataset` is loaded with 0 in the thread that calls ``next()``.
-        collate_fn: Makes a batch of a list of samples, on the server; None is the server's usual function, else one
-            that it allows by name, or any one for a server in this process.
-        pin_memory: Whether to receive into page-locked memory, from which copies to an accelerator are fastest.
-        drop_last: Whether an incomplete last batch is left out.
-        timeout: Seconds to wait for a batch; 0 waits for as long as the server is there.
-        worker_init_fn: Called in each worker of this loader's own with its number; found like `collate_fn`.
-        multiprocessing_context: Checked as torch does, and without effect: no process is started here.
-        generator: torch.Generator that the order and the base seed are drawn from.
-        prefetch_factor: Batches to hold ready for each worker of the server; None is 2. A loop that takes many small
-            batches a second is given more, so that it does not feel the network's delay, unless the order is that of
-            a sampler of your own, which may look at how training goes on.
-        persistent_workers: Whether workers of this loader's own stay from one epoch to the next.
-        pin_memory_device: Without effect, as in torch.
-        in_order: Without effect: batches always come in order.
-        seed: In [0, 2**64). Decides order and augmentation by the plan; the same on all ranks. None is torch's way.
-        rank: Position among `world_size` data-parallel processes. When neither is given they are those of
-            torch.distributed where it is initialised, also for loaders of validation data; else 0 of 1. A sampler
-            divides the epoch itself.
-        world_size: How many processes share the epoch.
-        tail: When the dataset's length is no multiple of `world_size`: ``"pad"`` repeats samples (as torch's
-            DistributedSampler does), ``"drop"`` leaves the rest out, ``"uneven"`` gives some ranks one more.
-        output: ``"torch"``, ``"numpy"`` or ``"jax"``; None is torch where it is installed, else NumPy.
-        checksum: Whether each batch carries a checksum, so that what the network damaged is asked for again.
-        compression: ``"zstd"`` or ``"lz4"``: the workers compress arrays, for slow networks.
-        max_batch_bytes: The largest batch that is accepted from the server, in bytes.
+        dataset: A `RemoteDataset`, or an object of this process: a dataset as torch accepts it, which this process
+            loads or serves while the loader exists.
+        batch_size: Samples in a batch of this rank; 1 by default. None yields single samples without collation.
+        shuffle: Whether to shuffle the samples in each epoch. None (the default) is False.
+        sampler: Yields indices; excludes `shuffle`. None by default.
+        batch_sampler: Yields index lists; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`. None by default.
+        num_workers: Number of shards of an iterable-style dataset (0, the default: one shard in which
+            ``get_worker_info()`` is None), or of workers for an object of this process (0: the thread that calls
+            ``next()`` loads it; for an object that `serve` hosts, 0 is the number of workers of `serve`). Other servers
+            ignore the value for map-style datasets: their workers are shared by all loaders.
+        collate_fn: Builds a batch from a list of samples, on the server, which must allow the function by name; for an
+            object of this process any function. None (the default) uses the server's collate function.
+        pin_memory: Whether to receive batches into page-locked memory, for fast copies to an accelerator; False by
+            default.
+        drop_last: Whether to omit an incomplete last batch; False by default.
+        timeout: Seconds to wait for a batch; 0 (the default) has no limit while the server is available.
+        worker_init_fn: Called with the worker ID in each worker that serves only this loader; allowed as `collate_fn`
+            is. None by default.
+        multiprocessing_context: Checked as in torch, otherwise ignored: the client starts no processes.
+        generator: A torch.Generator from which the order and the base seed are drawn. None (the default) draws them
+            from torch's global generator.
+        prefetch_factor: Batches to prefetch for each worker of the server. None (the default) is 2. A training loop
+            that consumes many small batches per second gets a larger prefetch window, except with a sampler of the
+            user, which may depend on the progress of training.
+        persistent_workers: Whether workers that serve only this loader are kept between epochs; False by default.
+        pin_memory_device: Ignored, as in torch.
+        in_order: Ignored: batches are always yielded in order.
+        seed: Seed of the seeded order and of random augmentation, in [0, 2**64); the same on all ranks. None (the
+            default) draws both as torch does.
+        rank: Position of this process among `world_size` data-parallel processes. If neither is given (the default),
+            torch.distributed provides both if it is initialised, also for validation data; otherwise they are 0 and 1.
+            A sampler divides the epoch itself.
+        world_size: Number of processes that share the epoch.
+        tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
+            samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
+            one more sample.
+        output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
+            installed, otherwise NumPy.
+        checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
+            default.
+        compression: ``"zstd"`` or ``"lz4"`` lets the workers compress arrays, for slow networks. None (the default)
+            does not compress.
+        max_batch_bytes: Limit of the size of a batch, in bytes; 1 GiB by default.
         device: Accelerator to copy the tensors of batches to: a torch.device, a string such as ``"cuda"`` or
-            ``"cuda:1"``, or an index; None (the default) leaves them in main memory. ``"cuda"`` is the device that is
-            current when ``iter()`` is called. Batches are received into page-locked memory and copied by a thread, on a
-            stream of their own, when they arrive. The current stream of the thread that calls ``next()`` waits for the
-            copy: a batch can be used at once, and kept. See docs/accelerators.md.
-        device_transform: Called with each batch where it is (on `device`, if one is given), in the thread and on the
-            stream that call ``next()``; its result is the batch. For example a cast: ``uint8`` travels, and becomes
-            floating-point there. An exception takes the place of the batch, except that after running out of device
-            memory, or an interruption such as Ctrl-C, the next ``next()`` copies and transforms the same batch anew.
-        device_ahead: Batches to copy to a device before the training loop requests them, from 0 on; 2 by default. Each
-            takes device memory.
-        sharding: With ``output="jax"``, a jax.sharding.Sharding that lays the arrays out over devices; each process
-            gives its own part (``jax.make_array_from_process_local_data``). None (the default) is JAX's default device.
+            ``"cuda:1"``, or an index. None (the default) leaves them in main memory. ``"cuda"`` is the current device
+            when ``iter()`` is called. Batches are received into page-locked memory, and a thread copies each on a
+            separate stream when it has arrived. The current stream of the thread that calls ``next()`` waits for the
+            copy, so a batch can be used immediately, and kept. See docs/accelerators.md.
+        device_transform: Called with each batch (on `device`, if given), in the thread that calls ``next()`` and on its
+            stream; returns the batch to yield. An example is a cast: ``uint8`` is transferred, and converted to
+            floating-point on the device. An exception is raised in place of the batch; after running out of device
+            memory, or an interruption such as Ctrl-C, the next ``next()`` copies and transforms the same batch again.
+            None by default.
+        device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
+            Each occupies device memory.
+        sharding: With ``output="jax"``, a jax.sharding.Sharding that distributes the arrays over devices; each process
+            provides its part (``jax.make_array_from_process_local_data``). None (the default) is JAX's default device.
 
     Raises:
-        ValueError: For arguments that exclude each other or are out of range, and functions that the server does not
-            allow.
-        TypeError: When `dataset` is no dataset, or has no length and one is needed.
+        ValueError: If arguments exclude each other or are out of range, or the server does not allow a function.
+        TypeError: If `dataset` is not a dataset, or has no length although the order requires one.
+
+    Example:
+        >>> loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)  # doctest: +SKIP
+        >>> for images, labels in loader: ...  # doctest: +SKIP
     """
 
     def __init__(
@@ -164,7 +179,7 @@ class DataLoader:
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
         sharding: Any = None,
     ) -> None:
-        remote = find_dataset(dataset, num_workers)
+        self._remote = remote = find_dataset(dataset, num_workers)
         check(
             Arguments(
                 dataset=dataset, batch_size=batch_size, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler,
@@ -175,7 +190,6 @@ class DataLoader:
         )  # fmt: skip
         user_sampler = sampler if batch_sampler is None else batch_sampler
         check_ranks(seed, rank, world_size, sampler=user_sampler, generator=generator)
-        self._remote = remote
         self._output: Output = choose_output(output)
         self.dataset, self.generator = dataset, generator
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
@@ -186,43 +200,46 @@ class DataLoader:
         self.multiprocessing_context = as_context(multiprocessing_context)
         self.device, self.device_transform, self.device_ahead = device, device_transform, device_ahead
         self.sharding = sharding
-        self.batch_size = None if batch_sampler is not None else batch_size
-        self.drop_last = False if batch_sampler is not None else drop_last
+        self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
         self.sampler, self.batch_sampler = sampler, batch_sampler
-        if not remote.iterable:
-            self.sampler, self.batch_sampler = make_samplers(
-                dataset, self.batch_size, bool(shuffle), drop_last, sampler, batch_sampler, generator,
-                as_torch=self._output == "torch" or generator is not None,
-            )  # fmt: skip
-        self._orders = Orders(
-            dataset, (self.sampler, self.batch_sampler), user_sampler,
-            iterable=remote.iterable, seeded=seed is not None, may_repeat=worker_init_fn is None,
-        )  # fmt: skip
-        self._seed = seed
-        self._max_batch_bytes = max_batch_bytes
+        self._seed, self._max_batch_bytes = seed, max_batch_bytes
+        self._orders = self._make_orders(user_sampler, shuffle=bool(shuffle))
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
             checksum=checksum, compression=compression,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
-        # looked up later: the loader may be created before the process group
+        # read at each use: the loader may be created before the process group
         self._distributed = rank is None and world_size is None and user_sampler is None
         self._init_state()
 
+    def _make_orders(self, user_sampler: Any, *, shuffle: bool) -> Orders:
+        """Create the samplers that torch's DataLoader would create, and return the orders."""
+        iterable = self._remote.iterable
+        if not iterable:
+            self.sampler, self.batch_sampler = make_samplers(
+                self.dataset, self.batch_size, shuffle, self.drop_last, self.sampler, self.batch_sampler,
+                self.generator, as_torch=self._output == "torch" or self.generator is not None,
+            )  # fmt: skip
+        return Orders(
+            self.dataset, (self.sampler, self.batch_sampler), user_sampler,
+            iterable=iterable, seeded=self._seed is not None, may_repeat=self.worker_init_fn is None,
+        )  # fmt: skip
+
     def _init_state(self) -> None:
-        """Set what iterations change; raise if the order needs a length that the dataset does not have."""
+        """Set the state that iterations change; raise if the order requires a length that the dataset lacks."""
         self._pool = BufferPool()
         self._number = next(_numbers)
         self._measures = Measures()
         self._next = Position()
-        """Where the next iter() begins."""
+        """Start of the next iterator."""
         self._progress: Progress | None = None
-        """Of the last iterator."""
+        """Position of the last iterator."""
         self._last: Callable[[], LoaderIterator | None] = lambda: None
-        """That iterator, as long as it is referred to."""
+        """Weak reference to the last iterator."""
         self._iterator: LoaderIterator | None = None
-        """With persistent workers, the one and only."""
+        """The only iterator, with persistent workers."""
         if self._order.has_plan:
             len(self.dataset)
         if self.collate_fn is None and self._output == "torch":
@@ -231,9 +248,9 @@ class DataLoader:
         integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
 
     _is_accelerate_prepared: ClassVar[bool] = True
-    """accelerate's `prepare_data_loader` keeps such loaders as they are: ranks and devices are arguments here."""
+    """Keeps accelerate's `prepare_data_loader` from wrapping the loader: ranks and devices are arguments here."""
 
-    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in what it gives
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in its batches
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
@@ -252,11 +269,11 @@ class DataLoader:
     def _name_on_server(self, argument: str) -> str | None:
         return name_on_server(self, argument, getattr(self, argument), self._remote, batched=self._batched)
 
-    # -- the batches of an epoch
+    # -- order of an epoch
 
     @property
     def spec(self) -> LoaderSpec:
-        """What decides the plan; rank and world size are those of torch.distributed by now, unless given."""
+        """Arguments that servers need; rank and world size are those of torch.distributed now, unless given."""
         return replace(self._spec_of_rank, fingerprint=self._remote.info.fingerprint)
 
     @property
@@ -281,20 +298,21 @@ class DataLoader:
         return self.batch_size is not None or self.batch_sampler is not None
 
     def plan(self, epoch: int) -> Plan:
-        """Which samples the batches of an epoch hold: ``plan[k]`` are the int64 indices of batch k.
+        """Return the sample indices of an epoch in seeded order: ``plan[k]`` is the 1-D int64 array of batch k.
+
+        Args:
+            epoch: Number of the epoch, from 0.
 
         Raises:
-            TypeError: When the order is not the plan's, but that of a sampler or of an iterable-style dataset.
+            TypeError: If the order is that of a client-side sampler or of an iterable-style dataset.
         """
         order = self._order
         plan = order.plan(self.spec, epoch)
         if plan is None:
-            raise TypeError(
-                f"the order of {self!r} is {order.description}, so there is no plan; with seed= there is one"
-            )
+            raise TypeError(f"no plan for {self!r}: its order is {order.description}. Pass seed= for a seeded order")
         return plan
 
-    # -- iterating
+    # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
         return self._begun(self._placement())
@@ -303,7 +321,7 @@ class DataLoader:
         return SkippedBatches(self, num_batches, lambda first: self._begun(self._placement(), first))
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Return an asynchronous iterator over the same batches; waiting for one does not block the event loop."""
+        """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""
         placement = self._placement()  # here: each thread has a current device, and iter() runs in another thread
         return AsyncLoaderIterator(lambda: self._begun(placement))
 
@@ -311,7 +329,7 @@ class DataLoader:
         return place(self._output, self._pool, self.device, self.sharding, pin_memory=self.pin_memory)
 
     def _begun(self, placement: Placement, first_batch: int = 0) -> LoaderIterator:
-        """Return an iterator of the next epoch that begins with `first_batch`, or later in an epoch that resumes."""
+        """Return an iterator of the next epoch from `first_batch` on, or from a later position that is resumed."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
@@ -325,7 +343,7 @@ class DataLoader:
         return self._iterator
 
     def _begin(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
-        """Make `iterator` go through the next epoch."""
+        """Begin the next epoch with `iterator`."""
         order = self._order
         begun = self._next = order.initial(self._beginning(order, first_batch))
         resumed = begun.random
@@ -337,7 +355,7 @@ class DataLoader:
         with random_state.as_saved(resumed) if resumed else nullcontext():
             lists = order.index_lists(begun)
             if resumed and resumed["draws_base_seed"]:
-                self._draw_base_seed()  # it is known; what is drawn next is the order
+                self._draw_base_seed()  # its value is known: this advances the generator to the draws of the order
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
@@ -357,7 +375,7 @@ class DataLoader:
     def _beginning(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
         if order.has_plan and progress is not None and progress.is_unused and self._last() is None:
-            # frameworks try whether there is an iterator, and drop it: that was no epoch
+            # frameworks create an iterator to check the loader, and drop it: that is not an epoch
             position = progress.next
         elif progress is not None and progress.following.epoch == position.epoch:
             position = progress.following
@@ -383,7 +401,7 @@ class DataLoader:
         )
 
     def _random_state(self, order: Order) -> RandomState:
-        """Return the generators that decide what the batches of later epochs are."""
+        """Return the generators that determine the batches of later epochs."""
         sampler = order.user_sampler
         process: Iterable[str] = ()
         if self._seed is None and (self._remote.is_here or not order.has_plan):
@@ -398,7 +416,7 @@ class DataLoader:
         return self.persistent_workers and self.num_workers > 0
 
     def _draw_base_seed(self) -> int:
-        """torch's, where torch decides; else a function of the epoch."""
+        """Return the base seed that torch would draw; without torch, a function of the epoch."""
         if self.generator is not None or self._output == "torch":
             return draw_base_seed(self.generator)
         return derive_seed("base", 0, self._next.epoch)
@@ -422,7 +440,7 @@ class DataLoader:
             num_workers=operator.index(self.num_workers) if live or order.has_shards else 0,
         )
         own = order.private_spec(own, base_seed)
-        if before is not None:  # another spec would start other workers
+        if before is not None:  # an equal spec keeps the workers
             return replace(own, shard_states=before.shard_states, resumed_epoch=before.resumed_epoch)
         # replicas that this loader has iterated keep their positions
         if self._progress is None and position.shard_states is not None:
@@ -431,25 +449,31 @@ class DataLoader:
 
     @property
     def _is_live(self) -> bool:
-        """True if workers of this loader load an object of this process as it is now, as in torch."""
+        """True if the workers serve only this loader, with an object of this process as it is now, as in torch."""
         functions = (self._spec.collate, self._spec.worker_init)
         lends = any(name is not None and name.startswith(local.PREFIX) for name in functions)
         return self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
 
     @property
     def _owns_dataset(self) -> bool:
-        """True if the loader was given an object of this process, not the name of one that a server hosts."""
+        """True if `dataset` is an object of this process, not a `RemoteDataset`."""
         return self._remote is not self.dataset
 
-    # -- where it stands
+    # -- position
 
     def set_epoch(self, epoch: SupportsIndex) -> None:
-        """Make the next ``iter()`` that epoch, as ``DistributedSampler.set_epoch`` does; a sampler is told too.
+        """Select the epoch of the next ``iter()``; also calls ``set_epoch`` of the user's sampler, if it has one.
 
-        After `load_state_dict`, the epoch that was interrupted still goes on where it was.
+        After `load_state_dict`, selecting the interrupted epoch continues it at its position.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Raises:
+            ValueError: If `epoch` is not an integer of at least 0.
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
-            raise ValueError(f"epoch must be a whole number from 0, was {epoch!r}")
+            raise ValueError(f"epoch must be an integer of at least 0, got {epoch!r}")
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
         if self._progress is not None and self._progress.position.epoch != epoch:
@@ -458,15 +482,15 @@ class DataLoader:
         self._orders.set_epoch(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator stands, or the next one will begin, as JSON can hold it.
+        """Return the position of the last iterator, or of the next one if none was created, as JSON values.
 
-        For the plan it has about 120 bytes as JSON. It counts the samples that all ranks together have been given, so
-        it is the same on each rank, and fits another number of ranks when ``batch_size * world_size`` divides it. For a
-        sampler it holds the random state that the epoch's order was drawn with besides, 10 KB; for an iterable-style
-        dataset the batches that its shards gave.
+        In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
+        all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
+        a client-side sampler it also has the random state from which the epoch's order was drawn (10 KB); with an
+        iterable-style dataset, the position and the state of each shard.
 
         Raises:
-            StateMismatch: If an iterable-style dataset's own state cannot be saved; the message names the value.
+            StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
         """
         order, spec = self._order, self.spec
         position = self._next if self._progress is None else self._progress.position
@@ -479,11 +503,14 @@ class DataLoader:
         return state.save(position, identity, order.global_batch_size(spec), generators)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: with the next ``iter()``, at exactly the next batch.
+        """Resume at a saved position: the next ``iter()`` begins with the batch that follows it.
+
+        Args:
+            state_dict: A state that `state_dict` returned, in this or another process.
 
         Raises:
-            StateMismatch: When it belongs to another dataset, seed or order, or its position lies within a
-                global batch of this loader.
+            StateMismatch: If the state belongs to another dataset, seed or order, or its position is within a global
+                batch of this loader.
         """
         order, spec = self._order, self.spec
         position, generators = state.load(state_dict, self._identity(order, spec), order.global_batch_size(spec))
@@ -493,7 +520,7 @@ class DataLoader:
         self._progress = self._iterator = None
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
-        """Return what a loader that resumes must have in common with this one."""
+        """Return the values that must be equal in a loader that loads the state."""
         values = {
             "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),
@@ -502,10 +529,9 @@ class DataLoader:
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:
-        """How the last ``iter()`` fares, or did: how long the training loop waits for data, what arrives and so on.
+        """Return statistics of the last ``iter()``: data wait of the training loop, batches, bytes and copies.
 
-        The server has the rest of the story (``teleloader stats URL``): whether it is late itself, and how many workers
-        would not be.
+        The server reports the bottleneck, and the number of workers needed: ``teleloader stats URL``.
         """
         return self._measures.stats()
 

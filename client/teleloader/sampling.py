@@ -1,4 +1,4 @@
-"""The order that lives on the client: torch's samplers or the user's own, what they draw, and where they stand."""
+"""Client-side samplers, torch's or the user's: their index lists, their states, and the random generators they use."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from teleloader_shared.codec import Address, to_bytes
 from teleloader_shared.errors import EncodeError, StateMismatch, TeleloaderError
 from teleloader_shared.protocols import is_stateful
 from teleloader_shared.tree import Tensor
+from teleloader_shared.units import counted
 
 
 def make_samplers(
@@ -56,19 +57,19 @@ def make_samplers(
 
 
 def torchs_collate(*, batched: bool) -> Any:
-    """What torch's DataLoader shows as its collate function when it was given none."""
+    """Return the default of `collate_fn` that torch's DataLoader has as its attribute."""
     from torch.utils.data import default_collate, default_convert
 
     return default_collate if batched else default_convert
 
 
 class Batches:
-    """What torch's BatchSampler makes of a sampler, for clients that do not use torch.
+    """Counterpart of torch's BatchSampler for clients without torch.
 
     Args:
-        sampler: Gives the indices.
-        batch_size: How many make a batch.
-        drop_last: Whether an incomplete last batch is left out.
+        sampler: Yields the indices.
+        batch_size: Number of indices in a batch.
+        drop_last: Whether to omit an incomplete last batch.
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
@@ -92,14 +93,18 @@ def batched(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[l
 
 
 def draw_base_seed(generator: Any) -> int:
-    """The int64 that torch's DataLoader draws, from `generator` or torch's global one, when an iteration begins."""
+    """Draw the int64 base seed of an iteration as torch's DataLoader does.
+
+    Args:
+        generator: A torch.Generator; None draws from torch's global one.
+    """
     import torch
 
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def is_torchs_own(sampler: object) -> bool:
-    """Whether a sampler is one of torch's, which do not look at how training goes on while they are iterated."""
+    """Return True for a sampler of torch, whose order does not depend on the progress of training."""
     inner = getattr(sampler, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.")
     return own and (inner is None or is_torchs_own(inner))
@@ -112,7 +117,7 @@ class _Draws:
 
     Args:
         sampler: As of `IndexLists`.
-        states: What `states` returned: the sampler continues there.
+        states: Result of `states`, at which the sampler continues; empty for the beginning.
 
     Raises:
         StateMismatch: If the sampler cannot load a state that another one saved.
@@ -123,7 +128,7 @@ class _Draws:
         self._keepers: dict[str, Any] = {}
         source = _source(sampler)
         self._keep("sampler", source)
-        # as torch does it: a sampler that is batched is iterated no sooner than its first list is requested
+        # as in torch, a batched sampler is not iterated before its first list is requested
         self.iterator = self._begin(source) if source is sampler else self._batches(source, sampler)
 
     def _begin(self, source: Any) -> Iterator[Any]:
@@ -141,56 +146,57 @@ class _Draws:
         if name in self._states:
             if name not in self._keepers:
                 raise StateMismatch(
-                    f"the state was saved with a sampler that keeps a state, and {type(keeper).__name__} has no "
-                    "state_dict() and load_state_dict(): resume with the loader's old arguments"
+                    f"the state has the state of a sampler, but {type(keeper).__name__} has no state_dict() and "
+                    "load_state_dict(): resume with the arguments of the loader that saved it"
                 )
             keeper.load_state_dict(self._states[name])
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the sampler and of its iterator, as far as they keep one."""
+        """Return the states of the sampler and of its iterator, if they have one."""
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
 
 def _source(sampler: Any) -> Any:
-    """Return what torch's BatchSampler or `Batches` batch, but not what classes derived from them do."""
+    """Return the inner sampler of torch's BatchSampler or of `Batches`; subclasses are returned themselves."""
     torch = sys.modules.get("torch")
     batches = type(sampler) is Batches or (torch is not None and type(sampler) is torch.utils.data.BatchSampler)
     return sampler.sampler if batches else sampler
 
 
 class SamplerStates:
-    """The states of a sampler before lists that the training loop may stop at, and at the end of the epoch.
+    """States of a sampler at the positions where the training loop may stop, and at the end of the epoch.
 
-    A sampler draws ahead of the training loop, so its current state is not that of the loop's position. Each state is
-    a dictionary of JSON values: `text` (see `user_state`), `next` (the number of the list that is drawn next) and
-    `draws` (empty in mid-epoch; at the end of an epoch what `end_epoch` repeats, one number for each iteration).
+    Index lists are drawn before the training loop requests them, so the current state of the sampler is not that of the
+    training loop's position. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of
+    the next list) and `draws` (empty in mid-epoch; at the end of an epoch the draws that `end_epoch` repeats, one
+    number for each iteration).
     """
 
     def __init__(self) -> None:
         self._states: dict[int, dict[str, Any]] = {}
         self.exhausted = False
-        """Whether the sampler came to its end."""
+        """True if the sampler has ended."""
 
     def put(self, number: int, state: dict[str, Any] | None) -> None:
-        """Note the state before list `number`; None for a sampler that keeps none."""
+        """Note the state before list `number`; None for a sampler without a state."""
         if state is not None:
             self._states[number] = state
 
     def release(self, number: int) -> None:
-        """Forget the states before lists below `number`, except those that `end` needs."""
+        """Discard the states before lists below `number`, except those that `end` needs."""
         for k in sorted(self._states)[:-2]:
             if k < number:
                 del self._states[k]
 
     def before(self, number: int) -> dict[str, Any] | None:
-        """Return the last state that is known before list `number`, or before an earlier one."""
+        """Return the last known state before list `number` or an earlier one."""
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the state at the end of this epoch, in which the sampler may not have come to its own end.
+        """Return the state at the end of this epoch; the sampler itself may not have ended.
 
-        It is the state before the last list, and how many draws follow. The state of that moment itself would not do: a
-        sampler that counts what it has yielded takes it for the place where the next epoch begins.
+        The result is the state before the last list, with the number of draws that follow. The state after the last
+        list would be wrong: a sampler that counts its indices would begin the next epoch at that count.
         """
         last = sorted(self._states)[-2:]
         if not last:
@@ -205,13 +211,13 @@ def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | No
 
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
-    """Return the state of a sampler that no loader has iterated."""
+    """Return the state of a sampler that was not iterated."""
     source = _source(sampler)
     return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
 
 
 def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Bring a sampler to where an epoch left it in another process."""
+    """Advance a sampler to its position at the end of an epoch in another process."""
     states = user_state.unpack(state["text"])
     for draws in state["draws"]:
         iterator = _Draws(sampler, states).iterator
@@ -221,12 +227,13 @@ def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
 
 
 class ShownSamplers:
-    """The samplers that a loader made for a user to see, while the order is the plan's.
+    """Samplers that a loader has as attributes, as torch's does, although the order is the seeded one.
 
-    The user can change them: ``loader.batch_sampler.batch_size = 8``. From then on they decide the order, as in torch.
+    The user can change them: ``loader.batch_sampler.batch_size = 8``. From then on they determine the order, as in
+    torch.
 
     Args:
-        samplers: The samplers; None for one that there is not.
+        samplers: The samplers; None is ignored.
     """
 
     def __init__(self, *samplers: Any) -> None:
@@ -234,7 +241,7 @@ class ShownSamplers:
 
     @property
     def change(self) -> str | None:
-        """The first attribute that was set since, as ``BatchSampler.batch_size``; None if there is none."""
+        """First attribute that was changed, such as ``BatchSampler.batch_size``; None if none was."""
         for sampler, before in self._made:
             for name, value in vars(sampler).items():
                 was = before.get(name)
@@ -244,12 +251,12 @@ class ShownSamplers:
 
 
 class IndexLists:
-    """The indices of the batches of one epoch, drawn from a sampler as they are needed.
+    """Index lists of one epoch, drawn from a sampler when they are needed.
 
     Args:
-        sampler: Yields an index list for each batch; for ``batch_size=None`` an index for each sample.
-        skip: How many of them were drawn by an earlier process.
-        state: The sampler's state at the position of the loader, an entry of `SamplerStates`.
+        sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
+        skip: Number of lists to skip, because an earlier process drew them.
+        state: State of the sampler at the position of the loader, an entry of `SamplerStates`.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, state: dict[str, Any] | None = None) -> None:
@@ -258,31 +265,31 @@ class IndexLists:
         self._iterator = self._draws.iterator
         self._skip = skip
         self._next = 0 if saved is None else saved["next"]
-        """The number of the list that the sampler yields next, or has yielded and that is in `_yielded`."""
+        """Number of the list in `_yielded`, or of the next list that the sampler yields."""
         self.states = SamplerStates()
         self.states.put(self._next, state)
         self._yielded: list[tuple[int, Any]] = []
-        """The last list, with its number: kept, because a signal handler may raise before the list is encoded."""
+        """Last list, with its number: kept, because a signal handler may raise before the list is encoded."""
         self._interruption: BaseException | None = None
-        """What the sampler raised instead of a list, though nothing is wrong with it: Ctrl-C, for example."""
+        """Interruption of the sampler, such as Ctrl-C."""
         self.frames: dict[int, Any] = {}
-        """Lists that were drawn and not sent, by batch number; whoever sends them replaces this by an empty one."""
+        """Lists that were drawn and not sent, by batch number; the sender replaces this dictionary by an empty one."""
         self.exhausted = False
-        """Whether no more lists can be drawn."""
+        """True if no more lists can be drawn."""
         self.error: Exception | None = None
-        """Why not, if it is an error in the place of the next list."""
+        """Error to raise in place of the next list."""
 
     @property
     def drawn(self) -> int:
-        """The number of the batch whose list will be drawn next."""
+        """Batch number of the next list."""
         return max(self._skip, self._next)
 
     def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
         """Draw the lists up to that of batch `stop`.
 
         Args:
-            stop: The first batch whose list is not drawn.
-            encode: Makes the frame of a batch number and what the sampler yielded for it.
+            stop: First batch whose list is not drawn.
+            encode: Returns the frame for a batch number and the indices that the sampler yielded.
         """
         while not self.exhausted and self.drawn < stop:
             k = self._next
@@ -295,13 +302,13 @@ class IndexLists:
                 if k >= self._skip:
                     self.frames[k] = encode(k, self._yielded[0][1])
                 self.states.put(k + 1, sampler_state(self._draws.states(), k + 1))
-            except Exception as error:  # noqa: BLE001 - raised in the training loop, when it comes to that batch
+            except Exception as error:  # noqa: BLE001 - raised in the training loop, in place of that batch
                 self.error, self.exhausted = error, True
                 return
             self._next = k + 1
 
     def _yield(self, k: int) -> bool:
-        """Let the sampler yield list k into `_yielded`, unless it is there; return False at the sampler's end."""
+        """Put list k of the sampler into `_yielded` if it is not there; return False at the sampler's end."""
         if self._yielded and self._yielded[0][0] == k:
             return True
         self._yielded.clear()
@@ -311,7 +318,7 @@ class IndexLists:
         except Exception:
             raise
         except BaseException as error:
-            self._interruption = error  # a generator is over now, and would seem to have come to its end
+            self._interruption = error  # ends a generator, which must not look like the sampler's end
             raise
         if self._yielded:
             self._interruption = None
@@ -320,19 +327,23 @@ class IndexLists:
 
 def _interrupted(k: int, error: BaseException) -> TeleloaderError:
     return TeleloaderError(
-        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}, and ended it: this "
-        "iterator cannot know the order from there on. Pass loader.state_dict() to loader.load_state_dict() and call "
+        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}, and ended it, so the "
+        "order of the following batches is unknown. Pass loader.state_dict() to loader.load_state_dict() and call "
         "iter(loader), which continues with that batch"
     )
 
 
 def index_frame(address: Address, indices: Any) -> bytes:
-    """The frame that tells a server what a batch holds.
+    """Return the frame that sends the indices of a batch to a server.
 
-    A list of whole numbers goes packed as an array, in a tenth of the time.
+    A list of integers is encoded as an array, in a tenth of the time.
+
+    Args:
+        address: The batch.
+        indices: Value that the sampler yielded.
 
     Raises:
-        TypeError: When the sampler gave something that cannot travel.
+        TypeError: If the value cannot be encoded.
     """
     plain = indices
     if type(indices) is not list or set(map(type, indices)) != {int}:
@@ -343,11 +354,13 @@ def index_frame(address: Address, indices: Any) -> bytes:
     try:
         return to_bytes(address, plain)
     except EncodeError as error:
-        raise TypeError(f"the sampler gave something that cannot be sent as the index list: {error}") from None
+        raise TypeError(
+            f"cannot encode the index list of the sampler: {error}. Yield integers, or other values of plain types"
+        ) from None
 
 
 def _plain(indices: Any) -> Any:
-    """Whole numbers of NumPy and torch as Python's: a dataset is indexed with those."""
+    """Return indices with integers of NumPy and torch as Python's, with which torch indexes a dataset."""
     kind = type(indices)
     if kind is int:
         return indices
@@ -367,13 +380,13 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """The random generators that the order and the base seeds of a loader's epochs are drawn from.
+    """Random generators from which the order and the base seeds of a loader's epochs are drawn.
 
     Args:
         generator: The loader's torch.Generator, or None.
-        samplers: Samplers whose own generators count, too: each torch.Generator, NumPy generator and random.Random that
-            is an attribute of theirs.
-        process: Libraries whose global generators count: names of `PROCESS_GENERATORS`.
+        samplers: Samplers whose generators are included: each attribute that is a torch.Generator, a NumPy generator or
+            a random.Random.
+        process: Libraries whose global generators are included: names of `PROCESS_GENERATORS`.
     """
 
     def __init__(self, generator: Any, *samplers: Any, process: Iterable[str] = ()) -> None:
@@ -390,14 +403,14 @@ class RandomState:
         """Set all generators to a saved state.
 
         Raises:
-            StateMismatch: If the state holds other generators, or values that `save` does not return. Generators before
-                the damaged one are set.
+            StateMismatch: If the state has other generators, or a value that `save` does not return. The generators
+                before that value are set.
         """
         states = state.get("own", [])
         if len(states) != len(self._own):
             raise StateMismatch(
-                f"the state was saved with {len(states)} generators of its own, and this loader has {len(self._own)}: "
-                "resume with the loader's old arguments"
+                f"the state was saved with {counted(len(states), 'random generator')}, but this loader has "
+                f"{len(self._own)}: resume with the arguments of the loader that saved it"
             )
         try:
             for own, saved in zip(self._own, states, strict=True):
@@ -407,17 +420,17 @@ class RandomState:
                     PROCESS_GENERATORS[library].restore(state[library])
         except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             raise StateMismatch(
-                f"cannot restore the random generators of a state: {short(str(error))}. Pass what state_dict() returned"
+                f"cannot restore the random generators: {short(str(error))}. Pass an unchanged result of state_dict()"
             ) from None
 
     @contextmanager
     def as_saved(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Draw from the generators as they were at `state`; afterwards the global ones are as they were before.
+        """Set all generators to `state`, and restore the global ones at the end.
 
-        The loader's and the samplers' own generators keep the state that they were drawn to.
+        The generators of the loader and of the samplers are not restored.
 
         Raises:
-            StateMismatch: If it is the state of other generators.
+            StateMismatch: If the state has other generators.
         """
         process = RandomState(None, process=self._process)
         before = process.save()
@@ -456,7 +469,7 @@ def _restore_own(generator: Any, state: Any) -> None:
 
 
 def _listed(state: Any) -> Any:
-    """Return the state of a NumPy bit generator with lists for arrays, which its setter takes, too."""
+    """Return the state of a NumPy bit generator with lists in place of arrays, which its setter accepts, too."""
     if isinstance(state, dict):
         return {name: _listed(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

@@ -1,6 +1,6 @@
-"""What a loader measures of itself: how long its training loop waits for data, what arrives, and what that takes.
+"""Statistics of a loader: data wait of its training loop, received batches, and the time that they take.
 
-A step that finds its batch there is not measured, so nothing is done for it.
+A step whose batch has already arrived is not timed, and costs nothing.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from teleloader_shared.stats import Latency
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """One pass of a `DataLoader` through an epoch. Times are in seconds, sizes in bytes."""
+    """Statistics of one iteration of a `DataLoader`. Times are in seconds, sizes in bytes."""
 
     epoch: int | None
-    """Which; None before the first."""
+    """Number of the epoch; None before the first."""
     elapsed: float
-    """Since its ``iter()``, until the loop was told that there is no more, or until now."""
+    """Time from ``iter()`` to the end of the epoch, or to now."""
     steps: int
-    """Batches that the loop took, errors in their place included."""
+    """Batches that the training loop received, including errors raised in their place."""
     wait: Latency
-    """How long the loop waited for each of them; 0 where it was there."""
+    """Data wait of each step; 0 if the batch had already arrived."""
     waited: float
-    """How long it waited in all, for one that has not come yet included."""
+    """Data wait in total, including a current wait."""
     waited_share: float
-    """`waited` as a share of `elapsed`."""
+    """`waited` as a fraction of `elapsed`."""
     batches: int
-    """Batches that arrived, those included that arrived twice."""
+    """Received batches; a batch that was received twice counts twice."""
     bytes_received: int
     decode: float
-    """What it took to check and decode them. The background thread does so, while the loop trains."""
+    """Time to check and decode batches, in background threads."""
     pin: float
     """Time to allocate page-locked memory; torch recycles it, so it should stop growing after some batches."""
     pinned_bytes: int
@@ -50,18 +50,18 @@ class LoaderStats:
     late_copies: int
     """Batches whose copy to ``device`` started only while the training loop waited for them."""
     reconnects: int
-    """Connections that broke, or that a server closed, and that were made anew."""
+    """Connections that broke, or that a server closed, and were replaced."""
     hedges: int
-    """Batches that were asked for once more, at another server, because one was late."""
+    """Batches that were also requested from a second server, because the first one was slow."""
 
 
 class Measures:
-    """Of one pass. What arrives is counted by the threads that receive, under the reorder buffer's lock.
+    """Measurements of one iteration. The receiving threads count batches under the lock of the reorder buffer.
 
     Args:
-        epoch: Which.
-        buffers: The memory that its responses are received into.
-        before: What servers were told of the passes before: they are told of all together.
+        epoch: Number of the epoch; None before the first.
+        buffers: Memory that responses are received into.
+        before: Report on earlier iterations, which is added to the reports of this one.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class Measures:
         self._epoch = epoch
         self._buffers = buffers
         self._number: int | None = None
-        """The last batch that was counted as a step."""
+        """Last batch that was counted as a step."""
         self.copy = 0.0
         self.late_copies = 0
-        """Of the thread that copies batches to a device."""
+        """Written by the thread that copies batches to a device."""
         self._before = before or ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
         self._waits = Histogram()
         self._waited: tuple[float, float | None] = (0.0, None)
-        """Seconds, and since when besides, if it does now; replaced as one, because other threads look at it."""
+        """Seconds of ended waits, and start of a current one; replaced as one, because other threads read it."""
 
     # -- in the training loop's thread
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Meanwhile the loop waits for a batch."""
+        """Measure the body as data wait of the training loop."""
         began = time.perf_counter()
         before, _ = self._waited
         self._waited = before, began
@@ -103,20 +103,20 @@ class Measures:
             self._waits.note(seconds)
 
     def step(self, number: int) -> None:
-        """Count a batch that the loop is given; a second call for it changes nothing."""
+        """Count a batch that the training loop receives; a second call for the same batch changes nothing."""
         if number != self._number:
             self._number = number
             self.steps += 1
 
     def end(self) -> None:
-        """The loop takes no more."""
+        """Note the end of the iteration."""
         if self._ended is None:
             self._ended = time.perf_counter()
 
     # -- in any thread
 
     def report(self) -> ConsumerReport:
-        """What servers are told."""
+        """Return the report that is sent to servers."""
         now, before = self._now, self._before
         return ConsumerReport(
             elapsed=before.elapsed + now - self._began,
@@ -127,7 +127,7 @@ class Measures:
         )
 
     def stats(self) -> LoaderStats:
-        """What users are told."""
+        """Return the statistics for the user."""
         now = self._now
         elapsed, waited = now - self._began, self._waited_until(now)
         buffers = self._buffers

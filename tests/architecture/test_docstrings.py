@@ -13,10 +13,19 @@ import pytest
 from tests.conftest import ROOT
 
 CONVERTED: Final = (
+    "client/teleloader/api",
+    "client/teleloader/arguments.py",
+    "client/teleloader/dataset.py",
     "client/teleloader/errors.py",
     "client/teleloader/frameworks.py",
+    "client/teleloader/functions.py",
     "client/teleloader/hosting.py",
+    "client/teleloader/iterations.py",
+    "client/teleloader/loader.py",
+    "client/teleloader/orders.py",
+    "client/teleloader/sampling.py",
     "client/teleloader/state.py",
+    "client/teleloader/stats.py",
     "server",
     "shared",
 )

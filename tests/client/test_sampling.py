@@ -213,7 +213,7 @@ def test_an_array_of_indices_stays_an_array() -> None:
 @pytest.mark.parametrize("indices", [object(), [1, object()], lambda: 0], ids=["object", "in a list", "function"])
 def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
     """It says whose fault it is, and where in the list it stands."""
-    with pytest.raises(TypeError, match=r"^the sampler gave something that cannot be sent as the index list: batch"):
+    with pytest.raises(TypeError, match=r"^cannot encode the index list of the sampler: batch"):
         index_frame(ADDRESS, indices)
 
 
@@ -425,7 +425,7 @@ def test_only_the_named_global_generators_are_saved_and_restored(generators: Any
     own.restore(state)
     assert every.save() == here
     assert draw(generators)[-1] == expected
-    with pytest.raises(StateMismatch, match="saved with 2 generators of its own, and this loader has 1: resume with"):
+    with pytest.raises(StateMismatch, match="saved with 2 random generators, but this loader has 1: resume with"):
         own.restore({"own": state["own"] * 2})
 
 
@@ -438,7 +438,7 @@ def test_only_the_named_global_generators_are_saved_and_restored(generators: Any
 def test_a_damaged_state_of_a_generator_is_refused(generators: Any, damaged: dict[str, Any]) -> None:
     """The error is a StateMismatch that says what to pass, whatever value is damaged."""
     every = RandomState(None, process=PROCESS_GENERATORS)
-    with pytest.raises(StateMismatch, match="cannot restore the random generators of a state: "):
+    with pytest.raises(StateMismatch, match="cannot restore the random generators: "):
         every.restore({**every.save(), **damaged})
 
 
@@ -448,7 +448,7 @@ def test_a_state_of_other_generators_is_refused(generators: Any) -> None:
     every = RandomState(None, process=PROCESS_GENERATORS)
     here = every.save()
     with (
-        pytest.raises(StateMismatch, match="saved with 1 generators of its own, and this loader has 0: resume with"),
+        pytest.raises(StateMismatch, match="saved with 1 random generator, but this loader has 0: resume with"),
         every.as_saved(state),
     ):
         pytest.fail("nothing may be drawn")

@@ -146,7 +146,7 @@ def test_what_a_server_refuses_names_the_server() -> None:
         body = json.dumps({"code": kind.__name__, "detail": "why"}).encode()
         error = error_of(401, body, "http://server", "/v1/datasets")
         assert type(error) is kind
-        assert str(error) == "http://server refuses: why"
+        assert str(error) == "http://server refused the request: why"
     failed = error_of(500, json.dumps({"code": "InternalError", "detail": "why"}).encode(), "http://server", "/v1/x")
     assert str(failed) == "http://server/v1/x responded with 500: why"
     for body in (b"why", json.dumps({"code": "NotFound", "detail": "why"}).encode()):

@@ -277,7 +277,7 @@ def test_a_token_that_is_taken_away_stops_its_owner(
         table.remove("first")
         table.write()
         assert all(isinstance(line, str) for line in lines), "the stream ends by itself"
-    with pytest.raises(Unauthorized, match=f"^{re.escape(server.url)} refuses: .* may have been revoked"):
+    with pytest.raises(Unauthorized, match=f"^{re.escape(server.url)} refused the request: .* may have been revoked"):
         list(batches)
 
 

@@ -126,7 +126,7 @@ def test_the_tools_speak_it(server: ServerProcess, files: Files) -> None:
     done = piped(TOOLS, "peek", server.url, "numbers", "--ca", files.ca)
     assert done.code == 0, done
     refused = piped(TOOLS, "stats", server.url)
-    assert (refused.code, "set TELELOADER_CA" in refused.err) == (2, True), refused
+    assert (refused.code, "Set TELELOADER_CA" in refused.err) == (2, True), refused
 
 
 # -- who is not trusted
@@ -144,8 +144,8 @@ def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Fi
     for credentials in ({}, {"ca": Files(tmp_path).ca}):
         said = refusal(server.url, **credentials)
         assert server.url in said
-        assert "of no CA that is known here" in said
-        assert "set TELELOADER_CA to the file of its CA" in said
+        assert "unknown CA of the server's certificate" in said
+        assert "Set TELELOADER_CA to the file of the CA" in said
 
 
 def test_an_expired_certificate_is_refused(files: Files, start_server: StartServer) -> None:
@@ -153,22 +153,22 @@ def test_an_expired_certificate_is_refused(files: Files, start_server: StartServ
     day = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     pair = files.make("expired", "127.0.0.1", until=day)
     server = start_server(NUMBERS, *tls(*pair))
-    assert "its certificate has expired: renew it" in refusal(server.url, ca=files.ca)
+    assert "the server's certificate has expired. Renew it" in refusal(server.url, ca=files.ca)
 
 
 def test_a_certificate_for_another_name_is_refused(files: Files, start_server: StartServer) -> None:
     """However good it is."""
     server = start_server(NUMBERS, *tls(*files.make("other", "loader.example", "127.0.0.9")))
-    assert "its certificate is for another name" in refusal(server.url, ca=files.ca)
+    assert "the server's certificate is for another name" in refusal(server.url, ca=files.ca)
 
 
 def test_https_at_a_plain_port_and_http_at_one_with_tls(
     server: ServerProcess, files: Files, start_server: StartServer
 ) -> None:
     """The next step is to write the other one."""
-    assert "the server speaks TLS, so write https://" in refusal(server.url.replace("https", "http"))
+    assert "the server uses TLS. Use an https:// URL" in refusal(server.url.replace("https", "http"))
     plain = start_server(NUMBERS, "--num-workers", "1")
-    assert "there is no TLS: write http://" in refusal(plain.url.replace("http", "https"), ca=files.ca)
+    assert "the server does not use TLS. Use an http:// URL" in refusal(plain.url.replace("http", "https"), ca=files.ca)
 
 
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
@@ -177,8 +177,8 @@ def test_files_that_cannot_be_used_are_named(server: ServerProcess, tmp_path: Pa
     file = tmp_path / "file.pem"
     if content is not None:
         file.write_text(content)
-    assert f"{file} must hold CA certificates" in refusal(server.url, ca=str(file))
-    assert f"{file} must hold a certificate" in refusal(server.url, cert=str(file))
+    assert f"cannot load CA certificates from {file}" in refusal(server.url, ca=str(file))
+    assert f"cannot load the certificate {file}" in refusal(server.url, cert=str(file))
 
 
 def test_a_server_that_is_not_there_is_still_waited_for(files: Files, free_port: int) -> None:
@@ -200,10 +200,10 @@ def test_clients_may_have_to_have_a_certificate(files: Files, start_server: Star
     server = start_server(NUMBERS, *tls(*files.make("mutual", "127.0.0.1"), "--ssl-ca-certs", files.ca))
     cert, key = files.make("client", "trainer-0")
     assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
-    assert "it wants a certificate of the client: set TELELOADER_CERT" in refusal(server.url, ca=files.ca)
+    assert "the server requires a client certificate. Set TELELOADER_CERT" in refusal(server.url, ca=files.ca)
     other, other_key = Files(tmp_path).make("client", "trainer-0")
     said = refusal(server.url, ca=files.ca, cert=other, key=other_key)
-    assert "it does not take the client's certificate" in said
+    assert "the server rejected the client certificate" in said
     assert "Traceback" not in "".join(server.log)
 
 

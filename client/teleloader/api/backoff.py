@@ -1,4 +1,4 @@
-"""How long to wait before a server is tried again."""
+"""Waits between retries."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Final
 
 FIRST_DELAY: Final = 0.05
 LAST_DELAY: Final = 1.0
-"""Also the longest that a client may notice late that its server is back."""
+"""Limit of a wait in seconds, and so of the delay until a client notices that its server is available again."""
 
 
 class Backoff:
-    """Waits that grow and are drawn at random ("full jitter"): clients that lost a server do not all return at once.
+    """Exponential backoff with full jitter: clients that lost a server do not all reconnect at the same time.
 
     Args:
-        timeout: Seconds after which to give up, counted from the first failure since `reset`.
-        sleep: Waits so many seconds, or less when there is a reason to.
+        timeout: Seconds after the first failure since `reset` for which to retry.
+        sleep: Waits the given seconds, or less if it is interrupted.
     """
 
     def __init__(self, timeout: float, sleep: Callable[[float], object] = time.sleep) -> None:
         self._timeout = timeout
         self._sleep = sleep
-        # a generator of its own: the user's random numbers must not depend on the network
-        self._random = random.Random()  # noqa: S311 - nothing secret
+        # a separate generator: the user's random numbers must not depend on the network
+        self._random = random.Random()  # noqa: S311 - not for secrets
         self.reset()
 
     def reset(self) -> None:
-        """Something went well: the next failure is the first one again."""
+        """Note a success: the next failure is a first one."""
         self._deadline: float | None = None
         self._delay = FIRST_DELAY
 
     @property
     def first(self) -> bool:
-        """Whether nothing has failed since `reset`: what is wrong is worth telling once."""
+        """True if nothing has failed since `reset`."""
         return self._deadline is None
 
     def pause(self, at_least: float = 0.0) -> bool:
         """Wait before the next attempt.
 
         Args:
-            at_least: Seconds that the server asked the client to wait. The time that is left is not exceeded.
+            at_least: Seconds to wait that the server specified, limited by the rest of `timeout`.
 
         Returns:
-            False if the time is over; then there was no wait.
+            False, without a wait, if `timeout` is over.
         """
         now = time.monotonic()
         if self._deadline is None:

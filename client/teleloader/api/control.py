@@ -254,7 +254,7 @@ class Server:
         blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
         if self._hangs_up(blind) is None:
             return None
-        return TlsError(f"no batches from {self.url}: the server speaks TLS, so write https://")
+        return TlsError(f"cannot connect to {self.url}: the server uses TLS. Use an https:// URL")
 
     @property
     def _is_secure(self) -> bool:

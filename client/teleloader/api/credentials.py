@@ -16,7 +16,7 @@ from teleloader_shared.errors import TlsError
 from teleloader_shared.messages import NO_PAGE_HEADER
 from teleloader_shared.secret import Secret
 
-TOKEN_VARIABLE: Final = "TELELOADER_TOKEN"  # noqa: S105 - where it is, not what
+TOKEN_VARIABLE: Final = "TELELOADER_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE: Final = "TELELOADER_TOKEN_FILE"  # noqa: S105 - as above
 CA_VARIABLE: Final = "TELELOADER_CA"
 CERT_VARIABLE: Final = "TELELOADER_CERT"
@@ -26,17 +26,18 @@ _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
 
 
 class Credentials:
-    """Those of one `RemoteDataset`; what is None is what the environment says.
+    """Credentials of one `RemoteDataset`.
 
     Args:
-        token: The token that authenticates the client; else ``TELELOADER_TOKEN``, or the content of the file that
+        token: Token that authenticates the client. None reads ``TELELOADER_TOKEN``, or the file that
             ``TELELOADER_TOKEN_FILE`` names.
-        ca: File (PEM) of the CAs that servers' certificates may be of; else ``TELELOADER_CA``, or the system's.
-        cert: File (PEM) of a certificate that servers may want; else ``TELELOADER_CERT``.
-        key: File (PEM) of its key, if that is in another one; else ``TELELOADER_KEY``.
+        ca: File (PEM) of the CAs that sign servers' certificates. None reads ``TELELOADER_CA``, or uses the CAs of the
+            system.
+        cert: File (PEM) of the client certificate. None reads ``TELELOADER_CERT``.
+        key: File (PEM) of its key, if it is in another file. None reads ``TELELOADER_KEY``.
 
     Raises:
-        ValueError: When the token cannot be one, or its file cannot be read.
+        ValueError: If the token is malformed, or its file cannot be read.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Credentials:
 
     @property
     def has_certificate(self) -> bool:
-        """Whether a certificate is shown."""
+        """True if the client has a certificate."""
         return bool(self._cert or os.environ.get(CERT_VARIABLE))
 
     @property
@@ -71,14 +72,14 @@ class Credentials:
                 try:
                     self._token = self._read()
                 except ValueError:
-                    return False  # it is being written; what the server said is what the user should see
+                    return False  # the file is being written: report the server's error
             return self._token != refused
 
     def context(self) -> ssl.SSLContext:
-        """How TLS is spoken: at least TLS 1.2, and only with servers whose certificate and name are right.
+        """Return the TLS settings: at least TLS 1.2, with verification of the server's certificate and name.
 
         Raises:
-            TlsError: When a file cannot be used.
+            TlsError: If a file cannot be loaded.
         """
         with self._lock:
             if self._context is None:
@@ -89,10 +90,10 @@ class Credentials:
         return "Credentials(...)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Credentials:
-        return self  # a copy in the same process may have the token
+        return self  # the token may be in copies in the same process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # whoever gets the pickle shall not get the token: there, the environment says it
+        # no token in pickles: the process that loads one reads its environment
         return Credentials, (None, self._ca, self._cert, self._key)
 
     def _read(self) -> Secret | None:
@@ -116,16 +117,16 @@ class Credentials:
         try:
             context = ssl.create_default_context(cafile=ca)
         except OSError as error:
-            raise TlsError(f"{ca} must hold CA certificates in PEM format: {_why(error)}") from None
+            raise TlsError(f"cannot load CA certificates from {ca}: {_why(error)}. Expected PEM format") from None
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if cert:
             try:
-                # a password is given in every case: OpenSSL would ask for one in the terminal
+                # without a password OpenSSL would prompt for one in the terminal
                 context.load_cert_chain(cert, key, lambda: "")
             except OSError as error:
                 raise TlsError(
-                    f"{cert} must hold a certificate and {key or 'the same file'} its key, in PEM format and not "
-                    f"encrypted: {_why(error)}{'' if key else f'. Another file is named by {KEY_VARIABLE}, or key='}"
+                    f"cannot load the certificate {cert} with the key in {key or 'the same file'}: {_why(error)}. "
+                    f"Expected PEM format, not encrypted; name the file of the key with {KEY_VARIABLE} or key="
                 ) from None
         return context
 
@@ -138,44 +139,46 @@ def _checked(token: Secret, where: str) -> Secret:
 
 def _why(error: OSError) -> str:
     said = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    return said or "that is not so"
+    return said or "unknown error"
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:
-    """What a failure to talk to a server means, where it is one of TLS that asking again does not mend."""
+    """Return the permanent TLS error behind a failed request; None if a retry may succeed."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
         return None  # the connection broke
     sentence = _untrusted(error) if isinstance(error, ssl.SSLCertVerificationError) else _refused(error.reason or "")
-    return None if sentence is None else TlsError(f"no batches from {url}: {sentence}")
+    return None if sentence is None else TlsError(f"cannot connect to {url}: {sentence}")
 
 
 def refused_client(url: str, credentials: Credentials) -> TlsError:
-    """What it means that a server hangs up after the handshake."""
+    """Return the error for a server that closes the connection after the handshake."""
     reason = "UNKNOWN" if credentials.has_certificate else "REQUIRED"
-    return TlsError(f"no batches from {url}: {_refused(f'ALERT_CERTIFICATE_{reason}')}")
+    return TlsError(f"cannot connect to {url}: {_refused(f'ALERT_CERTIFICATE_{reason}')}")
 
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> str:
     said = error.verify_message
     if "expired" in said:
-        return "its certificate has expired: renew it on the server (or set this machine's clock)"
+        return "the server's certificate has expired. Renew it on the server, or correct the clock of this machine"
     if "not yet valid" in said:
-        return "its certificate is not valid yet: look at this machine's clock and the server's"
+        return "the server's certificate is not valid yet. Check the clocks of this machine and of the server"
     if "mismatch" in said or "not valid for" in said:
-        return f"its certificate is for another name ({said}): use a name that is in it"
-    return f"its certificate is of no CA that is known here ({said}): set TELELOADER_CA to the file of its CA, or ca="
+        return f"the server's certificate is for another name ({said}). Use a name that the certificate contains"
+    return f"unknown CA of the server's certificate ({said}). Set TELELOADER_CA to the file of the CA, or pass ca="
 
 
 def _refused(reason: str) -> str | None:
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE"):
-        return "there is no TLS: write http://, or start the server with --ssl-certfile"
+        return "the server does not use TLS. Use an http:// URL, or start the server with --ssl-certfile"
     if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
-        return "it wants a certificate of the client: set TELELOADER_CERT and TELELOADER_KEY, or cert= and key="
+        return (
+            "the server requires a client certificate. Set TELELOADER_CERT and TELELOADER_KEY, or pass cert= and key="
+        )
     if "ALERT" in reason and ("_CA" in reason or "CERTIFICATE" in reason):
         said = reason.partition("ALERT_")[2].replace("_", " ").lower()
-        return f"it does not take the client's certificate ({said}): TELELOADER_CERT must be of a CA that it knows"
+        return f"the server rejected the client certificate ({said}). Use a certificate of a CA that the server trusts"
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
-        return "it speaks no TLS of version 1.2 or later"
+        return "the server does not support TLS 1.2 or later. Enable a newer version of TLS on the server"
     return None

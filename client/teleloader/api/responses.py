@@ -87,7 +87,7 @@ def parse_retry_after(header: str) -> float:
 
 def refusing(server: str) -> str:
     """Return the prefix of errors for a request that a server refused."""
-    return f"{server} refuses: "
+    return f"{server} refused the request: "
 
 
 def _problem_of(body: bytes | bytearray) -> dict[str, str]:
