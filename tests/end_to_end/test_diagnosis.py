@@ -74,7 +74,7 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
     assert needed > num_workers
     assert abs(found["workers"] - needed) <= 1, (consumer, mine)
     assert f"(num_workers={found['workers']} of serve())" in found["advice"]
-    assert "make the fetch faster" in found["advice"]
+    assert "speed up the stage 'fetch'" in found["advice"]
     assert consumer["data_wait_fraction"] == pytest.approx(mine.waited_share, abs=0.1)
 
 
