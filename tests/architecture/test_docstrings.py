@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 CONVERTED: Final = (
     "client/teleloader/api",
     "client/teleloader/arguments.py",
+    "client/teleloader/cli",
     "client/teleloader/dataset.py",
     "client/teleloader/errors.py",
     "client/teleloader/frameworks.py",

@@ -93,7 +93,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
     """In one line, as teleloader-server does."""
     done = piped(f"import sys; sys.modules[{missing!r}] = None; {TOOLS}", "stats", NOWHERE)
     assert (done.code, done.err) == (
-        2, f"teleloader: the command needs {missing}, which comes with an extra: pip install 'teleloader[cli]'\n"
+        2, f"teleloader: the command requires {missing}, which is not installed: pip install 'teleloader[cli]'\n"
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
     out = " ".join(tool("stats", url).out.split())
     for shown in (
         "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restart",
-        "125 batches/s, 64.5 MiB/s; 6.5 of 16 CPUs; batches take 512 MiB of 2 GiB, all processes 1.5 GiB",
+        "125 batches/s, 64.5 MiB/s; 6.5 of 16 CPUs; batch memory 512 MiB of 2 GiB, all processes 1.5 GiB",
         "trainer-0 train 0/1 2",
         "30 % 12.5 6.25 MiB 62 % loader-bound 480 MiB 1 0",
         "0 5000 busy batch 12 of epoch 0 of train 250 ms 93 % 1,234 0 120 MiB -",
@@ -204,7 +204,7 @@ def test_a_server_that_says_something_else_is_no_riddle() -> None:
     with serving(server):
         done = tool("stats", server.url)
     assert done.code == 2
-    assert "Stats lack consumers, consumers_total, datasets, workers: it is another release" in done.err
+    assert "fields missing in the server's Stats: consumers, consumers_total, datasets, workers. Check that" in done.err
 
 
 def test_watching_goes_on_in_place_until_ctrl_c(figures: tuple[MadeUpServer, str]) -> None:
@@ -306,7 +306,7 @@ def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
         (["numbers", "100"], "batch 100 is out of range"),
         (["nothing"], "unknown dataset 'nothing'"),
         (["numbers", "--batch-size", "0"], "batch_size must be a whole number in [1, 1048576], was 0"),
-        (["numbers", "--indices", "1,b"], "indices must be whole numbers with commas between them, were '1,b'"),
+        (["numbers", "--indices", "1,b"], "invalid indices '1,b': expected integers separated by commas"),
         (["numbers", "x"], "'x' is not a valid integer"),
     ],
 )
@@ -352,8 +352,8 @@ def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
     assert "diagnosis: loader-bound" in slow.out
     assert re.search(r"enough for training steps of .* need 4 workers \(--num-workers 4\)", slow.out)
-    assert re.search(r"a worker makes +[\d,.]+ samples/s", slow.out)
-    assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers is", slow.out)
+    assert re.search(r"per worker +[\d,.]+ samples/s", slow.out)
+    assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers needed is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
     assert "diagnosis: training-bound" in thinking.out
 
@@ -368,7 +368,7 @@ def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str])
     show(short, unknown, as_json=False)
     said = capsys.readouterr().out
     assert said.startswith("train: 1 batch in 1 s\n")
-    assert said.endswith("diagnosis: none after so short a time, --seconds 3 is enough\n")
+    assert said.endswith("diagnosis: unavailable after so short a run, use --seconds 3 or more\n")
     show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
     assert capsys.readouterr().out.endswith("diagnosis: unknown. A diagnosis needs 2 s of loading.\n")
 
@@ -435,10 +435,10 @@ def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) 
     """Exit code 1: whether that is well, the user knows."""
     dropped = tool("audit", hosting.url, "numbers", "--batch-size", "9", "--drop-last")
     assert dropped.code == 1
-    assert "never visited: 1 sample (99), left out by --drop-last" in dropped.out
+    assert "never visited: 1 sample (99), omitted by --drop-last" in dropped.out
     padded = tool("audit", hosting.url, "numbers", "--world-size", "3")
     assert padded.code == 1
-    assert "visited again: 2 samples (0, 1), so that all trainers have as many (--tail pad)" in padded.out
+    assert "visited more than once: 2 samples (0, 1), so that all ranks have equally many (--tail pad)" in padded.out
 
 
 class Sized:

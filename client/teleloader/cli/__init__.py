@@ -1,4 +1,4 @@
-"""``teleloader``: the client's tools."""
+"""Command line tools of the client: ``teleloader``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or say what is missing to run it: trainers need none of it."""
+    """Run the command, or report which of its optional packages is missing."""
     try:
         from teleloader.cli.commands import teleloader
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         print(
-            f"teleloader: the command needs {missing}, which comes with an extra: pip install 'teleloader[cli]'",
+            f"teleloader: the command requires {missing}, which is not installed: pip install 'teleloader[cli]'",
             file=sys.stderr,
         )
         sys.exit(2)

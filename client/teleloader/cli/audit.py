@@ -1,4 +1,4 @@
-"""``teleloader audit``: how often an epoch's plan visits each sample."""
+"""``teleloader audit``: the number of visits to each sample in an epoch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from teleloader_shared.text import harmless
 from teleloader_shared.units import counted
 
 SHOWN = 10
-"""Indices that are named of those that are missing or repeated."""
+"""Limit of the missing or repeated indices that are shown."""
 STEP = 256
-"""Batches that are counted at once."""
+"""Batches that are counted together."""
 
 
 def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
-    """The visits of all ranks together, with a progress bar."""
+    """Count the visits of all ranks, with a progress bar.
+
+    Args:
+        spec: The loader.
+        length: Samples in the dataset.
+        epoch: The epoch.
+    """
     plans = [Plan(replace(spec, rank=rank), length, epoch) for rank in range(spec.world_size)]
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar(*columns) as progress:
@@ -42,11 +48,11 @@ def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
 
 
 def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
-    """Print it."""
+    """Print the counts."""
     if as_json:
         print_json({"dataset": name, "epoch": epoch, **facts(found)})
         return
-    ranks = f" of {spec.world_size} trainers" if spec.world_size > 1 else ""
+    ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
     console = to_people()
     console.print(
         Text(
@@ -61,11 +67,11 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
     if found.missing.size:
         console.print(Text(f"never visited: {_some(found.missing)}{_why_missing(spec)}"))
     if found.repeated.size:
-        console.print(Text(f"visited again: {_some(found.repeated)}{_why_repeated(spec)}"))
+        console.print(Text(f"visited more than once: {_some(found.repeated)}{_why_repeated(spec)}"))
 
 
 def facts(found: Coverage) -> dict[str, Any]:
-    """It as JSON; of the indices the first ones."""
+    """Return the counts as JSON values, with the first missing and repeated indices."""
     return {
         "samples": found.length,
         "visits": found.visits,
@@ -84,8 +90,8 @@ def _some(indices: NDArray[np.int64]) -> str:
 
 def _why_missing(spec: LoaderSpec) -> str:
     reasons = [name for name, holds in (("--drop-last", spec.drop_last), ("--tail drop", spec.tail == "drop")) if holds]
-    return f", left out by {' and '.join(reasons)}" if reasons else ""
+    return f", omitted by {' and '.join(reasons)}" if reasons else ""
 
 
 def _why_repeated(spec: LoaderSpec) -> str:
-    return ", so that all trainers have as many (--tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""
+    return ", so that all ranks have equally many (--tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""

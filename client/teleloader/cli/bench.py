@@ -1,4 +1,4 @@
-"""``teleloader bench``: how fast batches come, and what would make them come faster."""
+"""``teleloader bench``: the throughput of loading, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -17,70 +17,71 @@ from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.dataset import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import Forbidden, ServerUnavailable
-from teleloader_shared.stats import Diagnosis, Stats
+from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
 from teleloader_shared.text import harmless
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted, number, seconds, share, size
 
 MAX_CONSUMERS: Final = 1000
-"""Consumers among which this one is looked for."""
+"""Consumers of the server to request, among which this process is found."""
 SHOWN_EVERY: Final = 0.2
+"""Seconds between updates of the progress bar."""
 IDLE_GRACE_S: Final = 2.0
-"""Seconds after its last ask when a consumer takes nothing of the workers any more."""
+"""Seconds after its last request for which a consumer counts as active."""
 DIAGNOSIS_AFTER: Final = 3
-"""Seconds after which a server can surely say what holds a loop back: it notes once a second how the loop fares."""
+"""Seconds of loading that a diagnosis requires: the server samples the rates of a consumer once a second."""
 
 
 class BatchFailed(Exception):
-    """The dataset raised an exception in place of a batch; the message tells of it."""
+    """The dataset raised an exception in place of a batch; the message describes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was seen from the first batch on. Times in seconds, sizes in bytes."""
+    """Measurements after the first batch. Times are in seconds, sizes in bytes."""
 
     dataset: str
     step: float
-    """What the loop was told to spend with each batch."""
+    """Simulated duration of a training step."""
     seconds: float
     batches: int
     samples: int
     batch_bytes: float
     """Mean size of a batch's arrays."""
     first_batch: float
-    """Time to the first batch, which is not counted otherwise."""
+    """Time to the first batch, which the other fields exclude."""
     waited: float
-    """Time in which the loop waited for batches."""
+    """Data wait in total."""
     wait_p50: float
-    """Wait for one batch, by quantiles."""
+    """Data wait of one batch: median, 95th percentile and maximum."""
     wait_p95: float
     wait_max: float
     workers: int | None = None
-    """Of the server, where the loop waited for them, and nobody else did."""
+    """Workers of the server, if they were the bottleneck and served no other active consumer."""
 
     @property
     def batches_per_second(self) -> float:
-        """Mean rate."""
+        """Mean rate of batches."""
         return self.batches / self.seconds
 
     @property
     def samples_per_second(self) -> float:
-        """Mean rate."""
+        """Mean rate of samples."""
         return self.samples / self.seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Mean rate."""
+        """Mean rate of the arrays' bytes."""
         return self.batches_per_second * self.batch_bytes
 
     @property
     def samples_per_second_of_a_worker(self) -> float | None:
-        """Mean rate of each worker; None where it was not them that the loop waited for."""
+        """Mean rate of samples of each worker; None if the workers were not the bottleneck."""
         return self.samples_per_second / self.workers if self.workers else None
 
     @property
     def shortest_step(self) -> float | None:
-        """Seconds that a training step may take with these workers and hardly wait; None likewise."""
+        """Shortest training step in seconds with which the workers keep up; None if they were not the bottleneck."""
         return 1 / self.batches_per_second if self.workers else None
 
 
@@ -90,13 +91,13 @@ _RATES: Final = (
 
 
 class Bench:
-    """Goes through epoch after epoch for some time, as a training loop does.
+    """Training loop that only measures, over as many epochs as needed.
 
     Args:
-        loader: What to go through.
-        name: The dataset's name.
-        duration: Seconds for which to go on after the first batch.
-        step: Seconds that the loop spends with each batch, in place of training.
+        loader: The loader to measure.
+        name: Name of the dataset.
+        duration: Seconds to measure after the first batch.
+        step: Simulated duration of a training step, in seconds.
     """
 
     def __init__(self, loader: DataLoader, name: str, duration: float, step: float) -> None:
@@ -109,11 +110,14 @@ class Bench:
         self._nbytes = 0
 
     def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """What was measured, and what the server says of this loop when it ends; None where it does not say.
+        """Measure, and return the measurements and the server's diagnosis of this consumer, None if it has none.
+
+        Args:
+            url: URL of the server.
 
         Raises:
-            BatchFailed: When a batch is an error.
-            ValueError: When an epoch has no batches.
+            BatchFailed: If a batch is an error.
+            ValueError: If an epoch has no batches.
         """
         batches = self._batches()
         began = time.perf_counter()
@@ -123,9 +127,9 @@ class Bench:
         for elapsed in self._with_progress(began):
             if elapsed >= self._duration:
                 break
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             batch = next(batches)
-            self._waits.append(time.perf_counter() - asked)
+            self._waits.append(time.perf_counter() - requested)
             self._count(batch)
             if self._step:
                 time.sleep(self._step)
@@ -150,10 +154,10 @@ class Bench:
                     yield batch
             except ServerUnavailable:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever the dataset raises
+            except Exception as error:  # noqa: BLE001 - any exception of the dataset
                 raise BatchFailed(f"{type(error).__name__}: {error}") from None
             if empty:
-                raise ValueError(f"an epoch of {self._name!r} has no batches: try a smaller --batch-size")
+                raise ValueError(f"no batches in an epoch of dataset {self._name!r}: use a smaller --batch-size")
 
     def _count(self, batch: Any) -> None:
         _, leaves = flatten(batch)
@@ -162,7 +166,7 @@ class Bench:
         self._samples += next((len(array) for array in arrays if array.ndim), self._loader.batch_size or 1)
 
     def _with_progress(self, began: float) -> Iterator[float]:
-        """The time since `began`, for as long as it is asked for."""
+        """Yield the time since `began`, and update the progress bar."""
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"))
         with progress_bar(*columns, auto_refresh=False) as progress:
             bar = progress.add_task("loading", total=self._duration, speed="")
@@ -177,29 +181,34 @@ class Bench:
 
 
 def seen_by(url: str) -> tuple[Diagnosis | None, int | None]:
-    """What the server says of this process, and how many workers it is that hold it back, and it alone.
+    """Return the server's diagnosis of this process, and the number of workers that limit only this process.
 
-    Both are None where it does not say.
+    The diagnosis is None if the token does not permit it; the number, if the workers are not the bottleneck.
     """
     try:
         found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS))
     except Forbidden:
-        return None, None  # the token is for batches only
-    # those who asked last come first
-    mine = next((one for one in found.consumers if one.consumer.startswith(consumers_prefix())), None)
-    if mine is None:
         return None, None
-    # bench runs follow one another
-    others = [
-        one for one in found.consumers if one.idle < IDLE_GRACE_S and not one.consumer.startswith(consumers_prefix())
-    ]
-    own = [worker for worker in found.workers if worker.loader == mine.loader]
-    workers = len(own or [worker for worker in found.workers if worker.loader is None])
-    return mine.diagnosis, workers if mine.diagnosis.bottleneck == "loader" and not others and workers else None
+    # consumers are sorted by their last request, the latest first
+    mine = next((consumer for consumer in found.consumers if _is_own(consumer)), None)
+    return (None, None) if mine is None else (mine.diagnosis, _limiting_workers(found, mine))
+
+
+def _is_own(consumer: ConsumerStats) -> bool:
+    return consumer.consumer.startswith(consumers_prefix())
+
+
+def _limiting_workers(found: Stats, mine: ConsumerStats) -> int | None:
+    # earlier runs of bench may still be listed
+    others = any(consumer.idle < IDLE_GRACE_S and not _is_own(consumer) for consumer in found.consumers)
+    if others or mine.diagnosis.bottleneck != "loader":
+        return None
+    loaders = [worker.loader for worker in found.workers]
+    return loaders.count(mine.loader) or loaders.count(None) or None
 
 
 def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> None:
-    """Print it."""
+    """Print the measurements."""
     if as_json:
         rates = {name: getattr(measured, name) for name in _RATES}
         print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})
@@ -217,18 +226,18 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
         ("batches/s", number(measured.batches_per_second)),
         ("samples/s", number(measured.samples_per_second)),
         ("bytes/s", f"{size(measured.bytes_per_second)}/s"),
-        ("a batch", size(measured.batch_bytes)),
+        ("batch size", size(measured.batch_bytes)),
         ("first batch after", seconds(measured.first_batch)),
-        ("the loop waited", f"{share(measured.waited / measured.seconds)} of the time"),
-        ("wait for a batch", f"p50 {seconds(measured.wait_p50)}, p95 {seconds(measured.wait_p95)}, "
-                             f"max {seconds(measured.wait_max)}"),
+        ("data wait", f"{share(measured.waited / measured.seconds)} of the time"),
+        ("wait per batch", f"p50 {seconds(measured.wait_p50)}, p95 {seconds(measured.wait_p95)}, "
+                           f"max {seconds(measured.wait_max)}"),
     ]  # fmt: skip
     if measured.samples_per_second_of_a_worker is not None:
-        rows.insert(2, ("a worker makes", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
+        rows.insert(2, ("per worker", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
     if diagnosis is not None and diagnosis.bottleneck == "unknown" and measured.seconds < DIAGNOSIS_AFTER:
-        console.print(Text(f"diagnosis: none after so short a time, --seconds {DIAGNOSIS_AFTER} is enough"))
+        console.print(Text(f"diagnosis: unavailable after so short a run, use --seconds {DIAGNOSIS_AFTER} or more"))
     elif diagnosis is not None:
         console.print(sentence("diagnosis", diagnosis))
     if not measured.step:
@@ -236,12 +245,12 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
 
 
 def _without_step(measured: Measured) -> str:
-    """How to read what was measured of a loop that takes no time."""
-    read = "The loop did nothing with the batches; --step S has it take S seconds, as training does."
+    """Return how to interpret a run without simulated training steps."""
+    read = "The loop did not use the batches; --step S simulates training steps of S seconds."
     if measured.shortest_step is None or measured.workers is None:
         return read
     step, workers = measured.shortest_step, measured.workers
     return (
         f"{read} {counted(workers, 'worker')} keep{'' if workers > 1 else 's'} up with steps of "
-        f"{seconds(step)}; for other steps, the number of workers is {seconds(workers * step)} / step."
+        f"{seconds(step)}; for other steps, the number of workers needed is {seconds(workers * step)} / step."
     )

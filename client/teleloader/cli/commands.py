@@ -1,4 +1,4 @@
-"""What ``teleloader`` can do, and its options."""
+"""Subcommands of ``teleloader``, and their options."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from teleloader_shared.spec import LoaderSpec, Tail
 from teleloader_shared.version import VERSION
 
 EXIT_NO: Final = 1
-"""The answer is no: the batch is an error, a sample is missing."""
+"""Negative result: the batch is an error, a sample is missing."""
 EXIT_UNKNOWN: Final = 2
-"""There is no answer."""
+"""No result: no server, invalid arguments."""
 EXIT_INTERRUPTED: Final = 130
-"""What a shell reports of a program that Ctrl-C ended."""
+"""Exit code that shells report for a program that Ctrl-C ended."""
 
 
 class _No(click.ClickException):
-    """The answer, told in one line."""
+    """Negative result, with one line that explains it."""
 
     exit_code = EXIT_NO
 
     def show(self, file: Any = None) -> None:
-        """Print it."""
+        """Print the explanation."""
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
 class _NoAnswer(_No):
-    """Why there is none."""
+    """Failure without a result."""
 
     exit_code = EXIT_UNKNOWN
 
 
 class _Tools(click.Group):
-    """Commands whose errors are sentences."""
+    """Commands that report expected errors in one line, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run one of them."""
+        """Run a command."""
         try:
             return super().invoke(ctx)
         except (TeleloaderError, ValueError, TypeError) as error:
@@ -57,56 +57,56 @@ class _Tools(click.Group):
             return ctx.exit(EXIT_INTERRUPTED)
 
 
-class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
-    """Whole numbers with commas between them."""
+class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
+    """Integers separated by commas."""
 
     name = "I,I,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Read them."""
+        """Parse the integers."""
         try:
             return [int(part) for part in value.split(",")]
         except ValueError:
-            self.fail(f"indices must be whole numbers with commas between them, were {value!r}", param, ctx)
+            self.fail(f"invalid indices {value!r}: expected integers separated by commas, such as 4,8,15", param, ctx)
 
 
 @click.group(cls=_Tools, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="teleloader")
 def teleloader() -> None:
-    """Look at loader servers from where you train.
+    """Inspect and measure loader servers from the client's machine.
 
     \b
-      teleloader stats http://cpu-box:8000 --watch          is the loader or the trainer the bottleneck?
-      teleloader bench http://cpu-box:8000 train            how fast could batches come?
-      teleloader peek http://cpu-box:8000 train 17          what does batch 17 hold?
-      teleloader audit http://cpu-box:8000 train            does an epoch visit each sample once?
+      teleloader stats http://cpu-box:8000 --watch          find the bottleneck: data loading or training
+      teleloader bench http://cpu-box:8000 train            measure the throughput
+      teleloader peek http://cpu-box:8000 train 17          show the content of batch 17
+      teleloader audit http://cpu-box:8000 train            verify that an epoch visits each sample once
 
-    The exit code is 0 when all is well, 1 when it is not (a batch that is an error, a sample that is missing), 2 when
-    there is no answer (no server, wrong arguments), and 130 after Ctrl-C. Results go to stdout, without colours when
-    that is no terminal; progress and errors go to stderr.
+    Exit codes: 0 for success, 1 for a negative result (the batch is an error, a sample is missing), 2 for no result
+    (server unreachable, invalid arguments), 130 after Ctrl-C. Results go to stdout, in color only if it is a terminal;
+    progress and errors go to stderr.
     """  # noqa: D301 - the escapes are click's
-    # what a server that does not answer is told of is the error itself
+    # the error message of a command has the text of the warnings
     logging.getLogger("teleloader").setLevel(logging.ERROR)
 
 
 @teleloader.command()
 @options.url
-@click.option("--watch", is_flag=True, help="Show it again and again, in place, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh the output until Ctrl-C.")
 @click.option(
     "--interval", type=click.FloatRange(0.5, 60), default=1.0, show_default=True, metavar="SECONDS",
-    help="How often, with --watch.",
+    help="Seconds between refreshes, with --watch.",
 )  # fmt: skip
 @click.option(
     "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, metavar="N",
-    help="Consumers to show: those who asked last.",
+    help="Maximum number of consumers to show, the most recently active ones first.",
 )  # fmt: skip
 @options.as_json
 @options.access
 def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> None:
-    """Say what holds training back, and show the numbers behind it.
+    """Show the bottleneck of each consumer, and the statistics of the server.
 
-    What is a rate or a share is taken over the last 10 seconds. A consumer is one iterator of a DataLoader; it "waits"
-    when its loop has nothing to do because the next batch is not there.
+    Rates and fractions cover the last 10 seconds. A consumer is one iterator of a DataLoader; it "waits" while its
+    training loop needs the next batch and the batch has not arrived.
     """
     if watch:
         statistics.watch(url, limit, interval, as_json=as_json)
@@ -118,31 +118,31 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
     "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
-    help="How long, from the first batch on; a diagnosis takes 3.",
+    help="Seconds to measure after the first batch; a diagnosis requires 3.",
 )  # fmt: skip
 @click.option(
     "--step", type=click.FloatRange(0), default=0.0, show_default=True, metavar="S",
-    help="Seconds that the loop spends with each batch, as training would.",
+    help="Simulated duration of a training step, in seconds.",
 )  # fmt: skip
 @click.option(
     "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="As the DataLoader's: shards of an iterable-style dataset.",
+    help="num_workers of the DataLoader: number of shards of an iterable-style dataset.",
 )  # fmt: skip
-@click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="As the DataLoader's.")
+@click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression of arrays by the workers.")
 @options.of_loader(options.shuffle, options.drop_last, options.as_json, options.access)
 def bench(
     url: str, dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
     compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Load batches for some seconds, as a training loop does, and say how fast they come.
+    """Load batches as a training loop does, and report the throughput.
 
-    Without --step the loop does nothing with a batch, so that this is the most that the server, the network and this
-    machine can do. With the time that a step of your training takes, the diagnosis is the one that training would get.
+    Without --step, the command loads at full speed and measures the maximum throughput of the server, the network and
+    this machine. With the duration of your training step, the diagnosis is the one that your training would get.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     loader = DataLoader(
         remote, batch_size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
-        # a dataset without numbers cannot be shuffled, and says so
+        # shuffling an iterable-style dataset is an error of the loader
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
     )  # fmt: skip
     try:
@@ -156,8 +156,8 @@ def bench(
 @options.of_loader(options.url, options.dataset)
 @click.argument("batch", metavar="[K]", type=click.IntRange(0), default=0)
 @options.epoch
-@click.option("--indices", type=Indices(), help="What the batch holds, in place of what the plan says.")
-@click.option("--debug", is_flag=True, help="Load it in the server's own process, where breakpoint() stops.")
+@click.option("--indices", type=Indices(), help="Sample indices of the batch, in place of the seeded order.")
+@click.option("--debug", is_flag=True, help="Load the batch in the server's main process, where breakpoint() stops.")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
     options.tail, options.as_json, options.access,
@@ -167,13 +167,14 @@ def peek(
     ctx: click.Context, /, url: str, dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
     debug: bool, as_json: bool, **loader: Any,
 ) -> None:  # fmt: skip
-    """Show batch K of an epoch: what it holds, of which types and shapes.
+    """Show the content of batch K (0 by default) of an epoch: paths, types, shapes and values.
 
-    An error message says which batch failed. For a loader with a seed, or one that does not shuffle, give its arguments
-    and the batch's numbers: the same samples are loaded with the same random numbers. Otherwise give the indices.
+    To reproduce a failed batch, pass the batch and the epoch of the error message, and the arguments of the loader: for
+    a loader with a seed, or without shuffling, the same samples are loaded with the same random numbers. Otherwise pass
+    --indices.
 
-    A worker of the server loads it, as it does for training. With --debug no worker takes part: a breakpoint() in the
-    dataset stops in the terminal of the server, which must have been started with --debug too.
+    A worker of the server loads the batch, as for training. With --debug, the server's main process loads it, and a
+    breakpoint() in the dataset stops in the server's terminal; the server must have been started with --debug, too.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     own = debug or indices is not None or remote.iterable
@@ -199,14 +200,16 @@ def audit(
     ctx: click.Context, /, url: str, dataset: str | None, epoch: int, batch_size: int, shuffle: bool, drop_last: bool,
     seed: int, world_size: int, tail: Tail, as_json: bool,
 ) -> None:  # fmt: skip
-    """Count how often an epoch visits each sample, all trainers together.
+    """Count the visits of all ranks to each sample in an epoch.
 
-    What each batch holds is a function of the loader's arguments, the same here and on the server: nothing is loaded,
-    and 8 bytes a sample are needed. The exit code is 0 when each sample is visited exactly once.
+    The command computes the seeded order from the loader's arguments, as the server does. It loads no data, and uses 8
+    bytes of memory per sample. The exit code is 0 if each sample is visited exactly once.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     if remote.iterable:
-        raise TypeError(f"dataset {remote.name!r} is iterable-style: what an epoch visits is seen only by loading it")
+        raise TypeError(
+            f"cannot audit dataset {remote.name!r}: it is iterable-style, so its order is known only after loading it"
+        )
     spec = LoaderSpec(
         dataset=remote.name, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed,
         world_size=world_size, tail=tail,

@@ -1,4 +1,4 @@
-"""The arguments that several of the tools take."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -15,62 +15,64 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 url: Final = click.argument("url")
 dataset: Final = click.argument("dataset", required=False)
-as_json: Final = click.option("--json", "as_json", is_flag=True, help="Write one line of JSON, for programs.")
+as_json: Final = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
-shuffle: Final = click.option("--shuffle", is_flag=True, help="Each epoch in an order of its own.")
-drop_last: Final = click.option("--drop-last", is_flag=True, help="Leave out an incomplete last batch.")
-# their ranges are checked where loaders are made
-seed: Final = click.option("--seed", type=int, default=0, show_default=True, help="Decides order and augmentation.")
+shuffle: Final = click.option("--shuffle", is_flag=True, help="Shuffle the samples in each epoch.")
+drop_last: Final = click.option("--drop-last", is_flag=True, help="Omit an incomplete last batch.")
+# `LoaderSpec` checks the ranges
+seed: Final = click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the order and of random augmentation."
+)
 epoch: Final = click.option(
-    "--epoch", type=click.IntRange(0), default=0, metavar="E", help="Which epoch; the default is 0, the first."
+    "--epoch", type=click.IntRange(0), default=0, show_default=True, metavar="E", help="Number of the epoch, from 0."
 )
 rank: Final = click.option(
-    "--rank", type=int, default=0, show_default=True, metavar="R", help="Position among the data-parallel trainers."
+    "--rank", type=int, default=0, show_default=True, metavar="R", help="Rank of the training process."
 )
 world_size: Final = click.option(
-    "--world-size", type=int, default=1, show_default=True, metavar="W", help="How many trainers share the epoch."
+    "--world-size", type=int, default=1, show_default=True, metavar="W", help="Number of ranks that share the epoch."
 )
 tail: Final = click.option(
     "--tail", type=click.Choice(get_args(Tail)), default="pad", show_default=True,
-    help="What happens where the samples do not divide evenly among trainers.",
+    help="Division of samples that are not a multiple of the world size.",
 )  # fmt: skip
 
 
-def _told(variable: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
-    """Take an option as what the environment would say: that is what servers are shown."""
+def _set(variable: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    """Return the callback of an option that sets an environment variable, from which credentials are read."""
 
-    def tell(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    def set_variable(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None:
             os.environ[variable] = value
             if variable == TOKEN_FILE_VARIABLE:
                 os.environ.pop(TOKEN_VARIABLE, None)
 
-    return tell
+    return set_variable
 
 
 def access(command: _Command) -> _Command:
-    """What a server is shown, and by what it is known. The token itself is no option: others see command lines."""
+    """Add the options for credentials. A token is read from a file: other users of the machine see command lines."""
     for option, variable, text in reversed((
-        ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that lets you in."),
+        ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that authenticates the client."),
         ("--ca", CA_VARIABLE, "File with the CA of an https:// server's certificate."),
         ("--cert", CERT_VARIABLE, "File with a client certificate."),
-        ("--key", KEY_VARIABLE, "File with its key, if that is another one."),
+        ("--key", KEY_VARIABLE, "File with the key of the certificate, if it is in another file."),
     )):  # fmt: skip
         command = click.option(
-            option, metavar="FILE", expose_value=False, callback=_told(variable), help=f"{text} Default: {variable}."
+            option, metavar="FILE", expose_value=False, callback=_set(variable), help=f"{text} Default: {variable}."
         )(command)
     return command
 
 
 def batch_size(default: int) -> Callable[[_Command], _Command]:
-    """The size of a batch."""
+    """Return the option for the batch size."""
     return click.option(
         "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples in a batch."
     )
 
 
 def of_loader(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
-    """Add several of these to a command, in this order."""
+    """Return a decorator that adds several options to a command, in this order."""
 
     def add(command: _Command) -> _Command:
         for option in reversed(options):

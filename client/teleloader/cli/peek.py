@@ -1,4 +1,4 @@
-"""``teleloader peek``: one batch, by its address."""
+"""``teleloader peek``: the content of one batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from teleloader_shared.units import counted, size
 
 
 def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
-    """Print what it holds.
-
-    Returns:
-        Whether it is a batch, and no failure.
-    """
+    """Print the content of a batch; return False if it is a failure."""
     if as_json:
         print_json(_facts(frame, dataset))
         return not isinstance(frame.content, Failure)
@@ -49,7 +45,7 @@ def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
 def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
     where = f"batch {frame.address.batch} of epoch {frame.address.epoch} of {dataset.name} on {dataset.url}"
     if isinstance(frame.content, End):
-        console.print(Text(f"{where}: there is none, its shard ended after {counted(frame.content.samples, 'sample')}"))
+        console.print(Text(f"{where}: no batch, its shard ended after {counted(frame.content.samples, 'sample')}"))
         return
     padding = f", with {counted(frame.padding, 'repeated sample')} at its end" if frame.padding else ""
     console.print(Text(harmless(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)

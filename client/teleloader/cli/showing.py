@@ -1,4 +1,4 @@
-"""What the tools share to show things: consoles, and texts of others made harmless."""
+"""Output of the commands: consoles, tables, and texts of servers and users without control characters."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rich.text import Text
 from teleloader_shared.text import harmless
 
 PIPE_WIDTH: Final = 1000
-"""Columns of what is no terminal: nothing is cut or wrapped there."""
+"""Columns of an output that is not a terminal, so that lines are neither cut nor wrapped."""
 
 
 def to_people() -> Console:
-    """What results are written to: coloured in a terminal, and plain in a pipe."""
+    """Return the console for results: in color in a terminal, plain in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def progress_bar(*columns: ProgressColumn, **options: Any) -> Progress:
-    """A bar that is gone in the end, apart from the result; none where nobody looks."""
+    """Return a progress bar on stderr, which is removed at its end; none if stderr is not a terminal."""
     console = Console(stderr=True, highlight=False)
-    console.quiet = not console.is_terminal  # a bar that is disabled ends with an empty line before rich 14.3
+    console.quiet = not console.is_terminal  # before rich 14.3 a disabled bar ends with an empty line
     return Progress(*columns, console=console, disable=console.quiet, transient=True, **options)
 
 
 def print_json(value: Any) -> None:
-    """One line, for programs."""
+    """Print a value as one line of JSON."""
     print(json.dumps(value), flush=True)
 
 
 def shortened(name: str, room: int) -> str:
-    """A name in so many characters: of most names the end tells which it is, so more is kept of it."""
+    """Return a name in at most `room` characters; two thirds are kept of its end, by which most names differ."""
     if len(name) <= room:
         return name
     head = (room - 1) // 3
@@ -51,20 +51,20 @@ class Column:
 
     title: str
     cell: Callable[[Any], str | Text | ProgressBar]
-    """What stands there for a record; text is made harmless."""
+    """Returns the cell of a record; control characters of text are removed."""
     is_words: bool = False
-    """Whether it stands at the left, and is cut where the screen is too narrow; numbers are not."""
+    """True for text: aligned to the left, and cut if the screen is too narrow. Numbers are not cut."""
     from_width: int = 0
-    """Columns that a screen must have for it to be shown."""
+    """Minimum width of the screen on which the column is shown, in characters."""
 
 
 def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_WIDTH) -> Table:
-    """A table without lines, for a screen of `width` columns."""
+    """Return a table without lines, for a screen of `width` characters."""
     shown = [column for column in columns if column.from_width <= width]
     made = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
     made.show_header = any(column.title for column in shown)
     for column in shown:
-        # rich narrows those columns first that may wrap; their cells do not
+        # rich narrows columns that may wrap first; cells of text do not wrap
         side: Literal["left", "right"] = "left" if column.is_words else "right"
         made.add_column(Text(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title))
     for record in records:

@@ -1,4 +1,4 @@
-"""``teleloader stats``: what a server says of itself, the diagnosis first."""
+"""``teleloader stats``: statistics of a server, the diagnosis first."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from teleloader_shared.text import harmless
 from teleloader_shared.units import counted, number, seconds, share, size
 
 TIMEOUT: Final = 10.0
-"""Seconds that a server has to say how it is."""
+"""Seconds to wait for a server's response."""
 WIDE: Final = 100
 VERY_WIDE: Final = 140
-"""Columns from which tables show what matters less."""
+"""Widths in characters from which tables show less important columns."""
 NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE, 24), (0, 18))
-"""By the screen's least columns, those that the name of a consumer may take; the numbers need the others."""
+"""Minimum widths of the screen, with the characters available for the name of a consumer."""
 MAX_SENTENCES: Final = 5
+"""Limit of the diagnoses that are shown."""
 STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",
@@ -46,24 +47,28 @@ STYLES: Final[dict[Bottleneck, str]] = {
     "balanced": "bold green",
     "unknown": "dim",
 }
-"""In the order of need: who is held back by the loader comes first. Colour is never the only sign."""
+"""Styles of bottlenecks, in the order in which diagnoses are shown. Color is never the only indication."""
 _STATES: Final = {"busy": "green", "starting": "yellow"}
 
 _Record = TypeVar("_Record")
 
 
 def record_of(kind: type[_Record], value: Any) -> _Record:
-    """The record that JSON states; fields that a newer server adds are ignored.
+    """Return a record from JSON; fields that a newer server adds are ignored.
+
+    Args:
+        kind: Class of the record.
+        value: The JSON value.
 
     Raises:
-        ProtocolError: When fields are missing.
+        ProtocolError: If fields are missing.
     """
     hints = get_type_hints(kind)
     missing = hints.keys() - value.keys() if isinstance(value, dict) else hints.keys()
     if missing:
         raise ProtocolError(
-            f"the server's {kind.__name__} lack {', '.join(sorted(missing))}: it is another release of teleloader, or "
-            "no loader server; --json shows what it says"
+            f"fields missing in the server's {kind.__name__}: {', '.join(sorted(missing))}. Check that this is the URL "
+            "of a loader server, and that both sides have the same release of teleloader; --json shows the response"
         )
     return kind(**{name: _read(hint, value[name]) for name, hint in hints.items()})
 
@@ -77,19 +82,19 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def once(url: str, limit: int, *, as_json: bool) -> None:
-    """Show it once."""
-    answer = Server(url, TIMEOUT).stats(limit)
+    """Print the statistics of a server once."""
+    response = Server(url, TIMEOUT).stats(limit)
     if as_json:
-        print_json(answer)
+        print_json(response)
         return
     console = to_people()
-    console.print(shown(record_of(Stats, answer), console.width))
+    console.print(shown(record_of(Stats, response), console.width))
 
 
 def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
-    """Show it every `interval` seconds, until Ctrl-C: in place in a terminal, one after another in a pipe.
+    """Refresh the statistics every `interval` seconds until Ctrl-C: in place in a terminal, appended in a pipe.
 
-    A server that does not answer is asked again: it may be restarting.
+    If the server does not respond, the request is retried: the server may be restarting.
     """
     console, server = to_people(), Server(url, TIMEOUT)
     if as_json or not console.is_terminal:
@@ -100,7 +105,9 @@ def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
                 console.print(_view(found, console), Text())
                 sys.stdout.flush()
         return
-    with Live(Text("asking ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(
+        Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+    ) as live:
         for found in _every(interval, server, limit):
             live.update(_view(found, console), refresh=True)
 
@@ -117,15 +124,15 @@ def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
 
 def _view(found: Any, console: Console) -> RenderableType:
     if isinstance(found, TeleloaderError):
-        return Text(f"{harmless(str(found))}\nasking again", style="bold red")
+        return Text(f"{harmless(str(found))}\nretrying", style="bold red")
     return shown(record_of(Stats, found), console.width)
 
 
-# -- what is shown
+# -- output
 
 
 def shown(stats: Stats, width: int) -> Group:
-    """All of it, for a screen of `width` columns."""
+    """Return the complete output, for a screen of `width` characters."""
     parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
     if stats.consumers:
         parts += [consumers_table(stats.consumers, width), *_left_out(stats), Text()]
@@ -142,16 +149,16 @@ def _headline(server: ServerStats) -> list[Text]:
         first,
         Text(
             f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
-            f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batches take {size(server.memory_used)} of "
+            f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
             f"{size(server.memory_budget)}, all processes {size(server.pss)}"
         ),
     ]
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """The diagnoses on the consumers, those first that the loader holds back."""
+    """Return the diagnoses of consumers, loader-bound ones first."""
     if not stats.consumers:
-        return [Text("Nobody has asked for batches lately.", style="dim")]
+        return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
     by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
     found = [sentence(harmless(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
@@ -161,9 +168,9 @@ def sentences(stats: Stats) -> list[Text]:
 
 
 def label(consumer: ConsumerStats) -> str:
-    """The consumer's name, followed by the name of its token if the server requires tokens.
+    """Return the consumer's name, followed by the name of its token if the server requires tokens.
 
-    Clients choose their names, so clients with different tokens may have the same one.
+    Clients choose their names, so clients with different tokens may have the same name.
     """
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
@@ -173,12 +180,12 @@ def _styled(diagnosis: Diagnosis) -> Text:
 
 
 def sentence(name: str, diagnosis: Diagnosis) -> Text:
-    """One diagnosis."""
+    """Return the line for one diagnosis."""
     return Text.assemble(f"{name}: ", _styled(diagnosis), f". {harmless(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
-    """What holds a consumer back, in words."""
+    """Return the bottleneck as it is shown, such as ``loader-bound``."""
     bottleneck = _bottleneck(diagnosis)
     return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
 
@@ -188,7 +195,7 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 
 def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
-    """A row for each consumer, with its place in the epoch."""
+    """Return a table of consumers, with their progress in the epoch."""
     room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
         Column("consumer", lambda found: shortened(label(found), room), is_words=True),
@@ -236,7 +243,7 @@ def _left_out(stats: Stats) -> list[Text]:
 
 
 def workers_table(workers: list[WorkerStats], width: int) -> Table:
-    """A row for each worker, with what it does now."""
+    """Return a table of workers, with their current tasks."""
     columns = (
         Column("worker", lambda found: f"{found.worker}"),
         Column("pid", lambda found: "-" if found.pid is None else f"{found.pid}", from_width=WIDE),
@@ -253,7 +260,7 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
 
 
 def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
-    """A row for each dataset, with how long its stages take."""
+    """Return a table of datasets, with the durations of their stages."""
     wide = width >= VERY_WIDE
     stages = list(datasets[0].stages) if datasets else []
     columns = (
@@ -265,7 +272,7 @@ def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
         Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
     )
     made = table(columns, datasets, width)
-    made.caption = f"{', '.join(stages)}: for one batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
+    made.caption = f"{', '.join(stages)}: time per batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
     made.caption_justify = "left"
     return made
 
