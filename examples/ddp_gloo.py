@@ -1,10 +1,11 @@
-"""Data-parallel training: two ranks on CPUs (gloo), each of which takes its half of every epoch.
+"""Data-parallel training on CPUs with two ranks (gloo); each rank loads half of every epoch.
 
-    python examples/ddp_gloo.py                      # the ranks are found by themselves
-    python examples/ddp_gloo.py --sampler            # a DistributedSampler, as in scripts that have one
+    python examples/ddp_gloo.py                      # the loader reads the ranks from torch.distributed
+    python examples/ddp_gloo.py --sampler            # with a DistributedSampler, as in existing scripts
 
-It brings its own server. As torch does it, ``shuffle=True`` gives each epoch another order, and a DistributedSampler
-must be told the epoch. Each sample carries its number, so that the ranks can show that they saw each exactly once.
+The script starts its own server. As in torch, ``shuffle=True`` gives each epoch a different order, and a
+DistributedSampler needs ``set_epoch``. Samples contain their index, from which rank 0 verifies that the ranks together
+received each sample once.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SLOPES = torch.tensor([2.0, -3.0, 0.5])
 
 
 class Plane:
-    """Sample i is ``(i, point, height of a plane there)``."""
+    """Points of a plane: sample i is ``(i, point, height of the plane at the point)``."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -38,7 +39,7 @@ class Plane:
 
 
 def rank_main(rank: int, url: str, with_sampler: bool) -> None:
-    """What the process of one rank does."""
+    """Run the process of one rank."""
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
     train(url, with_sampler)
     # With any loader: DDP's reference cycles would keep gloo's threads alive, which can abort the process as it exits.
@@ -47,13 +48,13 @@ def rank_main(rank: int, url: str, with_sampler: bool) -> None:
 
 
 def train(url: str, with_sampler: bool) -> None:
-    """The usual loop."""
+    """Train a linear model."""
     dataset = RemoteDataset(url)
     if with_sampler:
-        sampler: Any = DistributedSampler(dataset)  # knows the ranks, and divides the epoch among them
+        sampler: Any = DistributedSampler(dataset)  # reads the ranks from torch.distributed
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     else:
-        sampler, loader = None, DataLoader(dataset, batch_size=32, shuffle=True)  # asks torch.distributed itself
+        sampler, loader = None, DataLoader(dataset, batch_size=32, shuffle=True)  # the same
 
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 1, bias=False))
@@ -80,7 +81,7 @@ def train(url: str, with_sampler: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sampler", action="store_true", help="divide the epoch by a DistributedSampler")
+    parser.add_argument("--sampler", action="store_true", help="divide the epoch with a DistributedSampler")
     options = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
     with serve(Plane(), num_workers=2) as address:

@@ -1,8 +1,8 @@
-"""Everything in one command: start a loader server on the demo's data, train on it, show its statistics, stop it.
+"""Demonstration: start a loader server with demo data, train on it, print its statistics and stop it.
 
     python examples/demo.py [the options of train_digits.py]
 
-It is what `make demo` runs. The exit status is the trainer's. Ctrl-C stops the server too, at any moment.
+`make demo` runs this script. The exit status is that of train_digits.py. Ctrl-C also stops the server.
 """
 
 import json
@@ -21,7 +21,7 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
-# Only the standard library up here: what takes long to import is imported in main(), where Ctrl-C is expected.
+# Only the standard library is imported here. main() imports slow modules, where it handles Ctrl-C.
 
 SERVER = Path(sysconfig.get_path("scripts"), "teleloader-server")
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 15.0
@@ -46,15 +46,15 @@ SHOWN = {
         "waiting": "waited s",
     },
 }
-"""Which records of /stats are shown, which of their fields, and under what heading."""
+"""Printed fields of /stats and their column headings, by record."""
 
 ROWS = 4
-"""At most so many rows of a kind."""
+"""Maximum number of rows per table."""
 
 
 def main() -> int:
-    """Run the demo; the trainer's exit status."""
-    # Who ends this program in another way than Ctrl-C wants the server stopped as well.
+    """Run the demo and return the exit status of the training script."""
+    # These signals stop the server as well.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -65,7 +65,7 @@ def main() -> int:
             status = train_digits.main(["--url", url, *sys.argv[1:]])
             show_stats(fetch_stats(url))
     except KeyboardInterrupt:
-        return 130  # what a shell reports of a program that Ctrl-C ended
+        return 130  # the exit status that shells report after Ctrl-C
     except ServerFailed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -73,26 +73,25 @@ def main() -> int:
 
 
 class ServerFailed(Exception):
-    """The server ended by itself. The message is the last that it said."""
+    """The server exited before it was ready; the message contains its last log lines."""
 
 
 @contextmanager
 def demo_server(num_workers: int) -> Iterator[str]:
-    """A server of its own on a free loopback port; gives its URL when it is ready and stops it at the end.
+    """Run a server on a free loopback port; yield its URL when it is ready.
 
-    The server stays in this program's process group: a Ctrl-C that comes before `Popen` has returned reaches it all
-    the same.
+    The server stays in this program's process group, so that Ctrl-C reaches it even before `Popen` has returned.
     """
     command = [str(SERVER), "--demo", "--num-workers", str(num_workers), "--host", "127.0.0.1", "--port", "0"]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         url: Future[str] = Future()
-        # Read to the end, or the server would come to a halt when the pipe is full.
+        # Read until the end: the server would block on a full pipe.
         Thread(target=_listen, args=(server.stderr, url), daemon=True).start()
         yield url.result(START_TIMEOUT)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # impatience must not leave the server behind
+            signal.signal(number, signal.SIG_IGN)  # further signals must not interrupt the shutdown
         server.terminate()
         try:
             server.wait(STOP_TIMEOUT)
@@ -102,7 +101,7 @@ def demo_server(num_workers: int) -> Iterator[str]:
 
 
 def _listen(log: Iterable[str], url: Future[str]) -> None:
-    """Read the server's log; the address in it becomes the result of ``url``."""
+    """Read the server's log and set the URL that it contains as the result of ``url``."""
     last: deque[str] = deque(maxlen=20)
     for line in log:
         last.append(line)
@@ -113,27 +112,27 @@ def _listen(log: Iterable[str], url: Future[str]) -> None:
 
 
 def fetch_stats(url: str) -> dict[str, Any]:
-    """What the server says of itself."""
-    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
-    with straight.open(f"{url}/stats", timeout=10) as answer:
-        stats: dict[str, Any] = json.load(answer)
+    """Return the server's statistics."""
+    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
+    with straight.open(f"{url}/stats", timeout=10) as response:
+        stats: dict[str, Any] = json.load(response)
     return stats
 
 
 def show_stats(stats: dict[str, Any]) -> None:
-    """Print a short table for each kind of record."""
+    """Print a table for each type of record."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    console.print("\nWhat the server's /stats said in the end:")
+    console.print("\nStatistics of the server (/stats):")
     for section, fields in SHOWN.items():
         records = stats[section]
-        title = section if len(records) <= ROWS else f"{section}, the last {ROWS} of {len(records)}"
+        title = section if len(records) <= ROWS else f"{section}, {ROWS} of {len(records)}"
         table = Table(*fields.values(), title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
         for column in table.columns:
-            column.no_wrap = True  # a name that is cut names nothing
+            column.no_wrap = True  # a truncated name would be ambiguous
         for record in records[:ROWS]:
             values = {**record, **record.get("stages", {})}
             table.add_row(*(_text(values[field]) for field in fields))

@@ -1,10 +1,10 @@
-"""The usual PyTorch loop. Only the line that makes the loader is another.
+"""A PyTorch training loop; only the construction of the loaders differs from a script for torch.
 
     teleloader-server --demo                 # in one terminal, or on another machine
-    python examples/plain_pytorch.py         # in another; --url says where the server is
+    python examples/plain_pytorch.py         # in another; --url is the URL of the server
 
-Every argument of torch's DataLoader may stay as it is. Where the server runs on another machine, this one needs torch
-and the client (``pip install 'teleloader[torch]'``), and neither the dataset nor its files.
+All arguments of torch's DataLoader are accepted. If the server runs on another machine, this one needs torch and the
+client (``pip install 'teleloader[torch]'``), but not the dataset or its files.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from teleloader import DataLoader, RemoteDataset
 
 
 def train(url: str, epochs: int) -> float:
-    """Learn to tell handwritten digits apart; the part of the test images that are told right."""
+    """Train a classifier of handwritten digits and return its test accuracy."""
     torch.manual_seed(0)
 
-    # was: train_loader = torch.utils.data.DataLoader(train_set, batch_size=64, shuffle=True)
-    #      test_loader = torch.utils.data.DataLoader(test_set, batch_size=256)
+    # before: train_loader = torch.utils.data.DataLoader(train_set, batch_size=64, shuffle=True)
+    #         test_loader = torch.utils.data.DataLoader(test_set, batch_size=256)
     train_loader = DataLoader(RemoteDataset(url, "digits-train"), batch_size=64, shuffle=True)
     test_loader = DataLoader(RemoteDataset(url, "digits-test"), batch_size=256)
 
@@ -48,7 +48,7 @@ def train(url: str, epochs: int) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the loader server (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
     options = parser.parse_args()
     train(options.url, options.epochs)

@@ -1,10 +1,10 @@
-"""Train a small classifier of handwritten digits on batches that a loader server prepares.
+"""Train a small classifier of handwritten digits on batches of a loader server.
 
 In one terminal:    teleloader-server --demo --num-workers 2
 In another:         python examples/train_digits.py
 
-The training loop is the usual one; only the dataset is elsewhere. With torch installed the model is a torch module and
-batches come as tensors, without it both are plain NumPy. The exit status is 0 only if the test accuracy is above 95 %.
+If torch is installed, the model is a torch module and batches contain tensors; otherwise both use NumPy. The exit
+status is 0 if the test accuracy is above 95 %.
 """
 
 import argparse
@@ -23,27 +23,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from teleloader import DataLoader, RemoteDataset, ServerUnavailable
 
 PIXELS, HIDDEN, CLASSES = 64, 128, 10
-LEARNING_RATE, MOMENTUM = 0.1, 0.9  # the rate at first; it falls evenly to zero
+LEARNING_RATE, MOMENTUM = 0.1, 0.9  # initial learning rate; it decreases linearly to zero
 SUFFICIENT = 0.95
 
-Array = Any  # a torch.Tensor or a numpy.ndarray: whichever the loader was asked for
+Array = Any  # torch.Tensor or numpy.ndarray, as --output selects
 
 
 class Classifier(Protocol):
-    """What the training loop needs of a model."""
+    """Interface between model and training loop."""
 
     def step(self, images: Array, labels: Array, learning_rate: float) -> float:
-        """Learn from one batch; the loss before it."""
+        """Update the parameters with one batch; return the loss before the update."""
 
     def predict(self, images: Array) -> Array:
-        """The most likely class of each image."""
+        """Return the most likely class of each image."""
 
 
 class TorchClassifier:
     """A multilayer perceptron with one hidden layer."""
 
     def __init__(self, seed: int) -> None:
-        import torch  # here, because it takes a second or two, and is not needed without this class
+        import torch  # here, because the import takes seconds and NumpyClassifier does not need it
 
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(
@@ -56,7 +56,7 @@ class TorchClassifier:
         self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=MOMENTUM)
 
     def step(self, images: Array, labels: Array, learning_rate: float) -> float:
-        """Learn from one batch; the loss before it."""
+        """Update the parameters with one batch; return the loss before the update."""
         loss = self.loss(self.model(centred(images)), labels)
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.zero_grad()
@@ -65,12 +65,12 @@ class TorchClassifier:
         return float(loss.item())
 
     def predict(self, images: Array) -> Array:
-        """The most likely class of each image."""
+        """Return the most likely class of each image."""
         return self.model(centred(images)).argmax(1)
 
 
 class NumpyClassifier:
-    """The same perceptron, its gradient written out by hand."""
+    """The same perceptron in NumPy, with a hand-written gradient."""
 
     def __init__(self, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -85,14 +85,14 @@ class NumpyClassifier:
         self.velocities = [np.zeros_like(parameter) for parameter in self.parameters]
 
     def step(self, images: Array, labels: Array, learning_rate: float) -> float:
-        """Learn from one batch; the loss before it."""
+        """Update the parameters with one batch; return the loss before the update."""
         inputs, hidden, scores = self._forward(images)
         rows = np.arange(len(labels))
         scores -= scores.max(axis=1, keepdims=True)
         log_probabilities = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
         loss = -log_probabilities[rows, labels].mean()
 
-        to_scores = np.exp(log_probabilities)  # the gradient of softmax and cross entropy: probability minus truth
+        to_scores = np.exp(log_probabilities)  # gradient of softmax and cross entropy: probability minus label
         to_scores[rows, labels] -= 1
         to_scores /= len(labels)
         to_hidden = (to_scores @ self.parameters[2].T) * (hidden > 0)
@@ -104,7 +104,7 @@ class NumpyClassifier:
         return float(loss)
 
     def predict(self, images: Array) -> Array:
-        """The most likely class of each image."""
+        """Return the most likely class of each image."""
         return self._forward(images)[-1].argmax(axis=1)
 
     def _forward(self, images: Array) -> tuple[Array, Array, Array]:
@@ -115,25 +115,25 @@ class NumpyClassifier:
 
 
 def centred(images: Array) -> Array:
-    """``images`` with pixels of mean 0 and spread 1, nearly: learning is quicker so."""
+    """Return `images` normalized to about zero mean and unit variance."""
     return (images - 0.3) / 0.4
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training."""
+    """Result of a training run."""
 
     batches: int
     samples: int
     seconds: float
-    """Wall time of the training loop: waiting for batches and learning from them."""
+    """Wall time of the training loop, data wait included."""
 
     right: int
     tested: int
 
     @property
     def accuracy(self) -> float:
-        """The part of the test images that were classified correctly."""
+        """Fraction of the test images that were classified correctly."""
         return self.right / self.tested
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Result:
 
 
 def train(options: argparse.Namespace, console: Console) -> Result:
-    """Train for some epochs with a progress bar for each, then test once."""
+    """Train with a progress bar per epoch, then test once."""
     model: Classifier = TorchClassifier(options.seed) if options.output == "torch" else NumpyClassifier(options.seed)
     loader = DataLoader(
         RemoteDataset(options.url, "digits-train"),
@@ -174,13 +174,13 @@ def train(options: argparse.Namespace, console: Console) -> Result:
                 samples += len(labels)
                 progress.update(bar, advance=1, loss=loss)
     seconds = time.perf_counter() - started
-    # Every rank tests on all test images.
+    # every rank tests on all test images
     test_loader = DataLoader(RemoteDataset(options.url, "digits-test"), batch_size=128, output=options.output)
     return Result(batches, samples, seconds, *correct(model, test_loader))
 
 
 def correct(model: Classifier, loader: Iterable[tuple[Array, Array]]) -> tuple[int, int]:
-    """How many of the loader's images the model classifies correctly, and how many there are."""
+    """Return the number of correctly classified images and the number of images."""
     right = tested = 0
     for images, labels in loader:
         right += int((model.predict(images) == labels).sum())
@@ -189,33 +189,33 @@ def correct(model: Classifier, loader: Iterable[tuple[Array, Array]]) -> tuple[i
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The options on the command line."""
+    """Parse the command line."""
     default_output = "torch" if importlib.util.find_spec("torch") else "numpy"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the loader server (default: %(default)s)")
-    add("--epochs", type=int, default=10, help="how often to go through the dataset (default: %(default)s)")
-    add("--batch-size", type=int, default=64, help="samples in a batch, on each rank (default: %(default)s)")
-    add("--rank", type=int, default=0, help="which of --world-size trainers this is, from 0 (default: %(default)s)")
-    add("--world-size", type=int, default=1, help="trainers that share each epoch's samples (default: %(default)s)")
-    add("--seed", type=int, default=0, help="decides the order, the augmentation and the model (default: %(default)s)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    add("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
+    add("--batch-size", type=int, default=64, help="samples per batch and rank (default: %(default)s)")
+    add("--rank", type=int, default=0, help="rank of this process (default: %(default)s)")
+    add("--world-size", type=int, default=1, help="number of ranks (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of order, augmentation and model (default: %(default)s)")
     add(
         "--output",
         choices=("torch", "numpy"),
         default=default_output,
-        help="train with torch or with plain NumPy (default: torch where it is installed; here: %(default)s)",
+        help="train with torch or NumPy (default: torch if it is installed; here: %(default)s)",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says; 0 if the test accuracy is sufficient."""
+    """Run the command; return 0 if the test accuracy is sufficient, else 1."""
     console = Console()
     result = train(parsed(arguments), console)
     console.print(str(result), highlight=False)
     if result.accuracy > SUFFICIENT:
         return 0
-    console.print(f"that is too low: {SUFFICIENT:.0%} was to be exceeded", style="red")
+    console.print(f"test accuracy too low: expected more than {SUFFICIENT:.0%}", style="red")
     return 1
 
 
@@ -225,4 +225,4 @@ if __name__ == "__main__":
     except ServerUnavailable as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
-        sys.exit(130)  # what a shell reports of a program that Ctrl-C ended
+        sys.exit(130)  # the exit status that shells report after Ctrl-C

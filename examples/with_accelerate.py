@@ -1,14 +1,14 @@
-"""Hugging Face accelerate: model, optimizer and loader go through ``prepare``; on one process or on several.
+"""Training with Hugging Face accelerate, in one or several processes.
 
     teleloader-server --demo                                            # in one terminal
     python examples/with_accelerate.py                                  # in another
-    torchrun --nproc-per-node 2 examples/with_accelerate.py             # or as two ranks, here ...
-    accelerate launch --num_processes 2 examples/with_accelerate.py     # ... or where there are two accelerators
+    torchrun --nproc-per-node 2 examples/with_accelerate.py             # or with two ranks
+    accelerate launch --num_processes 2 examples/with_accelerate.py     # or with two accelerators
 
-``prepare`` changes torch's own loaders only, and returns ours as it is: the ranks divide each epoch without its help,
-but on an accelerator the loop itself moves each batch (a line that does nothing on a CPU). Once registered, the loader
-is a part of what ``save_state`` saves, so that ``load_state`` goes on in the middle of an epoch. (torchrun without
-accelerators: set ACCELERATE_USE_CPU=true. Two ranks repeat one of the 1,541 samples, as DistributedSampler does.)
+``prepare`` modifies only torch's loaders and returns this one unchanged. The loader divides each epoch among the ranks
+itself, and the training loop copies batches to the device. ``register_for_checkpointing`` adds the loader's state to
+``save_state``, so that ``load_state`` resumes in the middle of an epoch. For torchrun without accelerators, set
+ACCELERATE_USE_CPU=true. Two ranks repeat one of the 1,541 samples, as DistributedSampler does.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from teleloader import DataLoader, RemoteDataset
 
 
 def train(accelerator: Accelerator, url: str, epochs: int) -> None:
-    """Learn to tell handwritten digits apart."""
+    """Train a classifier of handwritten digits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -60,13 +60,13 @@ def train(accelerator: Accelerator, url: str, epochs: int) -> None:
             expected = next(batches)
             accelerator.load_state(folder)
             same = all(torch.equal(*pair) for pair in zip(next(iter(train_loader)), expected, strict=True))
-            accelerator.print(f"load_state goes on where save_state was: {same}")
+            accelerator.print(f"load_state continues with the batch after save_state: {same}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the loader server (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
     options = parser.parse_args()
     processes = Accelerator()
     train(processes, options.url, options.epochs)

@@ -1,8 +1,9 @@
-"""``async for batch in loader``: batches for a program whose other work goes on while it waits for them.
+"""Asynchronous iteration: ``async for batch in loader`` lets other coroutines run while it waits.
 
     python examples/with_asyncio.py
 
-It brings its own server, whose dataset is slow on purpose. Two loaders are read at once, and a clock ticks meanwhile.
+The script starts its own server with a slow dataset, iterates two loaders concurrently, and measures how long the event
+loop is blocked.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ SAMPLES, SECONDS = 60, 0.02
 
 
 class Slow:
-    """Sample i is i, a little later."""
+    """A dataset whose samples take 20 ms; sample i is i."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -27,9 +28,9 @@ class Slow:
 
 
 async def total(name: str, loader: DataLoader) -> int:
-    """The sum of all samples."""
+    """Print and return the sum of all samples."""
     result, batches = 0, 0
-    async for batch in loader:  # any other coroutine may run while this waits
+    async for batch in loader:  # other coroutines run while this one waits
         result += int(batch.sum())
         batches += 1
     print(f"{name}: {batches} batches, sum {result}")
@@ -37,7 +38,7 @@ async def total(name: str, loader: DataLoader) -> int:
 
 
 async def longest_gap() -> float:
-    """The longest time, in seconds, for which this coroutine did not get its turn; to be cancelled."""
+    """Return the longest delay of this coroutine in seconds, when it is cancelled."""
     longest = 0.0
     with suppress(asyncio.CancelledError):
         while True:
@@ -48,16 +49,16 @@ async def longest_gap() -> float:
 
 
 async def main(url: str) -> None:
-    """Read two loaders at once."""
+    """Iterate two loaders concurrently."""
     clock = asyncio.create_task(longest_gap())
-    # the client's constructors ask the server something, so they run beside the event loop as well
+    # constructors send requests and block, so they run in threads
     loaders = [
         await asyncio.to_thread(lambda: DataLoader(RemoteDataset(url), batch_size=10, shuffle=True, output="numpy"))
         for _ in range(2)
     ]
     await asyncio.gather(total("one", loaders[0]), total("two", loaders[1]))
     clock.cancel()
-    print(f"the event loop was never held up for longer than {await clock:.3f} s")
+    print(f"the event loop was blocked for at most {await clock:.3f} s")
 
 
 if __name__ == "__main__":

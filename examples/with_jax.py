@@ -1,10 +1,10 @@
-"""A JAX loop: ``output="jax"`` makes each batch a tree of JAX arrays, on the default device.
+"""Training with JAX: with ``output="jax"``, batches contain JAX arrays on the default device.
 
     teleloader-server --demo             # in one terminal, or on another machine
     python examples/with_jax.py          # in another
 
-torch is not needed, neither here nor on the server. As everywhere in JAX, int64 and float64 become 32 bits wide unless
-``jax_enable_x64`` is set. ``drop_last=True`` gives all batches one shape, so that the step is compiled once.
+Neither client nor server needs torch. As everywhere in JAX, int64 and float64 become 32-bit types unless
+``jax_enable_x64`` is set. With ``drop_last=True`` all batches have the same shape, so the step is compiled once.
 """
 
 import argparse
@@ -19,7 +19,7 @@ Parameters = list[tuple[Any, Any]]
 
 
 def layers(key: Any, *sizes: int) -> Parameters:
-    """The weights and biases of a multilayer perceptron."""
+    """Return initial weights and biases of a multilayer perceptron."""
     keys = jax.random.split(key, len(sizes) - 1)
     return [
         (jax.random.normal(key, (inputs, outputs)) * (2 / inputs) ** 0.5, jnp.zeros(outputs))
@@ -28,7 +28,7 @@ def layers(key: Any, *sizes: int) -> Parameters:
 
 
 def scores(parameters: Parameters, images: Any) -> Any:
-    """How likely each digit is, as logits."""
+    """Return the logits of each image."""
     *hidden, (weights, bias) = parameters
     values = (images.reshape(len(images), -1) - 0.3) / 0.4
     for hidden_weights, hidden_bias in hidden:
@@ -37,19 +37,19 @@ def scores(parameters: Parameters, images: Any) -> Any:
 
 
 def loss_of(parameters: Parameters, images: Any, labels: Any) -> Any:
-    """The cross entropy of a batch."""
+    """Return the cross entropy of a batch."""
     return -jnp.take_along_axis(jax.nn.log_softmax(scores(parameters, images)), labels[:, None], axis=1).mean()
 
 
 @jax.jit
 def step(parameters: Parameters, images: Any, labels: Any) -> tuple[Parameters, Any]:
-    """Learn from one batch; the new parameters, and the loss before."""
+    """Return updated parameters and the loss before the update."""
     loss, slopes = jax.value_and_grad(loss_of)(parameters, images, labels)
     return jax.tree.map(lambda value, slope: value - 0.2 * slope, parameters, slopes), loss
 
 
 def train(url: str, epochs: int) -> None:
-    """Learn to tell handwritten digits apart."""
+    """Train a classifier of handwritten digits."""
     train_loader = DataLoader(
         RemoteDataset(url, "digits-train"), batch_size=64, shuffle=True, drop_last=True, seed=0, output="jax"
     )
@@ -69,7 +69,7 @@ def train(url: str, epochs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the loader server (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
     options = parser.parse_args()
     train(options.url, options.epochs)

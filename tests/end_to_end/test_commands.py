@@ -124,7 +124,7 @@ def test_the_demo_trains() -> None:
     accuracy = re.search(r"test accuracy ([\d.]+)%", done.stdout)
     assert accuracy
     assert float(accuracy[1]) > 95
-    assert "What the server's /stats said" in done.stdout
+    assert "Statistics of the server (/stats)" in done.stdout
 
 
 def test_ctrl_c_ends_the_demo_and_its_server() -> None:

@@ -61,7 +61,7 @@ def test_accelerate(start_server: StartServer) -> None:
     printed = run_example("examples/with_accelerate.py", "--url", server.url, ACCELERATE_USE_CPU="true")
     assert printed.count(": 1541 samples on all ranks") == 10
     assert figure("test accuracy", printed) > 0.93
-    assert "load_state goes on where save_state was: True" in printed
+    assert "load_state continues with the batch after save_state: True" in printed
 
 
 def test_accelerate_on_two_ranks(start_server: StartServer) -> None:

@@ -52,7 +52,7 @@ def test_asyncio() -> None:
     printed = run_example("examples/with_asyncio.py")
     assert "one: 6 batches, sum 1770" in printed
     assert "two: 6 batches, sum 1770" in printed
-    assert figure("held up for longer than", printed) > 0
+    assert figure("blocked for at most", printed) > 0
 
 
 class Held:
