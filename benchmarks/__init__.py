@@ -1,1 +1,1 @@
-"""Measures teleloader against the limits: plain sockets, and torch's DataLoader on the same machine."""
+"""Benchmarks of teleloader against plain sockets and torch's DataLoader on the same machine."""

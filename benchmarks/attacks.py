@@ -1,9 +1,8 @@
-"""What attacks on a server cost a client beside them: ``python -m benchmarks.attacks``.
+"""Cost of attacks on a server for other clients: ``python -m benchmarks.attacks``.
 
-The client takes batches that take a worker 4 ms of waiting, as fast as they come. In every other turn a process beside
-it attacks the server with another token, as another principal. Each turn under attack stands between two without one,
-and the ratio is to the mean of these. An attacker takes processor time on the same machine: `control` is one that only
-computes.
+A client loads batches, for each of which a worker sleeps 4 ms, at full speed. In every other turn a second process
+attacks the server with another token, that is, as another principal. Each turn under attack is compared with the mean
+of the turns before and after it. An attacker also takes CPU time on the same machine: `control` only computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part. A contender opens a stream of batches; its processes are ended when the stream is closed."""
+"""Contenders of the throughput benchmarks: a contender opens a stream of batches, and ends its processes with it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How long the first batch takes: of an epoch, however long the dataset is, and where a run is resumed.
+"""Time to the first batch: at the start of an epoch, for datasets of any length, and after a resume.
 
-Each measurement is one of a fresh process, in which nothing was loaded before. The time is that from the construction
-of the loader to its first batch, with everything between: for us the connection, the registration and the batch; for a
-local loader its order and the start of its worker. All orders are shuffled, each measurement by a seed of its own, so
-that nothing is of use that a server has kept. The batch is compared with what it must hold.
+Each measurement runs in a fresh process that has not loaded anything. The time is that from the construction of the
+loader to its first batch: connection, registration and batch for teleloader; drawing the order and starting the worker
+for a local loader. All orders are shuffled, with a new seed for each measurement, so that no server has the batches
+buffered. The batch is compared with the dataset.
 """
 
 from __future__ import annotations

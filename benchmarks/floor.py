@@ -1,8 +1,8 @@
-"""The floor: the same work with plain sockets and nothing else, the least that any loader of this kind must do.
+"""The floor: the same work with plain sockets, the minimum for any loader that sends batches.
 
-A process runs the dataset, collates into one buffer that it uses again and again, and `sendall`s it with its size
-before it; the consumer does `recv_into` one buffer. Several take turns, each on a connection of its own. No order, no
-second client, no failure is thought of.
+A process runs the dataset, collates into one buffer that it reuses, and sends size and content with `sendall`; the
+consumer calls `recv_into` with one buffer. Several producers alternate, each on its own connection. There is no
+shuffling, no second client and no error handling.
 """
 
 from __future__ import annotations

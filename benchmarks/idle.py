@@ -1,14 +1,14 @@
-"""What a server costs that has nothing to do, and consumers that ask for nothing: ``python -m benchmarks.idle``.
+"""Cost of an idle server and of idle consumers: ``python -m benchmarks.idle``.
 
-First a server alone: it was used once, and then nobody asks for anything, at first without a consumer and then with a
-`DataLoader` that holds its first batch.
+The first part measures a server that was used once: first without a consumer, then with a `DataLoader` that holds its
+first batch and requests nothing.
 
-Then 1,000 idle consumers, each with a loader of its own and an open connection on which it has taken some batches,
-beside 200 that take batches as fast as they come. Rounds without and with the idle ones take turns.
+The second part measures 1,000 idle consumers, each with its own loader and an open connection that has received some
+batches, beside 200 consumers that load at full speed. Rounds without and with the idle consumers alternate.
 
-These consumers are no `DataLoader`: a thousand of these, with their threads, would be what is measured on a small
-machine. They are connections in two processes, one for the idle and one for the active ones. They speak
-docs/protocol.md and read each answer whole, but do not decode it.
+These consumers are not `DataLoader` objects: the threads of a thousand of those would dominate the measurement on a
+small machine. They are connections in two processes, one for the idle and one for the active consumers, which follow
+docs/protocol.md and read each response completely without decoding it.
 """
 
 from __future__ import annotations

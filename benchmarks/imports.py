@@ -1,4 +1,4 @@
-"""What consumers load with, as far as it is installed: imported once for all of them."""
+"""Optional packages that consumers load with, imported once before consumers are forked."""
 
 import importlib
 import importlib.util

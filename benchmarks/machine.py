@@ -1,4 +1,4 @@
-"""What was measured on which machine: a figure without this means nothing."""
+"""Description of the machine and the software versions, printed with each result."""
 
 from __future__ import annotations
 

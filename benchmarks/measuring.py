@@ -1,4 +1,4 @@
-"""How a contender is measured: a turn takes so many batches after a warm-up, and counts time and CPU."""
+"""Measurement of a contender: a turn takes a number of batches after a warm-up, and counts time and CPU time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What it costs the server to count, to name requests and to be watched: ``python -m benchmarks.observing``.
+"""Cost of statistics, request IDs and an open dashboard for the server: ``python -m benchmarks.observing``.
 
-Two servers: one as it is, and one that is blind. In the latter what is counted for each batch and request, the look at
-the totals once a second, and the ids of requests are replaced by nothing before it starts. One loader takes batches of
-`small`, the smallest there are, of either in turn, as fast as they come; then of the first while somebody watches
-``/stats/stream``. The ratios are formed within each round.
+Two servers are compared: an unmodified one, and one in which counters per batch and request, the totals of each second
+and request IDs are replaced by no-ops before it starts. One loader takes batches of `small`, the smallest ones, from
+both servers in turn at full speed; then from the first while a client reads ``/stats/stream``. Ratios are computed
+within each round.
 
-What is compared is the processor time of the server's own process for a batch: it is the limit of small batches, and it
-says the same on a machine that has other things to do, where batches a second do not.
+The benchmark compares the CPU time of the server's own process per batch, which limits small batches. Unlike batches
+per second, it is meaningful on a machine that runs other programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A collate function as people write it: it gives tensors where torch is installed, and arrays elsewhere."""
+"""A typical collate function for sequences: returns tensors if torch is installed, otherwise arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite is made of: each part measures something, and has tables of its own."""
+"""Interface of the parts of the benchmark suite: each part measures something and prints its own tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that the benchmark starts: in the repository's root, and ended by it."""
+"""Processes that the benchmarks start in the repository's root and end."""
 
 from __future__ import annotations
 

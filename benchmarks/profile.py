@@ -1,7 +1,8 @@
-"""Where the time of one batch goes, on both sides: ``python -m benchmarks.profile small``.
+"""CPU profile of one batch on both sides: ``python -m benchmarks.profile small``.
 
-Half of the time nothing but counters are read: what a batch costs each process. In the other half py-spy looks, 500
-times a second, who holds Python's lock (the GIL) in each process: it slows them, so that only shares are of use then.
+The first half of the time only reads counters: the cost of a batch in each process. In the second half py-spy samples
+500 times per second which function holds the GIL of each process. Sampling slows the processes, so only the shares are
+meaningful.
 """
 
 from __future__ import annotations

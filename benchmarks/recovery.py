@@ -1,7 +1,7 @@
-"""How long a training loop waits when something dies: ``python -m benchmarks.recovery``.
+"""Time for which a training loop waits after a fault: ``python -m benchmarks.recovery``.
 
-The loop takes batches as fast as they come, so nothing is fetched ahead that would hide the wait. A batch takes a
-worker 20 ms, so the two workers of a server make one every 10 ms. Each batch is checked: it must be the next one.
+The loop consumes batches at full speed, so no prefetched batches hide the wait. A worker takes 20 ms per batch, so the
+two workers of a server compute one every 10 ms. Each batch is verified to be the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From turns to figures, and from figures to a table."""
+"""Statistics and tables of measured turns."""
 
 from __future__ import annotations
 

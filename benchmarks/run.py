@@ -1,4 +1,4 @@
-"""The command: the parts of the suite one after another, each with its tables."""
+"""The command ``python -m benchmarks``: runs the parts of the suite one after another and prints their tables."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What several consumers of one epoch cost: each batch should be made once, whoever takes it.
+"""Cost of several consumers of one epoch: the server should compute each batch once.
 
-One, two and four consumers, each a `DataLoader` in a process of its own, with the same arguments. All wait for each
-other before they begin. In one more case a consumer begins when the other has taken half of the epoch: it is sent what
-the server still keeps, and the rest is made again.
+One, two and four consumers run with the same arguments, each a `DataLoader` in its own process. All start together. In
+a further case a consumer starts when the other one has taken half of the epoch: it receives the batches that the server
+still has, and the others are computed again.
 
-Processors that share caches and units do less in a second when all are busy, so the same work costs more seconds beside
-three more consumers. How many more is seen where one consumer stands beside a process that only copies memory.
+CPUs that share caches and execution units are slower when all are busy, so the same work takes more CPU time beside
+three more consumers. The row of one consumer beside a process that only copies memory shows this effect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether anything grows: ``python -m benchmarks.soak --minutes 30``.
+"""Search for growth of memory, files and threads: ``python -m benchmarks.soak --minutes 30``.
 
-Two consumers take epoch after epoch: one in the plan's order, one in an order of its own, which needs a session for
-each epoch. Now and then one leaves in the middle of an epoch. Memory, open files and threads of the server, its
-template, its workers and the consumers are sampled each second. A process that gained more than it may, after the
-warm-up, is named, and the exit status is 1.
+Two consumers load epoch after epoch: one in the seeded order, one with a sampler, which needs a session for each epoch.
+Now and then one of them abandons an epoch. Memory, open files and threads of the server, its fork server, its workers
+and the consumers are sampled each second. If a process grows by more than the limit after the warm-up, the benchmark
+names it and exits with status 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How many batches a second each contender gets of a workload.
+"""Throughput of each contender for a workload, in batches per second.
 
-One contender runs at a time, and all of them in each round, because on a shared machine what is measured at another
-time is measured on another machine.
+One contender runs at a time, and each runs in every round, because the load of a shared machine changes over time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is loaded. A server hosts these datasets as ``benchmarks.workloads:WIRE.dataset`` and so on.
+"""Workloads of the benchmarks. Servers host their datasets as ``benchmarks.workloads:WIRE.dataset`` and so on.
 
-`wire` and `small` do no work, so that what is measured is the loader; the others are what people train on. Each knows
-how a producer with plain sockets would do the same: `Workload.fill`.
+`wire` and `small` do no work, so that only the loader is measured; the others resemble real training data.
+`Workload.fill` computes a batch for producers with plain sockets.
 """
 
 from __future__ import annotations
