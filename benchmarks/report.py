@@ -28,7 +28,7 @@ class Figures:
     to_torch: Spread | None
     """To torch's local DataLoader with as many workers; None where it did not take part."""
     beside: str | None
-    """The contender that does the same in the plan's order; None for all that are not compared with it."""
+    """The contender that loads the same in the seeded order; None if there is no comparison."""
     cost_beside: Spread | None
     """Time of a batch, as a multiple of the other's."""
 
@@ -62,7 +62,7 @@ def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequenc
 
 
 def table(workload: Workload, figures: Sequence[Figures]) -> Table:
-    """The figures, for people: each is a median, with what it lies between."""
+    """Return a table of the figures: medians with minimum and maximum."""
     made = Table(title=f"{workload.name} - {workload.about}", title_justify="left", title_style="bold")
     made.add_column("contender", no_wrap=True)
     for heading in ("batches/s", "MB/s", "to floor", "to torch local", "client CPU s/GB"):
@@ -80,10 +80,10 @@ def table(workload: Workload, figures: Sequence[Figures]) -> Table:
 
 
 def orders(figures: Sequence[Figures]) -> Table | None:
-    """What an order of the client's own costs for each batch, beside the plan's; None where none took part."""
-    made = Table(title="the order: the plan's, and the client's own", title_justify="left", title_style="bold")
+    """Return the cost per batch of index lists beside the seeded order; None if no such contender took part."""
+    made = Table(title="order of the samples: seeded, or drawn by the client", title_justify="left", title_style="bold")
     made.add_column("contender", no_wrap=True)
-    for heading in ("plan, us/batch", "client, us/batch", "client to plan"):
+    for heading in ("seeded, us/batch", "client, us/batch", "client to seeded"):
         made.add_column(heading, justify="right", no_wrap=True)
     by_name = {found.contender: found for found in figures}
     for found in figures:
