@@ -51,7 +51,7 @@ OPTIONS: Final = ("--memory-budget", "256MiB", "--batch-timeout", "30")
 
 
 class Waited:
-    """Batches that take a worker 4 ms, whatever else the machine does."""
+    """Dataset whose batches take a worker 4 ms of sleep, independent of the machine's load."""
 
     def __len__(self) -> int:
         return 10**7
@@ -65,21 +65,21 @@ class Waited:
 
 
 class Large(Waited):
-    """Batches of 8 MB."""
+    """Dataset of 8 MB batches."""
 
     def __getbatch__(self, indices: Any) -> Any:
         return np.zeros(2**21, np.float32)
 
 
 class Hanging(Waited):
-    """Batches that never come."""
+    """Dataset whose batches hang."""
 
     def __getbatch__(self, indices: Any) -> Any:
         time.sleep(1000)
 
 
 class Deadly(Waited):
-    """Batches that end their worker."""
+    """Dataset whose batches end their worker."""
 
     def __getbatch__(self, indices: Any) -> Any:
         os._exit(1)
@@ -98,7 +98,7 @@ class Stream:
 
 @contextmanager
 def server(workers: int) -> Iterator[str]:
-    """One with two tokens."""
+    """Run a server with two tokens."""
     datasets = (Waited, Large, Hanging, Deadly, Stream)
     hosted = [f"{dataset.__name__.lower()}={__spec__.name}:{dataset.__name__}" for dataset in datasets]
     with TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def server(workers: int) -> Iterator[str]:
 
 
 class _Connection(asyncio.Protocol):
-    """Asks again whenever something has come, if it reads at all."""
+    """Connection of an attacker: sends the next request after each response, if it reads at all."""
 
     def __init__(self, ask: bytes, *, reads: bool) -> None:
         self._ask = ask
@@ -132,7 +132,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _connections(url: str, count: int, ask: Callable[[int], bytes], *, reads: bool = True) -> None:
-    """So many of them, made anew when they are closed."""
+    """Keep a number of connections open, and replace closed ones."""
     host, port = url.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
     live: dict[int, Any] = {}
@@ -162,7 +162,7 @@ def _get(path: str, consumer: str = "") -> bytes:
 
 
 def _of(url: str, dataset: str, stop: int = 10**6) -> Callable[[int], bytes]:
-    """Each connection is a consumer that wants as much as it can."""
+    """Return the requests of a connection, each connection being one consumer with maximum prefetch."""
     path = f"/v1/loaders/{_key(url, dataset=dataset)}/epochs/0/batches"
     return lambda number: _get(f"{path}?start={number * 1000}&stop={number * 1000 + 900}&ahead=4000", f"a{number}")
 
@@ -240,7 +240,7 @@ def _attack(name: str, url: str) -> None:
 
 
 def measured(url: str, seconds: float) -> float:
-    """Batches a second of a loop that does nothing else."""
+    """Return the batches per second of a loop that does nothing else."""
     loader = DataLoader(RemoteDataset(url, "waited"), 1, seed=time.monotonic_ns(), shuffle=True, output="numpy")
     batches = iter(loader)
     for _ in range(20):
@@ -255,7 +255,7 @@ def measured(url: str, seconds: float) -> float:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attacks", description=__doc__.partition("\n")[0])
     parser.add_argument("attacks", nargs="*", help=f"some of {', '.join(ATTACKS)}; default all")
     parser.add_argument("--rounds", type=int, default=3)

@@ -19,29 +19,29 @@ Indices = list[list[int]]
 
 
 class Contender(Protocol):
-    """One way to get the batches of a workload."""
+    """Way to load the batches of a workload."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name in tables."""
 
     @property
     def num_workers(self) -> int:
-        """Processes that run the dataset."""
+        """Number of processes that run the dataset."""
 
     @property
     def beside(self) -> str | None:
-        """The contender that does the same in another order, if a ratio to it is wanted."""
+        """The contender that loads the same in another order, for a ratio; None without comparison."""
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
-        """Batches from batch 0; each is what the consumer would train on, and nobody looks into it."""
+        """Yield batches from batch 0, as a consumer would train on them."""
 
     def indices(self, count: int) -> Indices:
-        """What the first `count` batches hold of that which `open` gave last."""
+        """Return the indices of the first `count` batches of the stream that `open` returned last."""
 
 
 class Floor:
-    """Plain sockets."""
+    """Plain sockets, without a loader."""
 
     beside = None
 
@@ -51,19 +51,18 @@ class Floor:
         self._workload = workload
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
-        """Producer processes of its own."""
+        """Start producer processes."""
         return floor.floor(self._workload, self.num_workers)
 
     def indices(self, count: int) -> Indices:
-        """The workload's own."""
+        """Return the workload's own order."""
         return in_turn(self._workload, count)
 
 
 class Teleloader:
-    """Our client, to torch tensors where torch is installed; the server runs all the time.
+    """teleloader in seeded order, with torch tensors if torch is installed; the server runs all the time.
 
-    The order is the plan's: its batches can be shared, so no index list is sent for them. The seed is another one in
-    each run, so that nothing is of use that a server has kept of the one before.
+    Each run has a new seed, so that the server has none of its batches buffered.
     """
 
     beside: str | None = None
@@ -87,19 +86,19 @@ class Teleloader:
 
     @contextmanager
     def open(self) -> Iterator[Iterator[Any]]:
-        """The next epoch: what the server has kept of the one before is of no use."""
+        """Load the next epoch, of which the server has no batches buffered."""
         self._epoch += 1
         self._loader.set_epoch(self._epoch)
         yield iter(self._loader)
 
     def indices(self, count: int) -> Indices:
-        """Those of the plan."""
+        """Return the indices of the seeded order."""
         plan = self._loader.plan(self._epoch)
         return [plan[k].tolist() for k in range(count)]
 
 
 class TeleloaderShuffledHere:
-    """The same with an order that is the client's: torch's RandomSampler draws it, and index lists are sent."""
+    """teleloader with torch's RandomSampler, which draws the order in the client."""
 
     def __init__(self, workload: Workload, url: str, num_workers: int, beside: str) -> None:
         from teleloader import DataLoader, RemoteDataset
@@ -113,7 +112,7 @@ class TeleloaderShuffledHere:
 
     @contextmanager
     def open(self) -> Iterator[Iterator[Any]]:
-        """The next epoch."""
+        """Load the next epoch."""
         self._seed += 1
         with _torch_seeded(self._seed):
             batches = iter(self._loader)
@@ -121,7 +120,7 @@ class TeleloaderShuffledHere:
         yield chain([first], batches)
 
     def indices(self, count: int) -> Indices:
-        """Those of torch's own loader under the same seed."""
+        """Return the indices of torch's loader with the same seed."""
         import torch.utils.data
 
         numbers: Any = range(len(self._workload.dataset()))
@@ -155,16 +154,16 @@ class TorchLocal:
 
     @contextmanager
     def open(self) -> Iterator[Iterator[Any]]:
-        """Workers of its own."""
+        """Start workers."""
         yield iter(self._loader)
 
     def indices(self, count: int) -> Indices:
-        """The workload's own."""
+        """Return the workload's own order."""
         return in_turn(self._workload, count)
 
 
 def contenders(workload: Workload, setting: Setting) -> list[Contender]:
-    """All of them; the floor can send over loopback only."""
+    """Return all contenders; the floor works over loopback only."""
     found: list[Contender] = []
     for num_workers, url in setting.urls.items():
         if setting.is_local:
@@ -179,7 +178,7 @@ def contenders(workload: Workload, setting: Setting) -> list[Contender]:
 
 
 class InOrder:
-    """A sampler: the workload's own order, which takes no time to be drawn."""
+    """Sampler that yields the workload's own order without drawing it."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -192,7 +191,7 @@ class InOrder:
 
 
 class _ByIndexLists:
-    """A dataset of whole batches, each indexed by what it holds."""
+    """Dataset of whole batches, indexed by lists."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -202,19 +201,19 @@ class _ByIndexLists:
 
 
 def in_turn(workload: Workload, count: int) -> Indices:
-    """What the first batches hold in the workload's own order."""
+    """Return the indices of the first batches in the workload's own order."""
     order = workload.order()
     return [list(islice(order, workload.batch_size)) for _ in range(count)]
 
 
 def has_torch() -> bool:
-    """Whether torch is installed."""
+    """Return True if torch is installed."""
     return importlib.util.find_spec("torch") is not None
 
 
 @contextmanager
 def _torch_seeded(seed: int) -> Iterator[None]:
-    """Torch's global generator begins at `seed` here, and is as it was before afterwards."""
+    """Seed torch's global generator, and restore its state at the end."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

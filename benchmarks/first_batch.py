@@ -40,7 +40,7 @@ RESUME_LENGTHS: Final = (10**6, 10**7, 10**8)
 
 
 class Numbered:
-    """Samples of 32 float32 that are made of their number, so that they take no memory."""
+    """Dataset of 32 float32 per sample, computed from the index, so that it needs no memory."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -55,36 +55,36 @@ class Numbered:
 
     @staticmethod
     def numbers(batch: Any) -> NDArray[np.int64]:
-        """Which samples a batch holds."""
+        """Return the indices of a batch."""
         rows = np.asarray(batch).astype(np.int64)
         numbers: NDArray[np.int64] = rows[:, 0] + 2**20 * rows[:, 16]
         return numbers
 
 
 class Contender(Protocol):
-    """A way to load; it goes to another process."""
+    """Way to load; can be sent to another process."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name in tables."""
 
     @property
     def longest(self) -> int:
-        """The longest dataset with which it takes part."""
+        """Length of the longest dataset to measure."""
 
     def loader(self, length: int, seed: int) -> Any:
-        """What is measured: a loader of so many samples, shuffled."""
+        """Return a shuffled loader of a dataset with this number of samples."""
 
     def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
-        """The state of that loader when it has given so many batches, and which samples the next one holds."""
+        """Return the loader's state after a number of batches, and the indices of the next batch."""
 
     def await_idle(self) -> None:
-        """Wait until nothing is being done any more for loaders that are gone."""
+        """Wait until all work for closed loaders has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teleloader:
-    """Our client; the order is the plan's."""
+    """teleloader in seeded order."""
 
     num_workers: int
     url: str
@@ -92,28 +92,28 @@ class Teleloader:
 
     @property
     def name(self) -> str:
-        """Ours."""
+        """Return the name."""
         return f"teleloader, {counted(self.num_workers, 'worker')}"
 
     def loader(self, length: int, seed: int) -> Any:
-        """Connected to the server anew."""
+        """Return a loader with a new connection."""
         from teleloader import DataLoader, RemoteDataset
 
         return DataLoader(RemoteDataset(self.url, _name(length)), BATCH_SIZE, shuffle=True, seed=seed)
 
     def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
-        """A state counts samples."""
+        """Return a state, which counts samples."""
         loader = self.loader(length, seed)
         return {**loader.state_dict(), "samples": count * BATCH_SIZE}, loader.plan(0)[count]
 
     def await_idle(self) -> None:
-        """The server's workers may still make what was to come next."""
+        """Wait for the server's workers, which may still compute prefetched batches."""
         await_idle(self.url)
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A loader with a worker process of its own."""
+    """Local loader with one worker process."""
 
     name: str
     loader_class: str
@@ -122,7 +122,7 @@ class Local:
     longest: int
 
     def loader(self, length: int, seed: int) -> Any:
-        """Of the same samples."""
+        """Return a loader of the same samples."""
         return self._loader(Numbered(length), seed)
 
     def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
@@ -134,7 +134,7 @@ class Local:
         return loader.state_dict() if count else None, np.array(next(batches))
 
     def await_idle(self) -> None:
-        """Its worker ends with its iterator."""
+        """Return: the worker ends with its iterator."""
 
     def _loader(self, dataset: Any, seed: int, **options: Any) -> Any:
         import torch
@@ -146,13 +146,13 @@ class Local:
 
 
 def torch_local(setting: Setting) -> Local:
-    """``torch.utils.data.DataLoader``: at 10**8 samples its order takes seconds and gigabytes."""
+    """Return ``torch.utils.data.DataLoader``; at 10**8 samples its order takes seconds and gigabytes."""
     longest = 10**8 if setting.large else 10**7
     return Local("torch local, 1 worker", "torch.utils.data:DataLoader", "torch.utils.data:RandomSampler", longest)
 
 
 def torchdata(setting: Setting) -> Local:
-    """``torchdata.stateful_dataloader.StatefulDataLoader``: to come by its state takes all batches before."""
+    """Return torchdata's ``StatefulDataLoader``, whose state requires loading all batches before it."""
     longest = 10**7 if setting.large else 10**6
     module = "torchdata.stateful_dataloader"
     return Local(
@@ -180,7 +180,7 @@ def _hosted(lengths: Sequence[int]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What was measured in one process: seconds and bytes."""
+    """Measurement of one process: seconds and bytes."""
 
     first: float
     """To the first batch of the first loader that the process had: what is only loaded when it is needed counts."""
@@ -192,7 +192,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was measured in one process, which had a loader before: seconds to the first batch of each loader."""
+    """Measurement of one process that had a loader before: seconds to the first batch of each loader."""
 
     begun: list[float]
     """Of an epoch."""
@@ -201,7 +201,7 @@ class Resumed:
 
 
 def start(contender: Contender, length: int) -> Started:
-    """One loader after the other."""
+    """Measure one loader after the other."""
     before = _most_memory()
     first, _ = _first_batch(contender, length, _seed())
     later: list[float] = []
@@ -215,7 +215,7 @@ def start(contender: Contender, length: int) -> Started:
 
 
 def resume(contender: Contender, length: int) -> Resumed:
-    """Pairs of a loader that begins an epoch and one that goes on in another, in either order."""
+    """Measure pairs of a loader that starts an epoch and one that resumes, in alternating order."""
     _first_batch(contender, length, _seed())
     turn = Resumed([], [])
     while _goes_on(turn.begun):
@@ -232,7 +232,7 @@ def resume(contender: Contender, length: int) -> Resumed:
 
 
 def _first_batch(contender: Contender, length: int, seed: int, state: Any = None) -> tuple[float, Any]:
-    """How many seconds it takes, and what it is."""
+    """Return the seconds to the first batch, and the batch."""
     contender.await_idle()
     began = time.perf_counter()
     loader = contender.loader(length, seed)
@@ -265,13 +265,13 @@ def _most_memory() -> int:
 
 
 class Start:
-    """The first batch of an epoch, for datasets of any length."""
+    """Time to the first batch of an epoch, for datasets of any length."""
 
     name = "start"
     hosted: Mapping[str, str] = _hosted(START_LENGTHS)
 
     def prepare(self, setting: Setting) -> Job:
-        """Find out who takes part."""
+        """Select the contenders."""
         peers = [torch_local(setting)] if _is_installed("torch") else []
         return _job(self.name, START_LENGTHS, peers, setting, start, self._outcome)
 
@@ -296,13 +296,13 @@ class Start:
 
 
 class Resume:
-    """The first batch after ``load_state_dict``, beside that of an epoch."""
+    """Time to the first batch after ``load_state_dict``, compared with the start of an epoch."""
 
     name = "resume"
     hosted: Mapping[str, str] = _hosted(RESUME_LENGTHS)
 
     def prepare(self, setting: Setting) -> Job:
-        """Find out who takes part."""
+        """Select the contenders."""
         peers = [torchdata(setting)] if _is_installed("torchdata") else []
         return _job(self.name, RESUME_LENGTHS, peers, setting, resume, self._outcome)
 
@@ -332,15 +332,15 @@ def _job(
     measure: Callable[[Contender, int], _Turn],
     outcome: Callable[[Rows[_Turn]], Outcome],
 ) -> Job:
-    """Each contender with each length that it can do, one after the other in each round.
+    """Return a job that measures each contender with each length that it supports, one after the other per round.
 
     Args:
-        name: The part's.
-        lengths: Of the datasets.
-        peers: Who takes part beside our client.
-        setting: As it is for all parts.
-        measure: What to do with a contender and a length.
-        outcome: What to say of it.
+        name: Name of the part.
+        lengths: Lengths of the datasets.
+        peers: Contenders besides teleloader.
+        setting: Settings of the run.
+        measure: Measures a contender with a length.
+        outcome: Returns the results of the measurements.
     """
     found: Sequence[Contender] = (Teleloader(*setting.fewest), *peers)
     cases = [(contender, length) for contender in found for length in lengths if length <= contender.longest]

@@ -29,7 +29,7 @@ _ALIGNMENT: Final = 64
 
 @contextmanager
 def floor(workload: Workload, producers: int) -> Iterator[Iterator[memoryview]]:
-    """The bytes of the batches, in one buffer that is written over and over."""
+    """Yield the bytes of the batches in one buffer that is reused."""
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.settimeout(START_TIMEOUT)
@@ -64,7 +64,7 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
 
 
 def produce(workload: Workload, port: int, number: int, producers: int) -> None:
-    """Send batches `number`, `number + producers`, ... for as long as somebody takes them."""
+    """Send batches `number`, `number + producers`, ... until the consumer disconnects."""
     dataset = workload.dataset()
     storage = np.empty(workload.max_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _ALIGNMENT - storage.ctypes.data % _ALIGNMENT
@@ -80,7 +80,7 @@ def produce(workload: Workload, port: int, number: int, producers: int) -> None:
 
 
 def main() -> None:
-    """Be a producer process: ``python -m benchmarks.floor WORKLOAD PORT NUMBER PRODUCERS``."""
+    """Run a producer process: ``python -m benchmarks.floor WORKLOAD PORT NUMBER PRODUCERS``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the consumer's end is ours
     name, *places = sys.argv[1:]
     try:

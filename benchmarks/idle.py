@@ -48,10 +48,10 @@ _FRAME_SIZE: Final = struct.Struct(">10xQ")
 
 
 class Consumer:
-    """A connection that takes batches of a loader of its own.
+    """Connection that loads batches of its own loader.
 
     Args:
-        number: Decides the loader.
+        number: Selects the loader.
     """
 
     def __init__(self, number: int) -> None:
@@ -67,7 +67,7 @@ class Consumer:
         self._key = json.loads(answer)["key"]
 
     async def take(self, count: int = RANGE) -> int:
-        """Ask for the next batches, and as many ahead; how many came."""
+        """Request the next batches and prefetch as many; return the number of received ones."""
         query = f"start={self._next}&stop={self._next + count}&ahead={count}&ready=true"
         answer = await self._exchange("GET", f"/v1/loaders/{self._key}/epochs/0/batches?{query}")
         start = came = 0
@@ -79,7 +79,7 @@ class Consumer:
         return came
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._writer.close()
 
     async def _exchange(self, method: str, path: str, body: bytes = b"") -> bytes:
@@ -133,7 +133,7 @@ async def _obey(commands: Connection, url: str, numbers: range) -> None:
 
 
 async def _run(consumers: list[Consumer], seconds: float) -> float:
-    """Let all take batches for some time; batches a second of them together."""
+    """Let all consumers load for some time; return their total batches per second."""
     began = time.perf_counter()
     counts = [0] * len(consumers)
 
@@ -150,7 +150,7 @@ Tell = Callable[..., Any]
 
 @contextmanager
 def consumers(url: str, numbers: range) -> Iterator[Tell]:
-    """A process of consumers; yields a function that tells it what to do, and gives its answer."""
+    """Run consumers in a process; yield a function that sends it a command and returns the result."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, url, numbers), daemon=True)
@@ -174,7 +174,7 @@ def consumers(url: str, numbers: range) -> Iterator[Tell]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rest:
-    """What one process cost in that time."""
+    """Cost of one process."""
 
     cpu: float
     """Seconds of processor time."""
@@ -183,7 +183,7 @@ class Rest:
 
 
 def at_rest(seconds: float) -> tuple[dict[str, Rest], dict[str, Rest]]:
-    """A server's processes by name, when no consumer is there, and when one is that asks for nothing."""
+    """Return the cost of a server's processes without a consumer, and with one that requests nothing."""
     from teleloader import DataLoader, RemoteDataset
 
     with running(HOSTED, NUM_WORKERS) as server:
@@ -234,7 +234,7 @@ def _rest_table(seconds: float) -> Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes."""
+    """Memory use in bytes."""
 
     server: int
     """The server's own process, shared pages divided."""
@@ -243,7 +243,7 @@ class Memory:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__.partition(":")[0])
     parser.add_argument("--idle", type=int, default=1000, help="consumers that ask for nothing (default: %(default)s)")
     parser.add_argument("--active", type=int, default=200, help="consumers that take batches (default: %(default)s)")

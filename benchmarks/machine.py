@@ -19,7 +19,7 @@ PACKAGES: Final = ("numpy", "torch", "uvicorn", "uvloop", "teleloader")
 
 
 def announce(facts: Mapping[str, str], heading: str = "") -> Console:
-    """A console for what is measured, on which it is said what and on which machine."""
+    """Return a console, after printing the name of the benchmark and the machine."""
     console = Console()
     if not console.is_terminal:
         console.width = 200  # no cell is cut
@@ -28,7 +28,7 @@ def announce(facts: Mapping[str, str], heading: str = "") -> Console:
 
 
 def describe() -> dict[str, str]:
-    """Its properties by name, in the order in which they are printed."""
+    """Return properties of the machine by name, in printing order."""
     facts = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{len(os.sched_getaffinity(0))} x {_cpu_model()}",

@@ -24,7 +24,7 @@ WARM_UP: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was measured of one contender in one round."""
+    """Measurement of one contender in one round."""
 
     batches: int
     seconds: float
@@ -33,12 +33,12 @@ class Turn:
 
     @property
     def rate(self) -> float:
-        """Batches a second."""
+        """Batches per second."""
         return self.batches / self.seconds
 
 
 class Spread(NamedTuple):
-    """A median and what it lies between."""
+    """Median, minimum and maximum."""
 
     middle: float
     low: float
@@ -46,22 +46,22 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of one or more values."""
         return cls(median(values), min(values), max(values))
 
     def text(self, form: str) -> str:
-        """For a table; each number in that format."""
+        """Return a text for tables, with numbers in the given format."""
         return f"{self.middle:{form}} ({self.low:{form}}..{self.high:{form}})"
 
 
 def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
-    """How many batches take about so many seconds; the first are checked, so that nobody wins by being wrong.
+    """Return the number of batches that take about `seconds`, after checking the content of the first batches.
 
-    All turns take the same number of batches: to stop when the time is over would count what was fetched ahead for
-    some and not for others.
+    All turns take the same number of batches: turns of equal time would count prefetched batches for some contenders
+    only.
 
     Raises:
-        AssertionError: When a batch is not what it should be.
+        AssertionError: A batch has the wrong content.
     """
     dataset = workload.dataset()
     with contender.open() as batches:
@@ -74,7 +74,7 @@ def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
 
 
 def measure(contender: Contender, count: int) -> Turn:
-    """One turn of `count` batches."""
+    """Measure a turn of `count` batches."""
     with contender.open() as batches:
         _drain(batches, round(WARM_UP * count))
         cpu, began = time.process_time(), time.perf_counter()

@@ -37,7 +37,7 @@ BLIND: Final = (sys.executable, "-c", "from benchmarks.observing import serve_bl
 
 
 def serve_blindly() -> None:
-    """``teleloader-server`` without what this module is about."""
+    """Run ``teleloader-server`` without statistics and request IDs."""
     from teleloader_server.cli import main
     from teleloader_server.dispatch import counters
     from teleloader_server.dispatch.rates import Stopwatch
@@ -75,7 +75,7 @@ class Turn:
 
 
 class Contender:
-    """A loader of one server's, and that server's clock."""
+    """Loader of one server, and the CPU time of that server."""
 
     def __init__(self, server: LoaderServer) -> None:
         self.url = server.url
@@ -83,7 +83,7 @@ class Contender:
         self._loader = Teleloader(SMALL, server.url, server.num_workers)
 
     def turn(self, batches: int) -> Turn:
-        """Take so many, after a tenth of them."""
+        """Take a number of batches, after a warm-up of a tenth of them."""
         with self._loader.open() as coming:
             for _ in islice(coming, batches // 10):
                 pass
@@ -94,13 +94,13 @@ class Contender:
             return Turn((self._cpu() - cpu) / batches, batches / took)
 
     def _cpu(self) -> float:
-        """In steps of nanoseconds; those of other clocks are as long as hundreds of batches."""
+        """Return the CPU time with nanosecond resolution; other clocks have steps as long as hundreds of batches."""
         return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in self._tasks.iterdir()) / 1e9
 
 
 @contextmanager
 def watched(url: str) -> Iterator[None]:
-    """Somebody looks at the server meanwhile, as a dashboard does: once a second."""
+    """Read the server's event stream meanwhile, as a dashboard does."""
     begun, over = threading.Event(), threading.Event()
 
     def read() -> None:
@@ -121,7 +121,7 @@ def watched(url: str) -> Iterator[None]:
 
 @contextmanager
 def both() -> Iterator[tuple[Contender, Contender]]:
-    """The server as it is, and the blind one."""
+    """Run both servers."""
     servers = [LoaderServer(HOSTED, 1), LoaderServer(HOSTED, 1, command=BLIND)]
     for server in servers:
         server.start()
@@ -136,7 +136,7 @@ def both() -> Iterator[tuple[Contender, Contender]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observing", description=__doc__.partition(":")[0])
     parser.add_argument("--batches", type=int, default=20_000, help="of each turn (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="of three turns (default: %(default)s)")

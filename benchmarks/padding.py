@@ -13,12 +13,12 @@ try:
 except ModuleNotFoundError:
 
     def tensor(array: NDArray[Any]) -> NDArray[Any]:
-        """The array itself."""
+        """Return the array itself."""
         return array
 
 
 def pad(samples: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Sequences side by side, zeros after the shorter ones; and how long each is."""
+    """Return the sequences, padded with zeros, and their lengths."""
     ids = np.zeros((len(samples), max(map(len, samples))), np.int64)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample)] = sample

@@ -14,7 +14,7 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is the same for all parts of one run."""
+    """Settings that all parts of a run share."""
 
     urls: Mapping[int, str]
     """Running servers, by their number of workers."""
@@ -30,13 +30,13 @@ class Setting:
 
     @property
     def fewest(self) -> tuple[int, str]:
-        """The server with the fewest workers, and how many these are."""
+        """Return the server with the fewest workers, and their number."""
         num_workers = min(self.urls)
         return num_workers, self.urls[num_workers]
 
 
 class Outcome(NamedTuple):
-    """What came out."""
+    """Results of a part."""
 
     tables: list[RenderableType]
     """For people."""
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A part that can be run now."""
+    """Part that is ready to run."""
 
     steps: int
     """How often it says what it does."""
@@ -53,25 +53,25 @@ class Job(NamedTuple):
 
 
 class Part(Protocol):
-    """One name that the command takes."""
+    """Part of the suite, which the command selects by name."""
 
     @property
     def name(self) -> str:
-        """The name."""
+        """Name on the command line."""
 
     @property
     def hosted(self) -> Mapping[str, str]:
-        """The datasets that a server must host: the table of its configuration for each name."""
+        """Datasets that a server must host: a configuration table by name."""
 
     def prepare(self, setting: Setting) -> Job:
-        """Get ready; the servers run already."""
+        """Prepare the part; the servers are already running."""
 
 
 def toml(hosted: Mapping[str, str]) -> str:
-    """The configuration of a server that hosts those datasets."""
+    """Return the configuration of a server that hosts the datasets."""
     return "\n".join(f"[datasets.{name}]\n{table}" for name, table in hosted.items())
 
 
 def counted(count: int, noun: str) -> str:
-    """Say how many."""
+    """Format a count with its noun."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -30,13 +30,13 @@ STOP_TIMEOUT: Final = 10.0
 
 @dataclass(slots=True)
 class LoaderServer:
-    """A loader server on a loopback port that is its own for good, so that it can be started there again.
+    """Loader server on a loopback port that it keeps when it is restarted.
 
     Args:
-        hosted: What it hosts, as `name=module:factory`, or the option that says it.
-        num_workers: Its worker processes.
+        hosted: Datasets as `name=module:factory`, or an option such as `--demo`.
+        num_workers: Number of worker processes.
         options: Further arguments of the command.
-        command: What starts it.
+        command: Command that starts the server.
     """
 
     hosted: list[str]
@@ -48,21 +48,21 @@ class LoaderServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it; it is not ready yet."""
+        """Start the server without waiting until it is ready."""
         settings = ["--host", "127.0.0.1", "--port", str(self.port), "--num-workers", str(self.num_workers)]
         command = [*self.command, *self.hosted, *settings, "--log-level", "warning", *self.options]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
 
     def stats(self) -> dict[str, Any]:
-        """What /stats says now."""
+        """Return the current /stats."""
         return stats(self.url)
 
     def pids(self) -> dict[str, int]:
-        """Its processes by name: the server, its template, and the workers that are there."""
+        """Return PIDs by name: the server, its fork server and its workers."""
         workers = {f"worker {worker['worker']}": worker["pid"] for worker in self.stats()["workers"] if worker["pid"]}
         children = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
         others = [pid for pid in children if pid not in workers.values()]
@@ -70,10 +70,10 @@ class LoaderServer:
         return {"server": self.process.pid, **templates, **workers}
 
     def await_ready(self) -> None:
-        """Wait until batches can be had.
+        """Wait until the server can compute batches.
 
         Raises:
-            RuntimeError: When it does not become ready; it has said why on stderr.
+            RuntimeError: The server does not become ready; its log on stderr has the reason.
         """
         deadline = time.monotonic() + START_TIMEOUT
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -87,7 +87,7 @@ class LoaderServer:
 
 @contextmanager
 def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[LoaderServer]:
-    """A loader server that is ready; whichever process it has at the end is ended."""
+    """Run a loader server, and yield it when it is ready."""
     started = LoaderServer(hosted, num_workers, options)
     started.start()
     try:
@@ -99,7 +99,7 @@ def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[Load
 
 @contextmanager
 def configured(num_workers: int, config: str) -> Iterator[LoaderServer]:
-    """A loader server with that configuration, as TOML."""
+    """Run a loader server with a TOML configuration."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "loader.toml")
         file.write_text(config)
@@ -108,16 +108,16 @@ def configured(num_workers: int, config: str) -> Iterator[LoaderServer]:
 
 
 def stats(url: str) -> dict[str, Any]:
-    """What /stats of a server says now."""
+    """Return the current /stats of a server."""
     found: dict[str, Any] = Server(url, START_TIMEOUT).stats(1)
     return found
 
 
 def await_idle(url: str) -> None:
-    """Wait until no worker of a server has anything to do.
+    """Wait until all workers of a server are idle.
 
     Raises:
-        RuntimeError: When that does not happen: nobody else may use the server.
+        RuntimeError: The workers do not become idle: another client uses the server.
     """
     deadline = time.monotonic() + START_TIMEOUT
     while any(worker["state"] != "idle" for worker in stats(url)["workers"]):
@@ -128,14 +128,13 @@ def await_idle(url: str) -> None:
 
 @contextmanager
 def consumers(count: int, *shared: Any) -> Iterator[ProcessPoolExecutor]:
-    """So many fresh processes, which have imported what loads; each runs one function at a time.
+    """Start fresh processes that have imported the loaders; each runs one function at a time.
 
-    They are forked from a process that has only imported it, so that they take milliseconds to start and have done
-    nothing before.
+    They are forked from a process that has only done these imports, so they start within milliseconds.
 
     Args:
-        count: How many.
-        shared: What only a new process can be given, such as a lock: `shared_here` returns it there.
+        count: Number of processes.
+        shared: Object that only a new process can inherit, such as a lock: `shared_here` returns it there.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.imports"])
@@ -159,7 +158,7 @@ def _share(*shared: Any) -> None:
 
 
 def shared_here() -> tuple[Any, ...]:
-    """What `consumers` was given for the processes that it started, of which this is one."""
+    """Return the argument `shared` of `consumers`, in a process that it started."""
     return _shared
 
 
@@ -174,14 +173,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_forked() -> None:
-    """End what multiprocessing started here and is still there: consumers, and torch's workers of a turn cut short."""
+    """End the remaining processes of multiprocessing: consumers, and torch's workers of an interrupted turn."""
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port

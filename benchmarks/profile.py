@@ -43,7 +43,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a process has used so far."""
+    """Resources that a process has used so far."""
 
     user: float
     """Seconds of processor time in its own code."""
@@ -58,7 +58,7 @@ class Counts:
 
     @classmethod
     def of(cls, pid: int) -> Counts:
-        """Read those of a process, all threads."""
+        """Read the counters of a process, all threads included."""
         process = Path("/proc", str(pid))
         fields = process.joinpath("stat").read_text().rpartition(")")[2].split()  # from the third one on
         minor, major, user, system = (int(fields[number - 3]) for number in (10, 12, 14, 15))
@@ -79,7 +79,7 @@ class Counts:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.partition(":")[0])
     parser.add_argument("workload", choices=WORKLOADS, help="what is loaded")
     parser.add_argument("--num-workers", type=int, default=1, help="worker processes (default: %(default)s)")
@@ -109,7 +109,7 @@ def _profile(server: LoaderServer, options: argparse.Namespace, console: Console
 
 
 def _take(batches: Iterator[Any], seconds: float) -> int:
-    """Take batches for so long; how many."""
+    """Take batches for a number of seconds; return how many."""
     deadline, taken = time.perf_counter() + seconds, 0
     while time.perf_counter() < deadline:
         taken += sum(1 for _ in islice(batches, 10))
@@ -167,7 +167,7 @@ def _draw(batches: Iterator[Any], pids: Mapping[str, int], seconds: float, folde
 def _look(
     batches: Iterator[Any], pids: Mapping[str, int], seconds: float, form: str, folder: Path, suffix: str = ""
 ) -> dict[str, str]:
-    """Take batches while py-spy writes a file for each process; what it said where it could not."""
+    """Take batches while py-spy writes a file per process; return its errors."""
     command = [str(PY_SPY), "record", "--gil", "--function", "--rate", str(RATE), "--duration", str(round(seconds))]
     spies = {
         name: subprocess.Popen(
@@ -190,7 +190,7 @@ def _look(
 
 
 def _table(name: str, lines: Sequence[str], seconds: float) -> Table:
-    """Of lines such as ``main (a.py:1);step (b.py:7) 12``: a stack from its bottom, and how often it was seen."""
+    """Return a table of lines such as ``main (a.py:1);step (b.py:7) 12``: a stack from its bottom, and its samples."""
     own: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for line in lines:

@@ -42,7 +42,7 @@ RETURN_SECONDS: Final = 3.0
 
 
 class Timed:
-    """Samples that take some time: sample i is a row of i."""
+    """Dataset whose samples take some time; sample i is a row of i."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -57,7 +57,7 @@ HOSTED: Final = ["timed=benchmarks.recovery:Timed"]
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What one fault cost, in seconds."""
+    """Cost of one fault, in seconds."""
 
     usual: float
     """Time of a batch just before."""
@@ -68,7 +68,7 @@ class Recovery:
 
 
 class Loop:
-    """A training loop, and when its batches came."""
+    """Training loop that records when its batches arrive."""
 
     def __init__(self, urls: list[str]) -> None:
         from teleloader import DataLoader, RemoteDataset
@@ -78,10 +78,10 @@ class Loop:
         self._taken = itertools.count()
 
     def step(self) -> float:
-        """Take the next batch; when it came.
+        """Take the next batch; return its arrival time.
 
         Raises:
-            AssertionError: When it is not the next one.
+            AssertionError: The batch is not the next one.
         """
         batch = next(self._batches)
         first = next(self._taken) * BATCH_SIZE
@@ -90,7 +90,7 @@ class Loop:
         return time.perf_counter()
 
     def usual(self) -> float:
-        """The mean time of a batch now, when what was fetched ahead has been taken."""
+        """Return the current mean time per batch, after prefetched batches are consumed."""
         self.longest_wait(time.perf_counter(), DRAIN_SECONDS)
         began = ended = self.step()
         taken = 0
@@ -100,7 +100,7 @@ class Loop:
         return (ended - began) / taken
 
     def longest_wait(self, since: float, seconds: float) -> float:
-        """The longest time between two batches, from `since` on and for so many seconds."""
+        """Return the longest time between two batches within a number of seconds from `since` on."""
         came = [since]
         while came[-1] < since + seconds:
             came.append(self.step())
@@ -111,14 +111,14 @@ class Loop:
 
 
 def worker_killed(server: LoaderServer, loop: Loop, number: int) -> Recovery:
-    """SIGKILL to one of the workers, in turn."""
+    """Send SIGKILL to one of the workers, in turn."""
     usual = loop.usual()
     os.kill(server.stats()["workers"][number % NUM_WORKERS]["pid"], signal.SIGKILL)
     return Recovery(usual, loop.longest_wait(time.perf_counter(), WATCHED_SECONDS))
 
 
 def one_server_killed(servers: Sequence[LoaderServer], loop: Loop, number: int) -> Recovery:
-    """SIGKILL to one of the servers, in turn; it is started again when the loop has been watched."""
+    """Send SIGKILL to one of the servers, in turn; restart it after the measurement."""
     usual = loop.usual()
     victim = servers[number % len(servers)]
     _kill(victim)
@@ -132,7 +132,7 @@ def one_server_killed(servers: Sequence[LoaderServer], loop: Loop, number: int) 
 
 
 def server_restarted(server: LoaderServer, loop: Loop, number: int) -> Recovery:
-    """SIGKILL to the only server, which is started again at once on the same port."""
+    """Send SIGKILL to the only server, and restart it immediately on the same port."""
     usual = loop.usual()
     _kill(server)
     killed = time.perf_counter()
@@ -167,7 +167,7 @@ def _await_listening(port: int, found: list[float]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.partition(":")[0])
     parser.add_argument("--times", type=int, default=20, help="faults of each kind (default: %(default)s)")
     times = parser.parse_args(arguments).times

@@ -14,7 +14,7 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out for one contender; every ratio is formed within a round, and then the median is taken."""
+    """Result of one contender; ratios are computed within a round, before the median."""
 
     contender: str
     num_workers: int
@@ -34,7 +34,7 @@ class Figures:
 
 
 def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:
-    """The figures of each contender; `turns` has a row for each, of one turn a round."""
+    """Return the figures of each contender; `turns` has a row per contender with one turn per round."""
     by_name = {contender.name: row for contender, row in zip(contenders, turns, strict=True)}
     floor, torch = (
         {

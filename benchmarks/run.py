@@ -35,7 +35,7 @@ PARTS: Final = {part.name: part for part in _ALL}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     options = _parse(arguments)
     chosen = [PARTS[name] for name in options.workloads or PARTS]
     if options.config:
@@ -109,7 +109,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
 
 @contextmanager
 def _servers(url: str | None, chosen: Sequence[Part]) -> Iterator[dict[int, str]]:
-    """The servers' URLs by their number of workers: the one that runs elsewhere, or some that are started here."""
+    """Yield URLs by number of workers: of the given server, or of servers that are started here."""
     if url is not None:
         yield {stats(url)["server"]["num_workers"]: url}
         return

@@ -37,9 +37,9 @@ QUICK_SHARE: Final = 10
 
 
 class Worked:
-    """Samples that take some work: noise drawn from their number, 36 KiB in about 0.1 ms.
+    """Dataset whose samples take CPU time: noise drawn from the index, 36 KiB in about 0.1 ms.
 
-    An epoch has 600 MB, more than a server keeps of what nobody wants, so that only consumers side by side share all.
+    An epoch has 600 MB, more than a server keeps for later consumers, so only consumers side by side share all batches.
     """
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Who consumes."""
+    """Number and start of the consumers."""
 
     count: int
     late: int = 0
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name in tables."""
         late = f", {self.late} of them half an epoch late" if self.late else ""
         return f"{counted(self.count, 'consumer')}{late}{', beside copies of memory' if self.disturbed else ''}"
 
@@ -71,7 +71,7 @@ CASES: Final = (Case(1), Case(1, disturbed=True), Case(2), Case(4), Case(2, late
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One epoch."""
+    """Measurement of one epoch."""
 
     batches: int
     """How many the workers made."""
@@ -82,13 +82,13 @@ class Turn:
 
 
 class Share:
-    """One epoch for several consumers."""
+    """One epoch with several consumers."""
 
     name = "share"
     hosted: Mapping[str, str] = {NAME: f'factory = "{__name__}:{Worked.__name__}"\n'}
 
     def prepare(self, setting: Setting) -> Job:
-        """Nothing to do."""
+        """Return the job; nothing needs preparation."""
         if not setting.is_local:
             return Job(0, lambda _: Outcome(["share is left out: another machine's workers cannot be looked at"], []))
         return Job(1 + len(CASES) * setting.rounds, partial(self._run, setting))
@@ -107,7 +107,7 @@ class Share:
 
 
 def _turn(url: str, case: Case, world_size: int) -> Turn:
-    """An epoch that nobody has had."""
+    """Measure an epoch that was not loaded before."""
     context = get_context("forkserver")
     together, half_over = context.Barrier(case.count, timeout=START_TIMEOUT), context.Event()
     arguments = {"shuffle": True, "seed": secrets.randbits(63), "rank": 0, "world_size": world_size}
@@ -145,10 +145,10 @@ def _consume_together(processes: ProcessPoolExecutor, case: Case, url: str, argu
 
 
 def consume(url: str, arguments: Mapping[str, Any], late: bool) -> tuple[float, float]:
-    """Take the epoch, in a process that was given what it waits for; when it began and ended, by the system's clock.
+    """Load the epoch when all consumers are ready; return start and end by the system's clock.
 
     Raises:
-        AssertionError: When it is not the whole epoch in its order.
+        AssertionError: The epoch is incomplete or in the wrong order.
     """
     from teleloader import DataLoader, RemoteDataset
 

@@ -52,7 +52,7 @@ PICTURE: Final = Path(__file__).with_name("soak.png")
 
 
 class Images:
-    """Small images: sample i is filled with i."""
+    """Dataset of small images; sample i is filled with i."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -65,10 +65,10 @@ HOSTED: Final = ["images=benchmarks.soak:Images"]
 
 
 def consume(url: str, number: int, batches: Any) -> None:
-    """Take epochs for ever; the second consumer brings an order of its own.
+    """Load epochs until the process is killed; the second consumer uses a sampler.
 
     Raises:
-        AssertionError: When a batch is not what it should be.
+        AssertionError: A batch has the wrong content.
     """
     from teleloader import DataLoader, RemoteDataset
 
@@ -88,7 +88,7 @@ def consume(url: str, number: int, batches: Any) -> None:
 
 
 class Shuffled:
-    """A sampler."""
+    """Client-side sampler."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -102,7 +102,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One process at one moment."""
+    """State of one process at one time."""
 
     seconds: float
     rss: int
@@ -113,18 +113,18 @@ class Sample:
 
 @dataclass(slots=True)
 class History:
-    """One process over time; a worker that was replaced goes on in its place."""
+    """States of one process over time; a replacement worker continues the series of its worker ID."""
 
     samples: list[Sample] = field(default_factory=list)
 
     def gain(self, of: Callable[[Sample], int]) -> float:
-        """How much more there was at the end of what counts than at its beginning: medians over a tenth of it."""
+        """Return the growth over the second half: the difference of medians over its first and last tenth."""
         counted = self.samples[int(len(self.samples) * WARM_UP) :]
         part = max(1, len(counted) // 10)
         return median(map(of, counted[-part:])) - median(map(of, counted[:part]))
 
     def slope(self, of: Callable[[Sample], int]) -> float:
-        """How much is gained in an hour: a line through what counts."""
+        """Return the growth per hour: the slope of a linear fit over the second half."""
         counted = self.samples[int(len(self.samples) * WARM_UP) :]
         times = np.array([sample.seconds for sample in counted])
         if len(times) < 2:
@@ -133,7 +133,7 @@ class History:
 
     @property
     def complaint(self) -> str:
-        """What grows, "" when nothing does."""
+        """Return what grows beyond the limits, or an empty string."""
         may = max(MAY_GAIN, MAY_GAIN_SHARE * self.samples[-1].pss)
         found = [
             *(["memory"] if self.gain(lambda sample: sample.pss) > may else []),
@@ -144,13 +144,13 @@ class History:
 
 
 def processes(server: LoaderServer, consumers: Sequence[BaseProcess]) -> dict[str, int]:
-    """The processes that are looked at, by name."""
+    """Return the observed processes by name."""
     ours = {f"consumer {number}": consumer.pid for number, consumer in enumerate(consumers) if consumer.pid}
     return server.pids() | ours
 
 
 def look(pid: int, seconds: float) -> Sample:
-    """One process, now."""
+    """Return the current state of a process."""
     process = psutil.Process(pid)
     memory = process.memory_full_info()
     return Sample(seconds, memory.rss, memory.pss, process.num_fds(), process.num_threads())
@@ -160,7 +160,7 @@ def look(pid: int, seconds: float) -> Sample:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.partition(":")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=PICTURE, metavar="FILE", help="the picture (default: %(default)s)")

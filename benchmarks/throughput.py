@@ -21,22 +21,22 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """One workload."""
+    """Throughput of one workload."""
 
     workload: Workload
 
     @property
     def name(self) -> str:
-        """The workload's."""
+        """Return the name of the workload."""
         return self.workload.name
 
     @property
     def hosted(self) -> Mapping[str, str]:
-        """Its dataset."""
+        """Return the dataset of the workload."""
         return {self.workload.name: self.workload.table}
 
     def prepare(self, setting: Setting) -> Job:
-        """Find out who takes part."""
+        """Select the contenders."""
         found = contenders(self.workload, setting)
         return Job(len(found) * (setting.rounds + 1), partial(self._run, found, setting))
 
@@ -52,7 +52,7 @@ class Throughput:
         return Outcome(tables, results)
 
     def _turns(self, found: Sequence[Contender], setting: Setting, step: Step) -> list[list[Turn]]:
-        """The turns of each contender, one a round; every other round goes through them backwards."""
+        """Return the turns of each contender, one per round; every other round is in reverse order."""
         counts = []
         for contender in found:
             step(f"{self.name}: {contender.name}, first batches")

@@ -22,7 +22,7 @@ EPOCH_BATCHES: Final = 10**6
 
 
 class InMemory:
-    """Samples that stand in memory; sample i is row ``i % len(rows)``, so the dataset can be as long as one likes."""
+    """Dataset in memory of any length; sample i is row ``i % len(rows)``."""
 
     def __init__(self, rows: NDArray[Any], length: int) -> None:
         self._rows = rows
@@ -37,15 +37,15 @@ class InMemory:
 
 
 class WholeBatches(InMemory):
-    """The same, which gives a whole batch for an array of indices."""
+    """Dataset in memory that returns a whole batch for an array of indices."""
 
     def __getbatch__(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """The batch, with no sample for itself."""
+        """Return the batch without computing single samples."""
         return self._rows.take(indices, axis=0, mode="wrap")
 
 
 class Ragged:
-    """Sequences of 16 to 255 tokens, cut out of one array."""
+    """Dataset of sequences of 16 to 255 tokens, slices of one array."""
 
     def __init__(self, length: int) -> None:
         generator = np.random.default_rng(0)
@@ -62,7 +62,7 @@ class Ragged:
 
 
 class Photographs:
-    """JPEG files in memory; each sample is decoded, and a part of it, drawn from its number, resized."""
+    """Dataset of JPEG files in memory; a sample is decoded, and a crop drawn from its index is resized."""
 
     FILES: Final = 2000
     SIZE: Final = (500, 375)
@@ -106,7 +106,7 @@ class Photographs:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A dataset and how it is batched: equally shaped samples, one above the other."""
+    """Dataset with batch size and collate function; samples of equal shape are stacked."""
 
     name: str
     """What it stands under in this module, in capitals."""
@@ -125,39 +125,39 @@ class Workload:
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes that `fill` may write."""
+        """Maximum number of bytes that `fill` writes."""
         return self.batch_bytes
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of a batch's elements: what counts for every contender, whatever it sends around them."""
+        """Bytes of a batch's elements, counted for every contender regardless of its encoding."""
         return self.batch_size * int(np.prod(self.sample_shape)) * np.dtype(self.dtype).itemsize
 
     @property
     def table(self) -> str:
-        """What a server's configuration says of it."""
+        """Configuration table of a server."""
         collate = "" if self.collate is None else f'collate = "{self.collate}"\n'
         return f'factory = "{__name__}:{self.name.upper()}.dataset"\n{collate}'
 
     @property
     def collate_function(self) -> Any:
-        """That function, or None."""
+        """Collate function, or None."""
         return None if self.collate is None else resolve_name(self.collate)
 
     def dataset(self) -> Any:
-        """The dataset, longer than any run."""
+        """Return the dataset, longer than any run."""
         kind = WholeBatches if self.whole_batches else InMemory
         return kind(_rows(self), EPOCH_BATCHES * self.batch_size)
 
     def order(self) -> Iterator[int]:
-        """The samples, in the order of those who have none of their own."""
+        """Return sample indices in the order of contenders without shuffling."""
         if not self.shuffled:
             yield from range(EPOCH_BATCHES * self.batch_size)
         while self.shuffled:
             yield from np.random.default_rng(0).permutation(self.rows).tolist()
 
     def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
-        """Make a batch in the first bytes of `out`; how many."""
+        """Write a batch to the first bytes of `out`; return their number."""
         batch = out.view(self.dtype).reshape(self.batch_size, *self.sample_shape)
         if self.whole_batches:
             batch[:] = dataset.__getbatch__(np.asarray(indices))
@@ -166,32 +166,32 @@ class Workload:
         return out.nbytes
 
     def arrays(self, batch: Any) -> Arrays:
-        """The arrays of a batch of whatever contender."""
+        """Return the arrays of a batch of any contender."""
         if isinstance(batch, memoryview):
             return [np.frombuffer(batch, self.dtype).reshape(self.batch_size, *self.sample_shape)]
         return [np.asarray(batch)]
 
     def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
-        """What they must be."""
+        """Return the expected arrays."""
         return [np.stack([dataset[i] for i in indices])]
 
 
 class Padded(Workload):
-    """Ragged samples, padded in each batch."""
+    """Workload of sequences that are padded in each batch."""
 
     __slots__ = ()
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes that `fill` may write."""
+        """Maximum number of bytes that `fill` writes."""
         return 8 + self.batch_size * 8 * 257
 
     def dataset(self) -> Ragged:
-        """The dataset, longer than any run."""
+        """Return the dataset, longer than any run."""
         return Ragged(EPOCH_BATCHES * self.batch_size)
 
     def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
-        """The longest sample's length, all lengths, and the rows."""
+        """Write the longest sample's length, all lengths, and the rows."""
         samples = [dataset[i] for i in indices]
         words = out.view(np.int64)
         words[0] = longest = max(map(len, samples))
@@ -203,7 +203,7 @@ class Padded(Workload):
         return 8 * (1 + self.batch_size * (1 + longest))
 
     def arrays(self, batch: Any) -> Arrays:
-        """Tokens and lengths."""
+        """Return tokens and lengths."""
         if isinstance(batch, memoryview):
             words = np.frombuffer(batch, np.int64)
             lengths, ids = words[1 : 1 + self.batch_size], words[1 + self.batch_size :]
@@ -211,17 +211,17 @@ class Padded(Workload):
         return [np.asarray(batch["ids"]), np.asarray(batch["lengths"])]
 
     def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
-        """Tokens and lengths."""
+        """Return tokens and lengths."""
         return self.arrays(self.collate_function([dataset[i] for i in indices]))
 
 
 class Decoded(Workload):
-    """Samples that are decoded."""
+    """Workload of samples that are decoded."""
 
     __slots__ = ()
 
     def dataset(self) -> Photographs:
-        """The dataset, longer than any run."""
+        """Return the dataset, longer than any run."""
         return Photographs(EPOCH_BATCHES * self.batch_size)
 
 
