@@ -292,7 +292,7 @@ def test_heads_are_limited() -> None:
         ({"max_consumers": 0}, r"max_consumers of \[limits\] must be a whole number greater than 0, was 0"),
         ({"max_consumers": 1.5}, r"whole number greater than 0, was 1\.5"),
         ({"max_consumers": True}, r"was True"),
-        ({"max_consumers": "many"}, r"max_consumers of \[limits\] must be a number, or a size .*, was 'many'"),
+        ({"max_consumers": "many"}, r"invalid limit max_consumers='many': expected a number, or a size such as 64MiB"),
         ({"header_timeout": float("inf")}, r"must be a number greater than 0, was inf"),
         ({"header_timeout": -1}, r"was -1"),
         ({"max_header_bytes": 10}, r"at least 1024, was 10"),

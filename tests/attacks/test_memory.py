@@ -158,7 +158,7 @@ def test_invalid_text_does_not_grow_the_log(server: ServerProcess) -> None:
         with Attack(server) as attack, attack.websocket(key, AUTHORIZATION) as client:
             client.send(frame(0x81, b"\xff"))
             received = b""
-            while b"binary message, was text" not in received:
+            while b"expected a binary message, got text" not in received:
                 received += client.socket.recv(2**16)
     new = server.log[lines:]
     assert not [line for line in new if "Traceback" in line or "UTF-8" in line]

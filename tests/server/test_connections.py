@@ -630,7 +630,7 @@ def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptur
         open_websocket(running, client)
         client.send(masked(0x01, text) + masked(0x80, text))
         received = client.rest()
-    assert b"binary message, was text" in received
+    assert b"expected a binary message, got text" in received
     assert received.endswith((1008).to_bytes(2))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

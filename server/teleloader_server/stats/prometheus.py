@@ -37,7 +37,7 @@ _GAUGES: Final = {
     "pss": ("memory_resident_bytes", "Memory of server and workers, shared pages counted once."),
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
-    "draining": ("draining", "1 while the server is stopping, else 0."),
+    "draining": ("draining", "State of shutdown: 1 while the server is stopping, else 0."),
 }
 """By field of `ServerStats`."""
 _OF_DATASETS: Final = {
