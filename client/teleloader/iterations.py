@@ -57,7 +57,7 @@ class Start:
         """Return an iteration whose batches are requested, or loaded here, from now on.
 
         Raises:
-            ServerUnavailable: If no server answers.
+            ServerUnavailable: If no server responds.
             DatasetChanged: If the servers host other data than `spec` was made for.
             ProtocolError: If a server computes another number of batches.
         """

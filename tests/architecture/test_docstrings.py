@@ -13,11 +13,18 @@ import pytest
 from tests.conftest import ROOT
 
 CONVERTED: Final = (
+    "client/teleloader/__init__.py",
     "client/teleloader/api",
     "client/teleloader/arguments.py",
     "client/teleloader/cli",
     "client/teleloader/dataset.py",
     "client/teleloader/errors.py",
+    "client/teleloader/fetch/__init__.py",
+    "client/teleloader/fetch/direct.py",
+    "client/teleloader/fetch/fetcher.py",
+    "client/teleloader/fetch/length_check.py",
+    "client/teleloader/fetch/shards.py",
+    "client/teleloader/fetch/stager.py",
     "client/teleloader/frameworks.py",
     "client/teleloader/functions.py",
     "client/teleloader/hosting.py",
@@ -27,10 +34,12 @@ CONVERTED: Final = (
     "client/teleloader/sampling.py",
     "client/teleloader/state.py",
     "client/teleloader/stats.py",
+    "client/teleloader/tensors",
+    "client/teleloader/transport",
     "server",
     "shared",
 )
-"""Packages and modules whose docstrings hold the rule. Once all do: ("client", "server", "shared")."""
+"""Packages and modules whose docstrings hold the rule. Missing: four modules of client/teleloader/fetch."""
 
 OPENINGS: Final = re.compile(r"(What|Whether|How|Who|Whose|Which|It|Those|That)\b")
 

@@ -24,7 +24,7 @@ WITH_WORKERS = (
     "examples."
 )
 UNDER = "was reported to be {}, but only {} samples have been fetched from its {} shard"
-REPEATED = "Each of the {} workers of numbers gave the whole dataset, so every sample came {} times."
+REPEATED = "Each of the {} workers of numbers yielded the whole dataset, so every sample was loaded {} times."
 
 
 def warned(

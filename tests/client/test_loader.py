@@ -108,7 +108,7 @@ def test_a_sampler_is_batched_whatever_the_output(url: str, output: Any) -> None
 def test_numpy_on_request(url: str) -> None:
     """output="numpy" does not load torch; another word is refused."""
     assert type(next(iter(DataLoader(RemoteDataset(url, "ten"), output="numpy")))).__module__ == "numpy"
-    with pytest.raises(ValueError, match="output must be 'torch', 'numpy', 'jax' or None, was 'tensorflow'"):
+    with pytest.raises(ValueError, match="invalid output='tensorflow': expected 'torch', 'numpy', 'jax' or None"):
         DataLoader(RemoteDataset(url, "ten"), output="tensorflow")  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def test_what_is_not_installed_is_named(url: str, output: Any, package: str, mon
     """With how to install it; without being asked, the loader gives NumPy's arrays."""
     dataset = RemoteDataset(url, "ten")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TeleloaderError, match=f"output='{output}' needs .*, which is not installed: .*{package}"):
+    with pytest.raises(TeleloaderError, match=f"output='{output}' requires .*, which is not installed: .*{package}"):
         DataLoader(dataset, output=output)
     assert type(next(iter(DataLoader(dataset)))).__module__ == "numpy"
 
@@ -138,7 +138,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does(url: str) -> None:
 
 def test_pinning_needs_torch(url: str) -> None:
     """NumPy cannot pin."""
-    with pytest.raises(TeleloaderError, match="pin_memory=True needs torch tensors"):
+    with pytest.raises(TeleloaderError, match="pin_memory=True requires torch tensors"):
         DataLoader(RemoteDataset(url, "ten"), pin_memory=True, output="numpy")
 
 

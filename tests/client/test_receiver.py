@@ -78,13 +78,13 @@ def test_a_wrong_answer_is_asked_for_again(wrong: Callable[[Request], bytes | in
 
 def test_a_server_that_is_always_wrong_is_an_error() -> None:
     """Three damaged answers in a row are not chance."""
-    with pytest.raises(ProtocolError, match="3 damaged answers in a row"):
+    with pytest.raises(ProtocolError, match="3 consecutive damaged responses"):
         load(lambda request: flipped(request) if request.stop > 4 else request.right())
 
 
 def test_an_answer_that_states_too_much_is_not_received() -> None:
     """A hostile server cannot make the client take more memory than it allows."""
-    with pytest.raises(ProtocolError, match="must state its size in bytes, up to"):
+    with pytest.raises(ProtocolError, match=r"invalid response with Content-Length .*: expected 1 to"):
         load(lambda request: bytes(READY_BYTES + 2**12 + 1), max_batch_bytes=2**12)
 
 

@@ -328,7 +328,7 @@ def test_a_network_that_damages_everything_is_a_clear_error(proxy: FaultProxy) -
     epoch = Checked(proxy.url, "large", 4)
     epoch.take(1)
     proxy.arm(Flip(), times=1000)
-    with pytest.raises(ProtocolError, match="3 damaged answers in a row"):
+    with pytest.raises(ProtocolError, match="3 consecutive damaged responses"):
         epoch.take()
 
 

@@ -191,7 +191,7 @@ def test_a_server_that_comes_back_with_other_data_is_left(
             rest(iter(loader))
     assert seen == expected
     assert computed(updated) == 0
-    assert f"does not come from {updated.url}" in caplog.text
+    assert f"from {updated.url} (" in caplog.text
     assert caplog.text.count("version '2'") == 1
     steady.kill()
     with pytest.raises(DatasetChanged, match="version '2'"):

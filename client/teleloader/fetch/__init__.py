@@ -1,5 +1,5 @@
-"""Receiving the batches of one epoch: what to request next, from which server, and in which order to deliver it.
+"""Requests for the batches of one epoch, their distribution over servers, and delivery in order.
 
-May import `transport`, `api` and what lies below them. `scheduler` decides without I/O; a `fetcher` per server carries
-its requests out; `reorder` holds what arrived; `iteration` is the iterator that the training loop sees.
+May import `transport`, `api` and the layers below them. `scheduler` selects the next requests without I/O; a `fetcher`
+per server sends them; `reorder` stores received batches; `iteration` is the iterator of the training loop.
 """

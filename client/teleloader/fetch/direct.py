@@ -1,8 +1,7 @@
 """Loading in the thread that calls ``next()``: ``num_workers=0`` for an object of this process.
 
-In place of a server, a receiver and a reorder buffer: the server's part of the distribution makes each batch when the
-training loop waits for it, so all that is in force in the loop's thread is in force in the dataset, as with torch. The
-batches are never encoded.
+Replaces a server, a receiver and a reorder buffer: the server package loads each batch when the training loop waits for
+it, so the settings of the training loop's thread apply in the dataset, as in torch. Batches are never encoded.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.tree import Tensor, flatten
 
 _HERE: Final = "this process"
-"""In place of a server's URL."""
+"""Replaces the URL of a server."""
 
 
 class Epoch(Protocol):
-    """One pass through an epoch, as the entry point ``teleloader.load`` offers it."""
+    """One iteration, as the entry point ``teleloader.load`` provides it."""
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
         """Return a batch, or the `End` in its place, and the state of an iterable-style dataset after it."""
@@ -45,7 +44,7 @@ class Epoch(Protocol):
 
 
 class Loader(Protocol):
-    """What the entry point ``teleloader.load`` returns for an object."""
+    """Loader of an object, as the entry point ``teleloader.load`` returns it."""
 
     @property
     def info(self) -> DatasetInfo:
@@ -55,11 +54,18 @@ class Loader(Protocol):
         """Return the state of an iterable-style dataset as it is now, for resuming at the beginning of `epoch`."""
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
-        """Return what loads the batches of an epoch."""
+        """Begin an epoch.
+
+        Args:
+            spec: The loader.
+            epoch: Number of the epoch.
+            seeded: Whether `seed` was given.
+            torch: Whether batches have torch tensors.
+        """
 
 
 class DirectDataset:
-    """An object of this process that is loaded in the thread that calls; in place of a `RemoteDataset`.
+    """Object of this process that is loaded in the calling thread; replaces a `RemoteDataset`.
 
     Args:
         loader: Loads the object.
@@ -80,7 +86,7 @@ class DirectDataset:
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Return `position`; where it is the beginning of an epoch, with the state of the dataset as it is now."""
+        """Return `position`; at the beginning of an epoch, with the current state of the dataset."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)
@@ -88,10 +94,10 @@ class DirectDataset:
 
 
 class Raised:
-    """An exception in the place of a batch.
+    """Exception in place of a batch.
 
-    Whoever raises it deletes it here first: its traceback refers to frames that refer to this, and a reference cycle
-    would keep the dataset in memory until the garbage collector runs.
+    Before it is raised, it must be removed from this object: its traceback refers to frames that refer to this object,
+    and the reference cycle would keep the dataset in memory until the garbage collector runs.
     """
 
     __slots__ = ("error",)
@@ -101,18 +107,18 @@ class Raised:
 
 
 class DirectReceiver:
-    """Makes the batches of one pass when the training loop waits for them; its own reorder buffer.
+    """Loads the batches of one iteration when the training loop waits for them; also its reorder buffer.
 
     Args:
         dataset: The dataset.
         spec: The loader.
-        epoch: The epoch.
-        scheduler: The position of the training loop.
-        plan: Indices of all batches; None for an iterable-style dataset, and a client-side sampler.
+        epoch: Number of the epoch.
+        scheduler: Position of the training loop.
+        plan: Indices of all batches; None for an iterable-style dataset, and for a client-side sampler.
         measures: Counts batches.
-        output: The library of their arrays.
-        seeded: See the server's `DirectLoader.begin`.
-        pinned: Page-locked memory to copy tensors into; None leaves them where they are.
+        output: Array library of the batches.
+        seeded: Whether `seed` was given.
+        pinned: Page-locked memory to copy tensors into; None does not copy them.
     """
 
     loads_ahead: Final = False
@@ -138,32 +144,32 @@ class DirectReceiver:
         self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
         self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
-        """Indices of batches that were not taken, in an order of the client's own."""
+        """Index lists of a client-side sampler, for batches that were not received."""
         self._lock = threading.RLock()
-        """Held while a batch is made: the loop may be in another thread the next time, as with asyncio."""
+        """Held while a batch is loaded: with asyncio, each batch may be loaded in another thread."""
         self._arrived: Arrived | None = None
         self._interruption: str | None = None
-        """Class of what stopped an iterable-style dataset in the middle of a batch."""
+        """Class of the exception that interrupted an iterable-style dataset within a batch."""
 
     @property
     def reorder_buffer(self) -> DirectReceiver:
-        """Itself."""
+        """This object."""
         return self
 
     @property
     def key(self) -> str:
-        """The loader's key."""
+        """Key of the loader."""
         return self._address.loader
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or what is in its place, if it was made."""
+        """Return the next batch, or the exception or end in its place, if it was loaded."""
         return self._arrived
 
     def wait(self, timeout: float = 0) -> None:
-        """Make the next batch in this thread, unless it was made. There is no timeout without workers.
+        """Load the next batch in this thread, unless it was loaded. There is no timeout without workers.
 
         Raises:
-            BaseException: What interrupts the dataset, Ctrl-C for example; the next call makes the batch anew.
+            BaseException: An interruption of the dataset, such as Ctrl-C; the next call loads the batch again.
             TeleloaderError: After such an interruption, if the dataset is iterable-style.
         """
         with self._lock:
@@ -174,16 +180,16 @@ class DirectReceiver:
             try:
                 self._arrived = Arrived(self._frame(), _HERE, 0)
             except BaseException as error:
-                if self._iterable and self._arrived is None:  # samples were taken from the dataset, and are lost
+                if self._iterable and self._arrived is None:  # samples that the dataset has yielded are lost
                     self._interruption = type(error).__name__
                 raise
 
     async def arrival(self) -> None:
-        """Make the next batch in another thread, so that the event loop goes on."""
+        """Load the next batch in another thread, so that the event loop is not blocked."""
         await asyncio.to_thread(self.wait)
 
     def take(self, number: int) -> None:
-        """Remove the batch that `peek` returned; does nothing if it was removed before."""
+        """Remove the batch that `peek` returned; do nothing if it was removed before."""
         if self._arrived is not None and self._arrived.frame.address.batch == number:
             self.scheduler.taken = number + 1
             self._lists.pop(number, None)
@@ -191,24 +197,24 @@ class DirectReceiver:
 
     @staticmethod
     def index_list(address: Address, indices: Any) -> Any:
-        """Return what the sampler yielded as it is: nothing travels."""
+        """Return the indices of the sampler unchanged: nothing is encoded."""
         return indices
 
     def feed(self, indices: dict[int, Any]) -> None:
-        """Tell what further batches hold, in an order of the client's own."""
+        """Add index lists of a client-side sampler, by batch number."""
         if indices:
             self._lists.update(indices)
             self.scheduler.extend(max(indices) + 1)
 
     def complete(self) -> None:
-        """Do nothing: the session knows the end."""
+        """Do nothing: the dataset determines the end."""
 
     def close(self, why: BaseException | None = None) -> None:
         """Release the dataset's iterator."""
         self._epoch.close()
 
     def end_session(self) -> None:
-        """Do nothing: no server keeps workers."""
+        """Do nothing: there are no workers."""
 
     def _frame(self) -> Frame:
         address = self._address._replace(batch=self.scheduler.taken)
@@ -220,9 +226,9 @@ class DirectReceiver:
             else:
                 content = self._convert(content)
                 self.measures.batches += 1
-        except StopIteration as stop:  # torch lets it end the epoch silently, and samples are lost
+        except StopIteration as stop:  # in torch it ends the epoch silently, and samples are lost
             return Frame(address, _stopped(stop), 0, 0, state)
-        except Exception as error:  # noqa: BLE001 - raised in the place of the batch
+        except Exception as error:  # noqa: BLE001 - raised in place of the batch
             return Frame(address, Raised(error), 0, 0, state)
         return Frame(address, content, 0, 0, state)
 
@@ -240,18 +246,17 @@ def _stopped(stop: StopIteration) -> Raised:
 
 def _interrupted(number: int, kind: str) -> TeleloaderError:
     return TeleloaderError(
-        f"{kind} interrupted the iterable-style dataset in batch {number}: this iterator cannot know "
-        "which samples come next. Pass loader.state_dict() to loader.load_state_dict() and call iter(loader), which "
-        "continues with that batch"
+        f"{kind} interrupted the iterable-style dataset in batch {number}, so its next samples are unknown. Pass "
+        "loader.state_dict() to loader.load_state_dict() and call iter(loader), which continues with that batch"
     )
 
 
 class DirectStager:
-    """Copies each batch to a device in the training loop's thread, when the loop takes it.
+    """Copies each batch to a device in the training loop's thread, when ``next()`` returns it.
 
     Args:
-        device: Where to copy batches.
-        measures: Where to count the time that it takes.
+        device: Destination of the copies.
+        measures: Counts the duration of the copies.
     """
 
     def __init__(self, device: Device, measures: Measures) -> None:
@@ -267,7 +272,7 @@ class DirectStager:
         return self._device.use(copy)
 
     def warn(self) -> None:
-        """Do nothing: nothing is copied ahead."""
+        """Do nothing: nothing is copied in advance."""
 
     def discard(self, frame: Frame) -> None:
         """Do nothing: no copy is kept."""
@@ -277,19 +282,19 @@ class DirectStager:
 
 
 def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Callable[[Any], Any]:
-    """Return the function that makes of a collated batch one of arrays of the library `output`.
+    """Return a function that converts the arrays of a collated batch to the library `output`.
 
     Args:
         output: The library.
-        walk: Whether to look for arrays that are not of the library. torch's own collate functions make none.
-        pinned: Page-locked memory to copy tensors into, if any.
+        walk: Whether to search for arrays of other libraries; torch's collate functions return none.
+        pinned: Page-locked memory to copy tensors into; None does not copy them.
     """
 
     def convert(batch: Any) -> Any:
         if walk:
             torch = None if output == "torch" else sys.modules.get("torch")
             kinds = (Tensor,) if torch is None else (Tensor, torch.Tensor)
-            if has_leaves(batch, kinds):  # else it is handed out as it is, whatever it is
+            if has_leaves(batch, kinds):  # other batches are returned unchanged
                 batch = map_leaves(batch, kinds, lambda leaf: _array_of(output, leaf))
         return batch if pinned is None else _pinned(batch, pinned)
 
@@ -297,7 +302,7 @@ def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Cal
 
 
 def _pinned(batch: Any, buffers: HostBuffers) -> Any:
-    """Return a batch whose tensors are in page-locked memory; as in torch, a class of the user's may do that itself."""
+    """Return a batch with tensors in page-locked memory; as in torch, a class may define its own ``pin_memory()``."""
     import torch
 
     def pin(tensor: Any) -> Any:
@@ -313,7 +318,7 @@ def _pinned(batch: Any, buffers: HostBuffers) -> Any:
 
 
 def _array_of(output: Output, value: Any) -> Any:
-    """Return a torch tensor, or an array that stands for one, as an array of the library."""
+    """Return a torch tensor, or an array that represents one, as an array of the library."""
     _, (leaf,) = flatten(value)
     bits = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
     leaf.write(bits)

@@ -1,4 +1,4 @@
-"""A background thread that asks a server for batches, receives and decodes them."""
+"""Background thread that requests batches from a server, receives and decodes them."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ from teleloader_shared.text import sentence
 logger = logging.getLogger("teleloader")
 
 MAX_DAMAGED: Final = 3
-"""Damaged answers in a row after which something is wrong that asking again does not mend."""
+"""Consecutive damaged responses after which the client stops retrying."""
 LEFT_SECONDS: Final = 5.0
-"""How long a server is left that was given up, while there are others."""
+"""Cooldown of a failed server while others are available, in seconds."""
 TOUCH_EVERY: Final = 10.0
-"""Seconds after which the server of a session is told that its client, which asks for nothing, is there."""
+"""Seconds without a request after which a heartbeat is sent to the server of a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """What is received, and into what."""
+    """Batches to receive, and the memory for them."""
 
     spec: LoaderSpec
     key: str
-    """The spec's."""
+    """Key of the spec."""
     epoch: int
     consumer: str
-    """What servers call this iterator."""
+    """Name of this iterator in the statistics of servers."""
     buffers: HostBuffers
-    """The memory that it is received into."""
+    """Memory to receive into."""
     device: Device | None
-    """The accelerator of that memory, if it is page-locked."""
+    """Accelerator of that memory, if it is page-locked."""
     max_batch_bytes: int
-    """The largest frame that is accepted."""
+    """Limit of a frame, in bytes."""
     reconnect_timeout: float
+    """Seconds for which requests are retried."""
     trace: IterationTrace | None
-    """Makes spans, where somebody traces."""
+    """Creates spans; None without tracing."""
 
 
 class _Failures:
-    """The failures of a server since it last sent a batch.
+    """Failures of a server since its last batch.
 
     Args:
-        backoff: The waits between attempts.
+        backoff: Waits between retries.
     """
 
     def __init__(self, backoff: Backoff) -> None:
@@ -71,10 +72,10 @@ class _Failures:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all failures, because a batch was received."""
+        """Reset the counts, because a batch was received."""
         self.backoff.reset()
         self.damaged = 0
-        """Damaged responses in a row."""
+        """Consecutive damaged responses."""
         self._refused = False
 
     def count(self, error: Exception, *, is_confirmed: bool) -> bool:
@@ -86,7 +87,7 @@ class _Failures:
 
         Returns:
             False for the first refusal. One damaged bit in a request, or in the head of a response, can look like any
-            refusal, so it is confirmed by a second request, which is sent at once on a new connection.
+            refusal, so a second request is sent immediately on a new connection.
         """
         self.damaged = self.damaged + 1 if isinstance(error, CorruptFrame) else 0
         if is_confirmed or isinstance(error, BROKEN):
@@ -96,14 +97,14 @@ class _Failures:
 
 
 class Fetcher:
-    """Receives from one server, or from one of several at a time.
+    """Receives batches from one server, or from one of several at a time.
 
     Args:
-        number: What the session calls it.
-        servers: Where to receive from; when one fails, from the next.
-        options: What to receive.
-        reorder_buffer: Where to put it.
-        is_registered: Whether the first server knows the loader.
+        number: Number of this fetcher in the reorder buffer and the scheduler.
+        servers: Servers to receive from; if one fails, the next one is used.
+        options: Batches to receive.
+        reorder_buffer: Destination of the batches.
+        is_registered: Whether the loader is registered at the first server.
     """
 
     def __init__(
@@ -121,19 +122,19 @@ class Fetcher:
         self._reorder_buffer = reorder_buffer
         self._is_registered = is_registered
         self._shards = DeliveredShards(options.spec, options.epoch) if reorder_buffer.scheduler.has_shards else None
-        """What has arrived: a server that has forgotten the session continues there."""
+        """Delivered batches, after which a server that has evicted the session continues."""
         self.registered_at = {servers[0]} if is_registered else set()
-        """The servers that have been told of the loader."""
+        """Servers at which the loader is registered."""
         self._in_flight: deque[tuple[BatchConnection, Range]] = deque()
-        """What is asked for, in the order in which it is received."""
+        """Pending requests, in the order in which they are received."""
         self._idle: list[BatchConnection] = []
         self._connections: list[BatchConnection] = []
         self._has_received = False
-        """Whether the server has done something since it was last tried."""
+        """True if a request succeeded since the last retry."""
         self._calls = False
-        """Whether the thread waits for a server in a way that `interrupt` does not end."""
+        """True while the thread waits for a server in a way that `interrupt` does not end."""
         self._heard = time.monotonic()
-        """When the server was last asked for something."""
+        """Time of the last request."""
         self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self.thread.start()
 
@@ -143,7 +144,7 @@ class Fetcher:
             connection.shut_down()
 
     def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, unless it waits for a server: it ends when that has answered, or has not."""
+        """Wait for the end of the thread, unless it waits for a server: then it ends with the response or timeout."""
         if not self._calls:
             self.thread.join(timeout)
 
@@ -155,19 +156,19 @@ class Fetcher:
             if self._options.device is not None:
                 self._options.device.enter_thread()
             self._receive_epoch()
-        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait for ever
+        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait forever
             self._reorder_buffer.fail(error)
         finally:
             self._drop_connections()
 
     def _receive_epoch(self) -> None:
-        """Receive until nothing more is to be received, beginning again where something broke."""
+        """Receive all batches of the epoch, with retries after failures."""
         failures = _Failures(Backoff(self._options.reconnect_timeout, self._reorder_buffer.sleep))
         while not self._reorder_buffer.is_over():
             self._has_received = False
             try:
                 self._receive_connected()
-            except Exception as error:  # noqa: BLE001 - raised in the training loop, which is where the user looks
+            except Exception as error:  # noqa: BLE001 - raised in the training loop if retries do not help
                 if self._reorder_buffer.is_over():
                     return
                 if self._has_received:
@@ -182,7 +183,7 @@ class Fetcher:
                     self._servers.rotate(-1)
 
     def _disconnect(self, error: Exception) -> None:
-        """Drop all connections after an error; what was requested on them is requested again."""
+        """Drop all connections after an error; their pending ranges are requested again."""
         for connection, _ in self._in_flight:
             if connection.trace is not None:
                 connection.trace.broke(error)
@@ -193,30 +194,31 @@ class Fetcher:
         self._is_registered = False
 
     def _pause(self, failures: _Failures, error: Exception) -> None:
-        """Wait before the server is tried again, or give it up."""
+        """Wait before a retry, or take the server out of rotation."""
         server, timeout = self._servers[0], self._options.reconnect_timeout
         if failures.damaged >= MAX_DAMAGED:
             error = ProtocolError(
-                f"{failures.damaged} damaged answers in a row from {server.url}: {sentence(str(error))}"
+                f"{failures.damaged} consecutive damaged responses from {server.url}: {sentence(str(error))}. Check "
+                "the network and proxies between client and server"
             )
         last_error = ServerUnavailable if isinstance(error, BROKEN) else type(error)
         if server.last_error is not last_error:
-            others = "the other servers are asked, and it is tried now and then"
-            alone = f"trying again for {timeout:g} s" if isinstance(error, BROKEN) else "trying again would not help"
+            others = "using the other servers, and retrying this one periodically"
+            alone = f"retrying for {timeout:g} s" if isinstance(error, BROKEN) else "a retry would not help"
             logger.warning(
-                "batch %d does not come from %s (%s); %s",
+                "cannot receive batch %d from %s (%s); %s",
                 self._reorder_buffer.scheduler.received, server.url, self._reason(error),
                 others if self._reorder_buffer.several else alone,
             )  # fmt: skip
         server.last_error = last_error
         if isinstance(error, BROKEN):
-            # of several servers the next one is tried meanwhile, which has not asked for this wait
-            asked = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
-            if failures.backoff.pause(asked):
+            # with several servers the next one is used meanwhile, which did not request this wait
+            requested = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
+            if failures.backoff.pause(requested):
                 return
             error = self._unavailable(error)
         if not self._reorder_buffer.give_up(server.url, error) and len(self._servers) == 1:
-            self._reorder_buffer.sleep(LEFT_SECONDS)  # others are there: look now and then whether this one is too
+            self._reorder_buffer.sleep(LEFT_SECONDS)  # other servers are available: retry this one later
 
     def _receive_connected(self) -> None:
         if not self._is_registered:
@@ -241,16 +243,16 @@ class Fetcher:
             frames, nbytes = self._decode(memory, wanted), len(memory.data)
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
-            del memory  # while this thread waits it must keep no batch alive
+            del memory  # a waiting thread must not keep a batch alive
             self._reorder_buffer.decoded(time.perf_counter() - began)
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
-            # not before: who lets a loader be registered may still refuse its batches
+            # not before: a server that registers a loader may still refuse its batches
             self._servers[0].succeeded()
             rest = self._reorder_buffer.deliver(self._number, self._servers[0].url, frames, nbytes)
             del frames
-            # the answer may be shorter than the range: what was not ready is asked for again, before anything else
+            # a response may be shorter than the range: the rest, which was not ready, is requested again first
             if rest is not None:
                 while not self._reorder_buffer.await_room(rest.start, TOUCH_EVERY):
                     self._keep_session()
@@ -290,7 +292,7 @@ class Fetcher:
         return connection
 
     def _usable(self, connection: BatchConnection | None) -> BatchConnection:
-        """The connection, or another one where the server has closed it."""
+        """Return the connection, or a new one if the server has closed it."""
         if connection is not None and connection.is_usable:
             return connection
         if connection is not None:
@@ -306,7 +308,7 @@ class Fetcher:
             )
         with self._reorder_buffer.changed:
             self._connections.append(connection)
-            if self._reorder_buffer.is_over():  # while it was being made
+            if self._reorder_buffer.is_over():  # since the connection was begun
                 connection.shut_down()
         return connection
 
@@ -315,28 +317,28 @@ class Fetcher:
         self._keep_session()
 
     def _keep_session(self) -> None:
-        """Tell the server of a session, which has heard nothing for long, that its client is there."""
+        """Send a heartbeat to the server of a session after `TOUCH_EVERY` seconds without a request."""
         if self._options.spec.session is not None and time.monotonic() - self._heard >= TOUCH_EVERY:
             with self._calling():
                 self._servers[0].touch(self._options.key)
             self._heard, self._has_received = time.monotonic(), True
 
     def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
-        """The frames of an answer, which must be the first batches of the range that was asked for."""
+        """Return the frames of a response, which must be the first batches of the requested range."""
         frames = []
         key, epoch = self._options.key, self._options.epoch
         try:
             read = codec.read_all(memory, self._options.max_batch_bytes)
             for number, frame in enumerate(read, wanted.start):
                 if frame.address != (key, epoch, number):
-                    raise CorruptFrame(f"got {frame.address} where {Address(key, epoch, number)} was asked for")
+                    raise CorruptFrame(f"received {frame.address}, expected {Address(key, epoch, number)}")
                 if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
-                    raise CorruptFrame(f"got an end in the place of batch {number}, and there are no shards to end")
+                    raise CorruptFrame(f"received the end of a shard in place of batch {number} of a map-style dataset")
                 frames.append(frame)
         except ProtocolError as error:
             raise CorruptFrame(str(error)) from error
         if not 0 < len(frames) <= wanted.stop - wanted.start:
-            raise CorruptFrame(f"got {len(frames)} batches, {wanted.stop - wanted.start} were asked for")
+            raise CorruptFrame(f"received {len(frames)} batches, expected 1 to {wanted.stop - wanted.start}")
         return frames
 
     def _close(self, connection: BatchConnection) -> None:
@@ -357,9 +359,9 @@ class Fetcher:
             f"{self._servers[0].url} did not send batch {self._reorder_buffer.scheduler.received} of epoch "
             f"{self._options.epoch}: "
             f"{self._reason(error)} (tried for {self._options.reconnect_timeout:g} s). "
-            "loader.state_dict() says where to go on, here or on another server"
+            "To resume later, here or on another server, save loader.state_dict()"
         )
 
     def _reason(self, error: Exception) -> str:
-        """What is wrong, for a sentence that names the server already."""
+        """Return the text of an error without the URL of the server."""
         return sentence(str(error)).removeprefix(refusing(self._servers[0].url)) or type(error).__name__

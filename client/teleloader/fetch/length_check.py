@@ -1,4 +1,4 @@
-"""Whether an iterable-style dataset gave as many samples as it said: nothing else tells when its shards are wrong."""
+"""Check of the number of samples of an iterable-style dataset, which detects shards that overlap or omit samples."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted
 
 _IN_NEXT, _IN_FINISH = 4, 5
-"""The line of the training loop, seen from here through `LoaderIterator`."""
+"""Stack levels of the training loop, called through `LoaderIterator`."""
 
 
 class LengthCheck:
-    """Counts what one pass gives, and warns.
+    """Counts the samples of one epoch, and warns of a wrong number.
 
     Args:
         dataset: The dataset.
-        num_workers: Shards, as the loader was told; 0 for one pass without workers.
-        asked: What ``len(dataset)`` was when ``len(loader)`` asked for it, None when it never did.
-        samples: What ``len(dataset)`` is, None when it has none or other ranks have a part of it.
-        may_repeat: Whether shards that each give the whole dataset are worth a warning: once for each loader, and not
-            where a ``worker_init_fn`` may have told them apart.
+        num_workers: `num_workers` of the loader: the number of shards; 0 for one shard without workers.
+        asked: ``len(dataset)`` when ``len(loader)`` was last called; None if it never was.
+        samples: ``len(dataset)``; None if it is unknown, or counts samples of other ranks.
+        may_repeat: Whether to warn of shards that each yield the whole dataset: once for each loader, and not if a
+            ``worker_init_fn`` may divide the dataset.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class LengthCheck:
         self._may_repeat = may_repeat
         self._yielded = 0
         self._number: int | None = None
-        """The last batch."""
+        """Number of the last batch."""
         self._ends: dict[int, End] = {}
         self._first: Any = None
         self._alike = False
         self.repeated = False
-        """Whether it was found that every shard gave the whole dataset."""
+        """True if every shard yielded the whole dataset."""
 
     def yielded(self, number: int, batch: Any) -> None:
-        """Note that the loop is given batch `number`; a second call for it changes nothing.
+        """Count a batch that the training loop receives; a second call for the same batch changes nothing.
 
-        torch compares batches with samples here; so do we.
+        As in torch, the number of batches is compared with the number of samples.
         """
         if number == self._number:
             return
@@ -72,35 +72,35 @@ class LengthCheck:
             warnings.warn(text, stacklevel=_IN_NEXT)
 
     def ended(self, number: int, end: End) -> None:
-        """The shard of batch `number` has no more; it says so in the place of each further batch."""
+        """Note the end of the shard of batch `number`; it is repeated in place of each further batch."""
         self._ends[number % max(1, self._num_workers)] = end
 
     def finished(self) -> None:
-        """The epoch is over."""
+        """Check the numbers at the end of the epoch."""
         ends = self._ends.values()
         total = sum(end.samples for end in ends)
         if self._samples is not None and total < self._samples:
             warnings.warn(
                 f"Length of IterableDataset {self._dataset} was reported to be {self._samples}, but only {total} "
-                f"samples have been fetched from its {counted(len(ends), 'shard')}. If that is not "
-                "meant, look at how the shards divide the dataset: samples are lost where they do not meet.",
+                f"samples have been fetched from its {counted(len(ends), 'shard')}. If this is not intended, check how "
+                "the shards divide the dataset: samples that belong to no shard are not loaded.",
                 stacklevel=_IN_FINISH,
             )
         if self._may_repeat and self._alike and len(ends) > 1 and all(end.replica for end in ends):
             self.repeated = True
             warnings.warn(
-                f"Each of the {len(ends)} workers of {self._dataset} gave the whole dataset, so every sample came "
-                f"{len(ends)} times. Either have its __iter__ take a part of the data, by get_worker_info().id and "
-                ".num_workers; or have a worker_init_fn change get_worker_info().dataset so that each has a part.",
+                f"Each of the {len(ends)} workers of {self._dataset} yielded the whole dataset, so every sample was "
+                f"loaded {len(ends)} times. Let __iter__ select a part of the data by get_worker_info().id and "
+                ".num_workers, or let a worker_init_fn change get_worker_info().dataset, so that each has a part.",
                 stacklevel=_IN_FINISH,
             )
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same."""
+    """Return True if two batches are equal."""
     try:
         (tree, leaves), (other_tree, other_leaves) = flatten(one), flatten(other)
-    except EncodeError:  # arrays of a kind that does not travel, such as JAX's
+    except EncodeError:  # arrays that cannot be encoded, such as JAX's
         return False
     return bool(tree == other_tree) and all(
         isinstance(a, ArrayLeaf) and isinstance(b, ArrayLeaf) and np.array_equal(a.array, b.array)

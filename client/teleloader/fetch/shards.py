@@ -1,4 +1,4 @@
-"""What has arrived of the shards of an iterable-style dataset, for a server that has forgotten their session."""
+"""Delivered batches of the shards of an iterable-style dataset, from which a server can restore an evicted session."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from teleloader_shared.spec import MAX_STATES, LoaderSpec
 
 
 class DeliveredShards:
-    """The record of an epoch, with which the session is registered again.
+    """Delivered batches of an epoch, with which the session is registered again.
 
     Args:
-        spec: The session's.
-        epoch: The epoch.
+        spec: Spec of the session.
+        epoch: Number of the epoch.
     """
 
     def __init__(self, spec: LoaderSpec, epoch: int) -> None:
@@ -28,7 +28,12 @@ class DeliveredShards:
         self._shards: list[Delivered | None] = [None] * spec.shards
 
     def add(self, frames: Iterable[Frame], raw: NDArray[np.uint8]) -> None:
-        """Record frames that follow those before; `raw` are their bytes."""
+        """Record the next frames.
+
+        Args:
+            frames: The frames.
+            raw: Their bytes.
+        """
         start = 0
         for frame in frames:
             if not isinstance(frame.content, Failure | End):
@@ -42,7 +47,7 @@ class DeliveredShards:
 
     @property
     def spec(self) -> LoaderSpec:
-        """The spec, with what was delivered; without states if these are too long together with those of the spec."""
+        """Spec with the delivered batches; without their states if these exceed the limit with those of the spec."""
         text = delivered.pack(self._epoch, self._shards)
         if len(text) + sum(map(len, filter(None, self._spec.shard_states or ()))) > MAX_STATES:
             stateless = [None if shard is None else shard._replace(state=None) for shard in self._shards]

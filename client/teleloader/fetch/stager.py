@@ -1,8 +1,8 @@
-"""The thread that copies arrived batches to a device, ahead of the training loop.
+"""Thread that copies received batches to a device before the training loop requests them.
 
-One thread for each iterator: what a training loop sets for its own thread (current device and stream, autocast,
-inference mode, default device) is not in force here, so a batch is the same whenever it was copied. User code does not
-run here: transforms run in the training loop's thread and on its stream.
+There is one thread for each iterator. Settings of the training loop's thread (current device and stream, autocast,
+inference mode, default device) do not apply in it, so a batch does not depend on the time of its copy. User code does
+not run in it: transforms run in the training loop's thread and on its stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teleloader_shared.codec import End, Failure, Frame
 _IN_NEXT: Final = 4
 """The line of the training loop, seen from `Stager.warn` through `LoaderIterator`."""
 CLOSE_TIMEOUT: Final = 5.0
-"""Seconds to wait for the thread to end; it takes long only while a driver blocks it."""
+"""Limit of the wait for the end of the thread, in seconds; a driver may block it."""
 
 
 class Stager:
@@ -27,10 +27,10 @@ class Stager:
     A copy does not remove its batch from the reorder buffer, so a batch can be copied again after an interruption.
 
     Args:
-        reorder_buffer: Where batches arrive.
-        device: Where to copy them.
-        ahead: Batches on the device, or on their way there, that the loop has not taken. With 0, a batch is copied when
-            the loop waits for it.
+        reorder_buffer: Source of the batches.
+        device: Destination of the copies.
+        ahead: Limit of the copies that the training loop has not received. With 0, a batch is copied when the training
+            loop waits for it.
     """
 
     def __init__(self, reorder_buffer: ReorderBuffer, device: Device, ahead: int) -> None:
@@ -38,12 +38,12 @@ class Stager:
         self._device = device
         self._ahead = ahead
         self._copies: dict[int, Copy | Exception] = {}
-        """By batch number: copies that the loop has not taken, or why there is none."""
+        """Copies that the training loop has not received, or errors in their place, by batch number."""
         self._times = CopyTimes(device)
         self._late: int | None = None
-        """The last batch that was counted as copied late."""
+        """Last batch that was counted as a late copy."""
         self._warning: str | None = None
-        """For the training loop, whose thread it concerns."""
+        """Warning to raise in the training loop's thread."""
         reorder_buffer.stage(self.is_ready)
         self._thread = threading.Thread(target=self._run, name="teleloader-stager", daemon=True)
         self._thread.start()
@@ -51,11 +51,11 @@ class Stager:
     # -- in the training loop's thread
 
     def is_ready(self, frame: Frame) -> bool:
-        """Return True if the loop can take a batch, or an error in its place."""
+        """Return True if a batch, or an error in its place, is ready for the training loop."""
         return isinstance(frame.content, Failure | End) or frame.address.batch in self._copies
 
     def warn(self) -> None:
-        """Warn the training loop of what happened in the other thread, once."""
+        """Issue the warning of the copying thread in the training loop's thread, once."""
         if self._warning is not None:
             text, self._warning = self._warning, None
             warnings.warn(text, stacklevel=_IN_NEXT)
@@ -64,7 +64,7 @@ class Stager:
         """Return a batch that is ready, on the device, for the current stream.
 
         Raises:
-            Exception: If it could not be copied.
+            Exception: If the copy failed.
         """
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
@@ -72,13 +72,13 @@ class Stager:
         return self._device.use(copy)
 
     def discard(self, frame: Frame) -> None:
-        """Forget the copy of a batch: the loop took it, or is to be given a fresh one."""
+        """Release the copy of a batch: the training loop received it, or needs another copy."""
         with self._reorder_buffer.lock:
             self._copies.pop(frame.address.batch, None)
             self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
-        """End the thread. Waits for no copy: the allocators keep memory for as long as one uses it."""
+        """End the thread, without waiting for copies: the allocators keep the memory that copies use."""
         with self._reorder_buffer.lock:
             self._reorder_buffer.changed.notify_all()
         if threading.current_thread() is not self._thread:
@@ -95,7 +95,7 @@ class Stager:
                     self._device.enter_thread()
                     entered = True
                 copy: Copy | Exception = self._device.copy(frame.content)
-            except Exception as error:  # noqa: BLE001 - raised in the training loop, in the place of the batch
+            except Exception as error:  # noqa: BLE001 - raised in the training loop, in place of the batch
                 if self._ahead and is_out_of_memory(error):
                     self._stop_ahead(error)
                     del frame
@@ -105,10 +105,10 @@ class Stager:
             if isinstance(copy, Copy):
                 self._times.add(copy)
             self._reorder_buffer.measures.copy += self._times.collect()
-            del frame, copy  # while this thread waits it must keep no batch alive
+            del frame, copy  # a waiting thread must not keep a batch alive
 
     def _next(self) -> Frame | None:
-        """Wait for a batch to copy; None when the iterator was closed."""
+        """Wait for a batch to copy; return None if the iterator was closed."""
         with self._reorder_buffer.changed:
             while self._reorder_buffer.closed is None:
                 frame = self._find()
@@ -136,7 +136,7 @@ class Stager:
                 self._reorder_buffer.staged()
 
     def _stop_ahead(self, error: Exception) -> None:
-        """Copy each batch only when the loop waits for it, from now on: by then it may have freed memory."""
+        """Copy each following batch only when the training loop waits for it, and may have freed memory."""
         self._ahead = 0
         self._warning = (
             f"out of device memory while a batch was copied ahead of use ({str(error).splitlines()[0]}): the rest of "

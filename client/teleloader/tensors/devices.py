@@ -1,9 +1,9 @@
-"""Accelerators: which one a loader uses, and how a batch gets there.
+"""Accelerators of a loader, and copies of batches to them.
 
-Copies run on a stream of their own, so that they overlap with computation. The host waits for none of them: the stream
-that uses a batch waits for the event of its copy. Memory is safe by torch's own allocators, on both sides: the pinned
-one notes which streams copy from a block, the device's one is told which stream uses a tensor (``record_stream``), and
-both reuse memory only after what those streams had queued when it was dropped.
+Copies run on a separate stream, so that they overlap with computation. The host does not wait for them: the stream that
+uses a batch waits for the event of its copy. torch's allocators keep memory valid on both sides: the allocator of
+pinned memory records which streams copy from a block, ``record_stream`` notes in the device's allocator which stream
+uses a tensor, and both reuse memory only after the operations that those streams had queued when it was freed.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from teleloader_shared.tree import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A batch on its way to a device."""
+    """Copy of a batch to a device."""
 
     batch: Any
     tensors: list[Any]
     """The tensors of `batch`."""
     started: Any = None
     done: Any = None
-    """Events around the copy; None where the device has no streams, and the copy is done."""
+    """Events around the copy; None if the device has no streams, so that the copy is complete."""
     seconds: float = 0.0
     """Duration of a copy without events."""
 
 
 class Device(Protocol):
-    """Where the tensors of batches are copied to."""
+    """Destination of the tensors of batches."""
 
     @property
     def pins(self) -> bool:
-        """Whether copies are faster from page-locked memory."""
+        """True if copies are faster from page-locked memory."""
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy a batch, in a thread that entered; return without waiting where the device has streams."""
+        """Start to copy a batch, in a thread that entered; return without waiting if the device has streams."""
 
     def use(self, copy: Copy) -> Any:
         """Return the copied batch; the calling thread's current stream waits until it has arrived."""
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return how long a copy took on the device; None while it is under way or where it is not measured."""
+        """Return the duration of a copy on the device; None while it is in progress, or if it is not measured."""
 
 
 class TorchDevice:
-    """A device of torch's.
+    """Device of torch.
 
     Args:
-        device: The torch.device, with its index where devices of the type have one.
+        device: The torch.device, with its index if devices of the type have one.
     """
 
     def __init__(self, device: Any) -> None:
@@ -73,11 +73,11 @@ class TorchDevice:
 
     @property
     def pins(self) -> bool:
-        """Whether page-locked memory helps; torch cannot allocate it for Apple's MPS."""
+        """True if copies are faster from page-locked memory; torch cannot allocate it for Apple's MPS."""
         return bool(self.device.type != "mps")
 
     def enter_thread(self) -> None:
-        """Make this the current device of the calling thread: a new thread's is device 0 of the machine."""
+        """Make this the current device of the calling thread; in a new thread it is device 0 of the machine."""
         if self.device.index is not None and hasattr(self._module, "set_device"):
             self._module.set_device(self.device.index)
 
@@ -88,7 +88,7 @@ class TorchDevice:
         tensors: list[Any] = []
 
         def put(tensor: Any) -> Any:
-            # asynchronous only where events say when the host memory may be reused
+            # asynchronous only with events, which show when the host memory may be reused
             tensors.append(tensor.to(self.device, non_blocking=self._has_streams, copy=True))
             return tensors[-1]
 
@@ -105,7 +105,7 @@ class TorchDevice:
         return Copy(copied, tensors, started, done)
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch; the current stream waits for it, and its memory is kept for that stream."""
+        """Return the copied batch; the current stream waits for the copy, and its memory is kept for that stream."""
         if copy.done is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.done)
@@ -114,7 +114,7 @@ class TorchDevice:
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return how long a copy took, once it is done."""
+        """Return the duration of a copy; None while it is in progress."""
         if copy.done is None:
             return copy.seconds
         if not copy.done.query():
@@ -124,12 +124,12 @@ class TorchDevice:
 
 
 class JaxDevice:
-    """The devices that JAX puts arrays on.
+    """Devices on which JAX places arrays.
 
-    JAX's settings may differ between threads, so those of the thread that makes this are used for all batches.
+    Settings of JAX may differ between threads: those of the thread that creates this object are used for all batches.
 
     Args:
-        sharding: A jax.sharding.Sharding: how arrays are laid out over devices. With several processes a batch is the
+        sharding: A jax.sharding.Sharding that distributes arrays over devices. With several processes, a batch is the
             part of its process. None is the default device.
     """
 
@@ -146,18 +146,18 @@ class JaxDevice:
         """Do nothing: settings are applied for each copy."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the arrays of a batch that stand for tensors."""
+        """Start to copy the arrays of a batch that represent tensors."""
         import jax
 
         with jax.default_device(self._default_device), _x64(self._x64):
             return Copy(map_leaves(batch, Tensor, self._put), [])
 
     def use(self, copy: Copy) -> Any:
-        """Return the batch; JAX itself has computations wait for their arrays."""
+        """Return the batch; JAX makes computations wait for their arrays."""
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return 0: JAX does not tell how long a copy takes."""
+        """Return 0: JAX does not report the duration of a copy."""
         return 0.0
 
     def _put(self, array: Any) -> Any:
@@ -171,10 +171,10 @@ class JaxDevice:
 
 
 class CopyTimes:
-    """Sums up how long copies took, as soon as that is known.
+    """Sum of the durations of copies that have ended.
 
     Args:
-        device: Where to.
+        device: Destination of the copies.
     """
 
     def __init__(self, device: Device) -> None:
@@ -187,13 +187,13 @@ class CopyTimes:
         self._pending.append(replace(copy, batch=None, tensors=[]))
 
     def collect(self) -> float:
-        """Return the seconds that copies took of which this did not return them before."""
+        """Return the duration of the copies that have ended since the last call, in seconds."""
         total = 0.0
         try:
             while self._pending and (seconds := self._device.seconds(self._pending[0])) is not None:
                 total += seconds
                 self._pending.popleft()
-        except Exception:  # noqa: BLE001 - the device failed, which the next copy or the loop itself will find
+        except Exception:  # noqa: BLE001 - the device failed: the next copy or the training loop raises the error
             self._pending.clear()
         return total
 
@@ -210,7 +210,7 @@ def check_sharding(sharding: Any) -> None:
 
 
 def _x64(enabled: bool) -> AbstractContextManager[Any]:
-    """Return a context in which JAX has 64-bit types, or has not."""
+    """Return a context in which JAX's 64-bit types are enabled or disabled."""
     import jax
 
     if jax.config.jax_enable_x64 == enabled:
@@ -233,7 +233,8 @@ def _copy_stream(device: Any) -> Any:
 def parse_device(device: Any) -> Any:
     """Return the torch.device that a loader's `device` argument names; None for main memory.
 
-    Creates no context and needs no current device, so that a loader can be made before ``torch.cuda.set_device``.
+    Creates no context and does not use the current device, so that a loader can be created before
+    ``torch.cuda.set_device``.
 
     Args:
         device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None is
@@ -275,7 +276,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Return a torch.device with the index that it stands for now: ``"cuda"`` is the current device."""
+    """Return a torch.device with its current index: ``"cuda"`` is the current device."""
     import torch
 
     module = _module(device)
@@ -285,13 +286,13 @@ def with_index(device: Any) -> Any:
 
 
 def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
-    """Warn where several ranks would share one device.
+    """Warn if several ranks would share one device.
 
-    ``device="cuda"`` is device 0 in each process that did not choose another.
+    ``device="cuda"`` is device 0 in each process that did not select another.
 
     Args:
         device: The loader's `device`.
-        stacklevel: Of the warning; 1 is this function.
+        stacklevel: Stack level of the warning; 1 is this function.
     """
     local_rank, named = os.environ.get("LOCAL_RANK", ""), parse_device(device)
     if named is None or named.index is not None or not local_rank.isdecimal():
@@ -307,7 +308,7 @@ def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if an accelerator had no memory left."""
+    """Return True if the memory of an accelerator was exhausted."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 

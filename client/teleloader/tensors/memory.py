@@ -1,10 +1,10 @@
-"""Host memory that responses are received into, and the arrays that are made of it.
+"""Host memory that responses are received into, and the arrays on it.
 
 Ordinary memory comes from a pool that recycles it. Page-locked memory must not: a copy to an accelerator with
-``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's own allocator knows when such a
-copy is done. It notes the stream of each copy whose source lies in a storage of its own, and reuses the block after
-what that stream had queued. So pinned batches are tensors of the very storage that torch allocated, and nothing here
-holds or recycles it.
+``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's allocator knows when such a copy
+has ended. The allocator records the stream of each copy from one of its storages, and reuses the block after the
+operations that the stream had queued. So pinned batches are tensors on the storage that torch allocated, and this
+module neither keeps nor recycles it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from teleloader_shared.tree import Tensor
 
 
 class MarkedMemory(NumpyMemory):
-    """Ordinary memory; arrays that stand for tensors are marked as `Tensor`, for JAX to take their place."""
+    """Ordinary memory; arrays that represent tensors are marked as `Tensor`, to be replaced by JAX arrays."""
 
     __slots__ = ()
 
@@ -38,11 +38,11 @@ class MarkedMemory(NumpyMemory):
 class PinnedMemory(Bits):
     """Page-locked memory of torch's allocator; its tensors share the storage that torch allocated.
 
-    NumPy leaves are copied out to ordinary memory. torch cannot see who reads them: an asynchronous copy from a tensor
-    that a user makes of such an array would not be recorded. (torch's DataLoader does not pin NumPy arrays either.)
+    NumPy leaves are copied to ordinary memory: an asynchronous copy from a tensor that a user creates from such an
+    array would not be recorded by torch. (torch's DataLoader does not pin NumPy arrays either.)
 
     Args:
-        block: 1-D uint8 tensor, contiguous, of a storage that torch's pinned allocator made.
+        block: 1-D uint8 tensor, contiguous, on a storage of torch's pinned allocator.
         buffers: Allocates further memory.
     """
 
@@ -54,7 +54,7 @@ class PinnedMemory(Bits):
         self._buffers = buffers
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return page-locked memory, or ordinary memory when the budget is used up."""
+        """Return page-locked memory, or ordinary memory if the budget is exhausted."""
         return self._buffers.allocate(nbytes)
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
@@ -65,14 +65,14 @@ class PinnedMemory(Bits):
         import torch
 
         strides = [stride // bits.itemsize for stride in bits.strides]
-        # set_() and not a slice: slices of one tensor share its version counter, so that changing the labels in place
-        # would make autograd refuse the images that a model saved for its backward pass
+        # set_() and not a slice: slices of one tensor share its version counter, so after an in-place change of the
+        # labels autograd would reject the images that a model saved for its backward pass
         tensor = torch.empty(0, dtype=getattr(torch, dtype_name), device="cpu")
         return tensor.set_(self._storage, offset // bits.itemsize, shape, strides)
 
 
 class _Scratch(Bits):
-    """Memory of a response with several small batches: each is copied to pinned memory of its own."""
+    """Memory of a response with several small batches: each is copied to separate pinned memory."""
 
     __slots__ = ("_buffers",)
 
@@ -96,12 +96,12 @@ def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
 
 
 class HostBuffers:
-    """The memory that one iterator's responses are received into.
+    """Memory for the responses of one iterator.
 
     Args:
-        output: The array library of its batches.
+        output: Array library of the batches.
         pool: Recycles ordinary memory.
-        pinned: Where page-locked memory comes from; None for ordinary memory.
+        pinned: Allocates page-locked memory; None for ordinary memory.
     """
 
     def __init__(self, output: Output, pool: BufferPool, pinned: PinnedBudget | None = None) -> None:
@@ -109,11 +109,11 @@ class HostBuffers:
         self._pool = pool
         self.pinned = pinned
         self.pin_seconds = 0.0
-        """Time that allocating page-locked memory took."""
+        """Duration of the allocations of page-locked memory."""
         self.unpinned = 0
-        """Buffers that came from ordinary memory because the budget for page-locked memory was used up."""
+        """Buffers of ordinary memory that were allocated because the budget for page-locked memory was exhausted."""
         self._lock = threading.Lock()
-        """An iterator of several servers has a thread for each."""
+        """Guards the counts: an iterator of several servers has a thread for each."""
 
     def take(self, nbytes: int, batches: int) -> Memory:
         """Return memory for a response of `nbytes` that holds at most `batches` batches."""
@@ -124,7 +124,7 @@ class HostBuffers:
         return self.allocate(nbytes)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return page-locked memory, or ordinary memory when the budget for it is used up."""
+        """Return page-locked memory, or ordinary memory if the budget for it is exhausted."""
         began = time.perf_counter()
         block = None if self.pinned is None else self.pinned.allocate(nbytes)
         with self._lock:

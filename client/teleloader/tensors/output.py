@@ -16,28 +16,28 @@ Output = Literal["torch", "numpy", "jax"]
 
 
 def choose_output(output: Output | None) -> Output:
-    """Return `output`, or for None torch if it is installed, else NumPy.
+    """Return `output`, or for None torch if it is installed, otherwise NumPy.
 
     Raises:
-        ValueError: If `output` is none of the three.
+        ValueError: If `output` is not the name of a supported library.
         TeleloaderError: If the library is not installed.
     """
     installed = importlib.util.find_spec("torch") is not None
     if output is None:
         return "torch" if installed else "numpy"
     if output not in get_args(Output):
-        raise ValueError(f"output must be 'torch', 'numpy', 'jax' or None, was {output!r}")
+        raise ValueError(f"invalid output={output!r}: expected 'torch', 'numpy', 'jax' or None")
     if output == "jax" and importlib.util.find_spec("jax") is None:
-        raise TeleloaderError("output='jax' needs JAX, which is not installed: pip install jax")
+        raise TeleloaderError("output='jax' requires JAX, which is not installed: pip install jax")
     if output == "torch" and not installed:
-        raise TeleloaderError("output='torch' needs torch, which is not installed: pip install 'teleloader[torch]'")
+        raise TeleloaderError("output='torch' requires torch, which is not installed: pip install 'teleloader[torch]'")
     return output
 
 
 def map_leaves(batch: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
     """Return a batch with `function` applied to its leaves of type `kind`.
 
-    Covers every container that a frame can describe, and rebuilds it. Keys and the elements of sets hold no arrays.
+    Rebuilds every container that a frame can encode. Keys and elements of sets are not visited: they have no arrays.
     """
     if isinstance(batch, kind):
         return function(batch)
@@ -51,7 +51,7 @@ def has_leaves(batch: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _parts(batch: Any) -> list[Any] | None:
-    """Return what a container holds; None if `batch` is no container."""
+    """Return the elements of a container; None if `batch` is not a container."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple | deque):
@@ -62,7 +62,7 @@ def _parts(batch: Any) -> list[Any] | None:
 
 
 def _rebuilt(batch: Any, parts: list[Any]) -> Any:
-    """Return a copy of a container that holds `parts` in place of its own."""
+    """Return a copy of a container with `parts` in place of its elements."""
     if isinstance(batch, Mapping):
         other: Any = copy.copy(batch)
         items = dict(zip(batch, parts, strict=True))

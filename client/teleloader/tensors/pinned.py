@@ -1,4 +1,4 @@
-"""Page-locked memory: torch's allocator, and how much of it one process may use."""
+"""Page-locked memory: torch's allocator, and its limit for one process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
 
 
 class PinnedBudget:
-    """Allocates blocks of torch's pinned memory and limits how much torch locks for them.
+    """Allocates blocks of torch's pinned memory, and limits the memory that torch locks for them.
 
-    torch rounds a block up to the next power of two, and keeps what was freed for the next block of that size. So this
-    counts, for each size, the most blocks that were in use at a time. When a further block would exceed the limit,
-    torch is told to unlock what is free.
+    torch rounds the size of a block up to the next power of two, and keeps freed blocks for the next block of that
+    size. So this class counts, for each size, the maximum number of blocks in use at the same time. If a further block
+    would exceed the limit, torch unlocks its free blocks.
 
     Args:
-        limit: In bytes. Above it `allocate` returns None, and batches arrive in ordinary memory: correct, but their
-            copies are slower and wait for the host.
+        limit: Limit of the locked memory, in bytes. Beyond it `allocate` returns None, and batches are received into
+            ordinary memory: correct, but their copies are slower and wait for the host.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,11 +33,11 @@ class PinnedBudget:
         self._used: Counter[int] = Counter()
         """Blocks in use, by size."""
         self._locked: Counter[int] = Counter()
-        """Blocks that torch has locked, by size: those in use and those that are free."""
+        """Blocks that torch has locked, in use or free, by size."""
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By the identity of a weak reference to a storage: the reference and the size of the block."""
-        # filled while storages go away, in any thread and at any moment: nothing there may take a lock or run Python
-        # code, in which a signal handler could raise
+        # filled when storages are freed, in any thread and at any moment: the callback must not acquire a lock or run
+        # Python code, in which a signal handler could raise
         self._dead: deque[weakref.ref[Any]] = deque()
 
     @property
@@ -48,9 +48,9 @@ class PinnedBudget:
             return _total(self._used)
 
     def allocate(self, nbytes: int) -> Any | None:
-        """Return a 1-D uint8 tensor of `nbytes` in page-locked memory; None if that would exceed the limit.
+        """Return a 1-D uint8 tensor of `nbytes` in page-locked memory.
 
-        Also None where the operating system refuses to lock the memory.
+        Returns None if it would exceed the limit, or if the operating system does not lock the memory.
         """
         import torch
 
@@ -65,7 +65,7 @@ class PinnedBudget:
             with self._lock:
                 self._used[size] -= 1
             return None
-        # the storage, which all of its tensors share: the tensor here is dropped at once
+        # a reference to the storage, which all tensors on it share: this tensor is dropped immediately
         storage = weakref.ref(block.untyped_storage(), self._dead.append)
         self._sizes[id(storage)] = storage, size
         return block
@@ -91,7 +91,7 @@ def _total(blocks: Counter[int]) -> int:
 
 
 def _unlock_free_blocks() -> bool:
-    """Let torch give free pinned memory back to the system; return False where it cannot (before torch 2.5)."""
+    """Return torch's free pinned memory to the system; return False if torch cannot do so (before torch 2.5)."""
     import torch
 
     if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
@@ -112,7 +112,7 @@ def process_budget() -> PinnedBudget:
     Its limit is the environment variable ``TELELOADER_MAX_PINNED_BYTES``, 2 GiB by default.
 
     Raises:
-        TeleloaderError: If the variable is not a whole number of bytes.
+        TeleloaderError: If the variable is not an integer.
     """
     global _budget
     if _budget is None:

@@ -1,4 +1,4 @@
-"""Memory and device that a loader's batches go to, as its arguments name them."""
+"""Memory and device for a loader's batches, as its arguments specify them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Placement(NamedTuple):
 
     @property
     def pins(self) -> bool:
-        """True if page-locked memory helps."""
+        """True if copies are faster from page-locked memory."""
         return self.device is not None and self.device.pins
 
     def buffers(self) -> HostBuffers:
-        """Return main memory for batches, page-locked where that helps."""
+        """Return main memory for batches, page-locked if `pins`."""
         return HostBuffers(self.output, self.pool, process_budget() if self.pins else None)
 
 
@@ -69,7 +69,7 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
 
 
 def check_placement(output: Output, name: str, value: Any) -> None:
-    """Check an argument that decides where batches go.
+    """Check an argument that determines the placement of batches.
 
     Args:
         output: As of the loader.
@@ -82,7 +82,7 @@ def check_placement(output: Output, name: str, value: Any) -> None:
     """
     if name == "device_ahead":
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"device_ahead must be a whole number from 0, was {value!r}")
+            raise ValueError(f"device_ahead must be an integer of at least 0, got {value!r}")
     elif name == "pin_memory" and value:
         _check_torch(output, name, value)
     elif name == "device" and value is not None:
@@ -90,12 +90,12 @@ def check_placement(output: Output, name: str, value: Any) -> None:
         parse_device(value)
     elif name == "sharding" and value is not None:
         if output != "jax":
-            raise ValueError(f"sharding needs JAX arrays: pass output='jax', was output={output!r}")
+            raise ValueError(f"sharding requires JAX arrays: pass output='jax', got output={output!r}")
         check_sharding(value)
 
 
 def _check_torch(output: Output, option: str, value: Any, hint: str = "") -> None:
     if output != "torch":
         raise TeleloaderError(
-            f"{option}={value!r} needs torch tensors: pip install 'teleloader[torch]' or output='torch'{hint}"
+            f"{option}={value!r} requires torch tensors: pip install 'teleloader[torch]', or pass output='torch'{hint}"
         )

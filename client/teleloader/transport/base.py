@@ -1,4 +1,4 @@
-"""Requests that a transport carries."""
+"""Requests of a transport."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Batches [start, stop) to ask for, and how many will be wanted after them."""
+    """Request for the batches [start, stop)."""
 
     start: int
     stop: int
     ahead: int
+    """Batches to prefetch after `stop`."""
     listed: bytes | None = None
-    """For an order of the client's own: the frames that list what they hold."""
+    """Frames with the indices of the batches, for a client-side sampler."""

@@ -1,7 +1,7 @@
-"""One HTTP connection on which ranges of batches are asked for, one at a time, and received without a copy.
+"""HTTP/1.1 connection on which ranges of batches are requested, one at a time, and received without a copy.
 
-httpx is four times slower at this than the standard library's ``readinto``: it hands out chunks that must be joined,
-while here the kernel writes to the buffer in which the batch will stay.
+httpx is four times slower at this than ``readinto`` of the standard library: it returns chunks that must be joined,
+whereas here the kernel writes into the final buffer of the batch.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport
 
 KEEPALIVE_IDLE: Final = 5
-"""Seconds of silence after which the kernel asks the other machine whether it is still there."""
+"""Seconds without data after which the kernel sends a keep-alive probe."""
 KEEPALIVE_TRIES: Final = 3
 KEEPALIVE_OPTIONS: Final = (
     ("TCP_KEEPIDLE", KEEPALIVE_IDLE),
     ("TCP_KEEPALIVE", KEEPALIVE_IDLE),  # the name of TCP_KEEPIDLE on macOS
     ("TCP_KEEPINTVL", KEEPALIVE_IDLE),
     ("TCP_KEEPCNT", KEEPALIVE_TRIES),
-    # while a request is not acknowledged, no keep-alive is sent
+    # while a request is not acknowledged, the kernel sends no keep-alive probes
     ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_IDLE * (1 + KEEPALIVE_TRIES)),
 )
-"""Names in `socket`, of which each system has some."""
-# unlike the default selector of Linux and macOS it needs no descriptor of its own, which forked processes would share
+"""Options by their names in `socket`; no system has all of them."""
+# unlike the default selector of Linux and macOS it has no file descriptor, which forked processes would share
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
-"""Bytes of an answer besides its body: a server could send headers, or say "100 Continue", without end."""
+"""Limit of a response without its body, in bytes: headers, or "100 Continue" responses, could be endless."""
 LEAST_RATE: Final = 1024
-"""Bytes a second that an answer must have, once it has begun."""
+"""Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6
-"""After so many times the server's `timeout` a silent connection is given up though the server is there: something
-between may have forgotten it."""
+"""Limit of the wait on a connection without data, as a multiple of the server's `timeout`: although the server is
+available, a proxy may have dropped the connection."""
 
 _open: set[BatchConnection] = set()
 """All connections of this process."""
 
 
 class SilentConnection(OSError):
-    """Nothing came for long, and the server is there: ask again on another connection."""
+    """A connection delivers nothing although the server is available: retry on another connection."""
 
 
-class Paced(io.RawIOBase):
-    """An answer as it arrives: no more of it than is allowed, and not so slowly that it would never end.
+class BoundedReader(io.RawIOBase):
+    """Response with limits: the allowed number of bytes, and a minimum rate.
 
     Args:
-        raw: Where its bytes come from.
-        patience: Seconds over which its rate is taken, from its first byte on.
+        raw: The response.
+        patience: Seconds over which the rate is measured, from the first byte on.
     """
 
     def __init__(self, raw: io.RawIOBase, patience: float) -> None:
@@ -72,26 +72,28 @@ class Paced(io.RawIOBase):
         self._due = 0.0
 
     def allow(self, nbytes: int) -> None:
-        """Let so many more bytes in."""
+        """Allow `nbytes` more bytes."""
         self._left += nbytes
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """The next bytes.
+        """Read the next bytes into `buffer`, and return their number.
 
         Raises:
-            ProtocolError: When there are more than were allowed.
-            TimeoutError: When they come too slowly.
+            ProtocolError: If there are more bytes than allowed.
+            TimeoutError: If the rate is too low.
         """
         got = self._raw.readinto(buffer)
         if got:
             self._left -= got
             self._count += got
             if self._left < 0:
-                raise ProtocolError("an answer goes on after what it stated, or its headers do not end")
+                raise ProtocolError(
+                    f"the response exceeds its Content-Length, or its headers exceed {MAX_HEAD_BYTES:,} bytes"
+                )
             now = time.monotonic()
             if now > self._due:
                 self._check_rate(now)
@@ -99,28 +101,28 @@ class Paced(io.RawIOBase):
 
     def _check_rate(self, now: float) -> None:
         if self._due and self._count < LEAST_RATE * self._patience:
-            raise TimeoutError(f"an answer came at less than {LEAST_RATE:,} bytes a second for {self._patience:g} s")
+            raise TimeoutError(f"the response arrived at less than {LEAST_RATE:,} bytes/s for {self._patience:g} s")
         self._count = 0
         self._due = now + self._patience
 
     def close(self) -> None:
-        """Close it."""
+        """Close the response."""
         self._raw.close()
         super().close()
 
 
 class BatchConnection:
-    """A connection to a server.
+    """Connection to a server.
 
     Args:
-        server: Where to.
+        server: The server.
         path: Path of the epoch's batches.
-        consumer: What the server calls this iterator.
-        report: Says how it fares; the server is told so with each request.
+        consumer: Name of this iterator in the server's statistics.
+        report: Returns the report on this iterator that is sent with each request.
 
     Raises:
-        OSError: When the server cannot be reached.
-        TlsError: When its certificate is not to be trusted.
+        OSError: If the server is unreachable.
+        TlsError: If the server's certificate cannot be verified.
     """
 
     def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
@@ -129,10 +131,11 @@ class BatchConnection:
         self._below = path
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
-        """Of the last request."""
+        """Trace of the last request."""
         self.first_byte = 0
-        """When its answer began, as ``time.time_ns()``."""
+        """Arrival of the first byte of its response, as ``time.time_ns()``."""
         self._shown: str | None = None
+        """Token of the last request."""
         self._consumer = consumer
         self._report = report
         if parts.scheme == "https":
@@ -145,8 +148,8 @@ class BatchConnection:
             self._http.connect()
         except ssl.SSLError as error:
             raise server.broke(error) or error from None
-        self._http.response_class = self._answer  # type: ignore[assignment]
-        self._http.auto_open = 0  # a connection that broke is not made anew behind our back
+        self._http.response_class = self._response  # type: ignore[assignment]
+        self._http.auto_open = 0  # no implicit reconnection
         self._socket: socket.socket = self._http.sock
         self._arrival = _Selector()
         self._arrival.register(self._socket, selectors.EVENT_READ)
@@ -158,18 +161,18 @@ class BatchConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether something can be asked, as far as is known: servers close connections that are idle for long."""
+        """False if the server is known to have closed the connection, for example because it was idle."""
         return self._http.sock is not None and not self._arrival.select(0)
 
     def ask(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the request for a range; `receive` takes the answer.
+        """Send the request for a range; `receive` returns the response.
 
         Args:
             wanted: The range.
-            trace: Of this request, where somebody traces.
+            trace: Trace of this request; None without tracing.
 
         Raises:
-            OSError: When the connection broke.
+            OSError: If the connection broke.
         """
         self._shown = self._server.credentials.token
         headers = {
@@ -192,55 +195,56 @@ class BatchConnection:
         Args:
             buffers: Provides the memory to receive into.
             batches: Batches in the range.
-            max_bytes: The largest response that is accepted.
+            max_bytes: Limit of the response, in bytes.
 
         Raises:
-            OSError: When the connection broke.
-            SilentConnection: When nothing comes for long from a server that is there.
-            ServerUnavailable: When nothing comes, and the server does not answer otherwise either.
-            http.client.HTTPException: When the answer is cut off or no HTTP.
-            TeleloaderError: When the server refused.
+            OSError: If the connection broke.
+            SilentConnection: If nothing arrives for long although the server is available.
+            ServerUnavailable: If nothing arrives, and the server does not respond to a health check.
+            http.client.HTTPException: If the response is truncated or not HTTP.
+            TeleloaderError: If the server refused the request.
         """
-        with self._http.getresponse() as answer:
-            if answer.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
+        with self._http.getresponse() as response:
+            if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
                 raise ConnectionError("the token was replaced")
-            if answer.status != http.client.OK:
+            if response.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(
-                    answer.status, answer.read(MAX_PROBLEM_BYTES), self._server.url, self._below,
-                    retry_after=parse_retry_after(answer.getheader("Retry-After", "")),
+                    response.status, response.read(MAX_PROBLEM_BYTES), self._server.url, self._below,
+                    retry_after=parse_retry_after(response.getheader("Retry-After", "")),
                 )  # fmt: skip
-            size = answer.length
+            size = response.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(
-                    f"an answer must state its size in bytes, up to {max_bytes:,} (see max_batch_bytes), stated {size}"
+                    f"invalid response with Content-Length {size}: expected 1 to {max_bytes:,} bytes. If batches are "
+                    "larger, increase max_batch_bytes"
                 )
             self._arriving.allow(size)
             memory = buffers.take(size, batches)
             view = memoryview(memory.data.data)
             filled = 0
             while filled < size:
-                got = answer.readinto(view[filled:])
+                got = response.readinto(view[filled:])
                 if not got:
                     raise http.client.IncompleteRead(b"", size - filled)
                 filled += got
             return memory
 
-    def _answer(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
-        """The answer, of which something has come."""
-        answer = http.client.HTTPResponse(*args, **options)
+    def _response(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
+        """Return the response after its first byte has arrived."""
+        response = http.client.HTTPResponse(*args, **options)
         try:
-            self._arriving = Paced(answer.fp.detach(), self._server.timeout)
-            answer.fp = io.BufferedReader(self._arriving)
-            self._await(answer.fp)
+            self._arriving = BoundedReader(response.fp.detach(), self._server.timeout)
+            response.fp = io.BufferedReader(self._arriving)
+            self._await(response.fp)
             self.first_byte = time.time_ns()
         except BaseException:
-            answer.close()
+            response.close()
             raise
-        return answer
+        return response
 
     def _await(self, arriving: io.BufferedReader) -> None:
-        """A batch may take as long as it takes; that the server is there can be seen by asking something else."""
+        """Wait for the first byte. The time to compute a batch is not limited while health checks succeed."""
         for _ in range(2 * SILENT_TIMEOUTS):
             if self._arrival.select(self._server.timeout / 2):
                 if self._has_begun(arriving):
@@ -251,7 +255,7 @@ class BatchConnection:
         raise SilentConnection
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:
-        """Whether it is the answer that comes: over TLS, what the two sides say to each other may come first."""
+        """Return True if the response has begun: over TLS, handshake messages may arrive first."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return True
         self._socket.settimeout(0)
@@ -264,11 +268,11 @@ class BatchConnection:
         return True
 
     def shut_down(self) -> None:
-        """Break the connection, from any thread: whoever is waiting in it wakes with an error."""
+        """Break the connection, from any thread: a thread that waits on it gets an error."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it was broken already
+            return  # the connection was broken already
 
     def close(self) -> None:
         """Close the connection."""
@@ -276,9 +280,9 @@ class BatchConnection:
         self._http.close()
 
     def close_copy(self) -> None:
-        """In a forked process: close its copy, which would keep the connection open after its owner's end."""
+        """Close the copy in a forked process, which would keep the connection open after the end of its owner."""
         descriptor = self._socket.detach()
-        if descriptor >= 0:  # a server may have ended it after its last answer
+        if descriptor >= 0:  # negative if the server closed the connection after its last response
             socket.close(descriptor)
 
 

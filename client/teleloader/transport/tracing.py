@@ -1,6 +1,6 @@
-"""A batch's life as the client sees it: a span for each request, with what came back and how long decoding took.
+"""Tracing of requests in the client: a span for each request, with spans for receiving and decoding.
 
-The span's context goes with the request, so the server's spans are parts of it.
+The request carries the context of its span, so that the server's spans are its children.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Makes the spans of one pass through an epoch, as parts of the span that was current at its ``iter()``.
+    """Spans of one iteration, as children of the span that was current at its ``iter()``.
 
     Args:
-        key: The loader's.
-        epoch: Which epoch.
+        key: Key of the loader.
+        epoch: Number of the epoch.
     """
 
     def __init__(self, key: str, epoch: int) -> None:
@@ -31,7 +31,7 @@ class IterationTrace:
         self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
 
     def ask(self, wanted: Range) -> RequestTrace:
-        """Begin the span of a request."""
+        """Start the span of a request."""
         from opentelemetry.trace import SpanKind
 
         attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
@@ -41,14 +41,14 @@ class IterationTrace:
 
 
 class RequestTrace:
-    """The span of one request."""
+    """Span of one request."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
     @property
     def headers(self) -> dict[str, str]:
-        """What tells the server of it."""
+        """Headers that carry the context of the span."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -57,7 +57,14 @@ class RequestTrace:
         return headers
 
     def arrived(self, first_byte: int, last_byte: int, frames: int, nbytes: int) -> None:
-        """The answer has arrived, at these times (``time.time_ns()``), and was decoded just now."""
+        """End the span: the response arrived, and was decoded just now.
+
+        Args:
+            first_byte: Arrival of the first byte, as ``time.time_ns()``.
+            last_byte: Arrival of the last byte.
+            frames: Batches in the response.
+            nbytes: Size of the response in bytes.
+        """
         from opentelemetry import trace
 
         within = trace.set_span_in_context(self._span)
@@ -68,7 +75,7 @@ class RequestTrace:
         self._span.end()
 
     def broke(self, error: Exception) -> None:
-        """No answer came; nothing happens when it did."""
+        """End the span with an error, unless it has ended."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._span.is_recording():
