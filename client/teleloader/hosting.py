@@ -19,15 +19,15 @@ _NAME: Final = "dataset"
 
 
 def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
-    """Return where a loader gets the samples of `dataset` from, for as long as the result is referred to.
+    """Return the source of a loader's samples, which exists while the result is referred to.
 
-    A `RemoteDataset` is that itself. An object of this process is served by this process, or with ``num_workers=0``
-    loaded in the thread that calls, without a server. The server's part of the distribution offers both as entry
-    points, so that the client does not import it.
+    A `RemoteDataset` is returned itself. An object of this process is served by this process, or with
+    ``num_workers=0`` loaded in the calling thread, without a server. The server package provides both as entry points,
+    so that the client does not import it.
 
     Raises:
-        TypeError: When no server is installed, or `dataset` is no dataset.
-        TeleloaderError: When the server cannot start, with the cause: a package or a file descriptor is missing, say.
+        TypeError: If no server is installed, or `dataset` is not a dataset.
+        TeleloaderError: If the server cannot start, for example because a package is missing.
     """
     if isinstance(dataset, RemoteDataset):
         return dataset

@@ -93,17 +93,17 @@ def test_a_server_without_workers_needs_no_shared_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_small_data_cost_no_more_than_one_message_each(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     """A2: a client sends no more requests than there are batches; for small ones, far fewer."""
-    asked = []
-    ask = BatchConnection.ask
+    sent = []
+    send = BatchConnection.send
 
     def counting(self: BatchConnection, *arguments: Any) -> None:
-        asked.append(arguments)
-        ask(self, *arguments)
+        sent.append(arguments)
+        send(self, *arguments)
 
-    monkeypatch.setattr(BatchConnection, "ask", counting)
+    monkeypatch.setattr(BatchConnection, "send", counting)
     with ours(Numbers(2000), batch_size=2, serve_with={"num_workers": num_workers}) as loader:
         assert len(list(loader)) == 1000
-    assert len(asked) <= 1000
+    assert len(sent) <= 1000
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])

@@ -38,7 +38,7 @@ class _No(click.ClickException):
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
-class _NoAnswer(_No):
+class _NoResult(_No):
     """Failure without a result."""
 
     exit_code = EXIT_UNKNOWN
@@ -52,7 +52,7 @@ class _Tools(click.Group):
         try:
             return super().invoke(ctx)
         except (TeleloaderError, ValueError, TypeError) as error:
-            raise _NoAnswer(str(error)) from None
+            raise _NoResult(str(error)) from None
         except KeyboardInterrupt:
             return ctx.exit(EXIT_INTERRUPTED)
 

@@ -287,7 +287,7 @@ class Fetcher:
             self._in_flight.append((self._send(connection, wanted), wanted))
 
     def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
-        connection.ask(wanted, None if self._options.trace is None else self._options.trace.ask(wanted))
+        connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
         self._heard = time.monotonic()
         return connection
 

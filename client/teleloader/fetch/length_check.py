@@ -22,18 +22,18 @@ class LengthCheck:
     Args:
         dataset: The dataset.
         num_workers: `num_workers` of the loader: the number of shards; 0 for one shard without workers.
-        asked: ``len(dataset)`` when ``len(loader)`` was last called; None if it never was.
+        reported: ``len(dataset)`` when ``len(loader)`` was last called; None if it never was.
         samples: ``len(dataset)``; None if it is unknown, or counts samples of other ranks.
         may_repeat: Whether to warn of shards that each yield the whole dataset: once for each loader, and not if a
             ``worker_init_fn`` may divide the dataset.
     """
 
     def __init__(
-        self, dataset: Any, num_workers: int, asked: int | None, samples: int | None, *, may_repeat: bool
+        self, dataset: Any, num_workers: int, reported: int | None, samples: int | None, *, may_repeat: bool
     ) -> None:
         self._dataset = dataset
         self._num_workers = num_workers
-        self._asked = asked
+        self._reported = reported
         self._samples = samples
         self._may_repeat = may_repeat
         self._yielded = 0
@@ -58,9 +58,9 @@ class LengthCheck:
             self._first = batch
         elif number == 1 and self._first is not None:
             self._alike, self._first = _equal(self._first, batch), None
-        if self._asked is not None and self._yielded > self._asked:
+        if self._reported is not None and self._yielded > self._reported:
             text = (
-                f"Length of IterableDataset {self._dataset} was reported to be {self._asked}"
+                f"Length of IterableDataset {self._dataset} was reported to be {self._reported}"
                 f"(when accessing len(dataloader)), but {self._yielded} samples have been fetched. "
             )
             if self._num_workers > 0:

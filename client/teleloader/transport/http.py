@@ -164,7 +164,7 @@ class BatchConnection:
         """False if the server is known to have closed the connection, for example because it was idle."""
         return self._http.sock is not None and not self._arrival.select(0)
 
-    def ask(self, wanted: Range, trace: RequestTrace | None = None) -> None:
+    def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
         """Send the request for a range; `receive` returns the response.
 
         Args:

@@ -30,7 +30,7 @@ class IterationTrace:
         self._within: Context = context.get_current()
         self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
 
-    def ask(self, wanted: Range) -> RequestTrace:
+    def start(self, wanted: Range) -> RequestTrace:
         """Start the span of a request."""
         from opentelemetry.trace import SpanKind
 
