@@ -218,7 +218,7 @@ async def _sessions(url: str) -> None:
 
 
 ATTACKS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
-    "control": (_control, "a process computes, and asks for nothing"),
+    "control": (_control, "a process computes and sends no requests"),
     "requests": (_flood, "200 connections ask as fast as they are answered"),
     "pipelined": (_pipelined, "50 connections, each with 50 requests under way"),
     "registering": (_registering, "64 connections register loaders"),

@@ -42,7 +42,7 @@ NUM_WORKERS: Final = 1
 USED_BATCHES: Final = 10_000
 """How much a server is used before it has nothing to do."""
 RANGE: Final = 16
-"""Batches that are asked for at a time."""
+"""Batches per request."""
 AT_ONCE: Final = 50
 _FRAME_SIZE: Final = struct.Struct(">10xQ")
 

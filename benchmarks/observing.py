@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "watched": watched_turn,
         }
         for number in range(options.rounds):
-            # whoever is first finds a machine that has rested
+            # the first one would benefit from an idle machine
             for name in sorted(takers, reverse=number % 2 == 1):
                 turns[name].append(takers[name]())
     console.print(_table(turns))

@@ -33,7 +33,7 @@ NAME: Final = "worked"
 BATCHES: Final = 2000
 BATCH_SIZE: Final = 8
 QUICK_SHARE: Final = 10
-"""Only one part in so many is loaded when it is only to be shown that all runs: that of one of so many ranks."""
+"""World size with ``--quick``: the consumers load the part of one rank."""
 
 
 class Worked:
