@@ -1,4 +1,4 @@
-"""One pass through an epoch, as the training loop sees it."""
+"""Iteration over an epoch, in the training loop's thread."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class Delivery(NamedTuple):
-    """The outcome of next() for a batch, kept from when it is known until next() has returned or raised it."""
+    """Outcome of next() for a batch, kept until next() has returned or raised it."""
 
     frame: Frame
     batch: Any = None
     raised: Raised | None = None
-    """In place of the batch."""
+    """Exception in place of the batch."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """The position of an iterator; outlives it, so that an epoch that was left can be resumed.
+    """Position of an iterator. Outlives the iterator, so that an abandoned epoch can be resumed.
 
     Signal handlers may raise in next() at any bytecode. So the position and the delivery that leads to it are replaced
     in one store: before it, the next call delivers the same batch; after it, next() only returns.
@@ -51,17 +51,17 @@ class Progress:
     state: tuple[Position, Delivery | None]
     """The next batch, and its delivery if that has begun."""
     longest: int | None = None
-    """Batches of the rank that has the most, where that is known."""
+    """Number of batches of the rank that has the most, if known."""
     sampler_states: SamplerStates | None = None
-    """For a client-side sampler."""
+    """States of a client-side sampler."""
     keeps_base_seed: bool = False
-    """Whether the next epoch has the same base seed, as torch's persistent workers have."""
+    """True if the next epoch has the same base seed, as with torch's persistent workers."""
     keeps_dataset: bool = False
-    """Whether the next epoch iterates the same replicas of the dataset."""
+    """True if the next epoch iterates the same replicas of the dataset."""
     finished: bool = False
-    """Whether the loop was told that there are no more."""
+    """True once next() has raised StopIteration."""
     is_unused: bool = True
-    """Whether the loop has asked for nothing yet."""
+    """True until the first call of next()."""
 
     @property
     def next(self) -> Position:
@@ -90,7 +90,7 @@ class Progress:
 
     @property
     def position(self) -> Position:
-        """What comes next; after the last batch, the beginning of the next epoch."""
+        """The next batch; after the last one, the beginning of the next epoch."""
         position = self.next
         if self.finished or (self.longest is not None and position.batch >= self.longest):
             return self.following
@@ -102,7 +102,7 @@ class Progress:
 
     @property
     def following(self) -> Position:
-        """The beginning of the next epoch, if this one is left where it stands."""
+        """The beginning of the next epoch, if this one ends here."""
         position = self.next
         return Position(
             position.epoch + 1,
@@ -114,22 +114,22 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """All that a pass through an epoch is made of."""
+    """State and resources of one iteration over an epoch."""
 
     dataset: RemoteDataset | DirectDataset
-    """Kept: the server of an object of this process goes with it."""
+    """Keeps the server of an object of this process alive."""
     spec: LoaderSpec
     progress: Progress
     batches: Sized | None
-    """Its length is that of the epoch, in batches; None for an iterable-style dataset."""
+    """Has the length of the epoch, in batches; None for an iterable-style dataset."""
     receiver: Receiver | DirectReceiver
     lists: IndexLists | None
-    """For an order of the client's own."""
+    """Index lists of a client-side sampler."""
     timeout: float
     stays: bool
-    """Whether the loader's own workers are kept when the epoch is over."""
+    """True if the loader's private workers outlive the epoch."""
     length_check: LengthCheck | None
-    """For an iterable-style dataset."""
+    """Checks the length of an iterable-style dataset."""
     stager: Stager | DirectStager | None
     """Copies batches to a device."""
     transform: Callable[[Any], Any] | None
@@ -145,7 +145,7 @@ class Iteration:
         self.measures = self.reorder_buffer.measures
 
     def feed(self, *, taking: bool = False) -> None:
-        """Draw further index lists: not for each batch that the loop takes, but for some of them at once.
+        """Draw further index lists, for several batches at a time.
 
         Args:
             taking: Whether the loop is about to take a batch: what is drawn after it is drawn before, because drawing
@@ -178,12 +178,12 @@ class Iteration:
             self.reorder_buffer.complete()
 
     def over(self) -> bool:
-        """Whether the epoch's last batch was taken."""
+        """Return True if the epoch's last batch was taken."""
         drawn_all = self.lists is None or self.lists.exhausted
         return drawn_all and self.progress.batch >= self.scheduler.stop
 
     def close(self) -> None:
-        """Nobody will take any more of its batches."""
+        """End the receiving threads and the copies to a device."""
         self.measures.end()
         try:
             self.receiver.close()
@@ -193,29 +193,29 @@ class Iteration:
 
 
 class LoaderIterator:
-    """Iterates over the batches of a pass; ends what belongs to it when it ends, or is not referred to any more."""
+    """Iterator over the batches of an epoch. Its resources end with the epoch or with the iterator."""
 
     _numbers = itertools.count()
 
     def __init__(self) -> None:
         self.base_seed: int | None = None
-        """With persistent workers: drawn once, as by torch."""
+        """Base seed of persistent workers, drawn once, as torch does."""
         self.spec: LoaderSpec | None = None
-        """With persistent workers: what they were started for."""
+        """Spec for which persistent workers were started."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        """Of next(), for training loops of several threads."""
+        """Held by next(), because several threads may share an iterator."""
         self._is_awaited = False
         self._iteration: Iteration | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
     @classmethod
     def consumer_name(cls, rank: int, loader: int) -> str:
-        """What the server calls a new pass: those of one loader differ in what follows the ``#`` only."""
+        """Return the consumer name of a new iteration; those of one loader differ after the ``#`` only."""
         return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
 
     def begin(self, iteration: Iteration) -> None:
-        """Go through another epoch; what is left of the one before is given up."""
+        """Start another iteration and close the one before it."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._iteration is not None:
@@ -228,7 +228,7 @@ class LoaderIterator:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is a forked process's copy, whose threads and connections are the parent's."""
+        """Return True in a forked process, where the threads and connections are the parent's."""
         return os.getpid() != self._pid
 
     def __iter__(self) -> Iterator[Any]:
@@ -273,7 +273,7 @@ class LoaderIterator:
             del error
 
     def _settle(self, current: Iteration, delivery: Delivery) -> None:
-        """Release what the batch took up, and count it. May be interrupted, and is then done again by the next call."""
+        """Release the batch's resources and count it. If interrupted, the next call does it again."""
         number = delivery.frame.address.batch
         current.reorder_buffer.take(number)
         if current.stager is not None:
@@ -283,7 +283,7 @@ class LoaderIterator:
             current.length_check.yielded(number, delivery.batch)
 
     def _delivery(self, current: Iteration) -> Delivery:
-        """Return what the next batch is: what an interrupted call had found out, or what has arrived.
+        """Return the delivery of the next batch: that of an interrupted call, or of the batch that has arrived.
 
         Raises:
             StopIteration: At the end of the epoch.
@@ -312,7 +312,7 @@ class LoaderIterator:
         return delivery
 
     def _made(self, current: Iteration, arrived: Arrived) -> Delivery:
-        """Return the batch as the user is to have it, or the error in its place.
+        """Return the transformed batch, or the error in its place.
 
         Raises:
             BaseException: What interrupts it. The batch is not lost: the next call begins with it anew.
@@ -379,7 +379,7 @@ class LoaderIterator:
                     return
 
     def _is_there(self, current: Iteration) -> bool:
-        """Whether the next batch, an error in its place, or the epoch's end has come."""
+        """Return True if the next batch, an error in its place, or the end of the epoch has arrived."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()
         progress, reorder_buffer = current.progress, current.reorder_buffer
@@ -410,7 +410,7 @@ class LoaderIterator:
 
 
 class AsyncLoaderIterator:
-    """The same for asyncio; even the beginning, where the server is asked, does not hold up the event loop."""
+    """Asynchronous iterator. Starting it, which sends requests, does not block the event loop either."""
 
     def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
         self._begin = begin
@@ -426,11 +426,11 @@ class AsyncLoaderIterator:
 
 
 _iterations: set[Iteration] = set()
-"""Those of this process that have not ended."""
+"""Iterations of this process that have not ended."""
 
 
 def _end(iteration: Iteration) -> None:
-    """Nobody will go on with a pass, nor begin another one on its session."""
+    """Close an iteration, and end its private workers."""
     if iteration not in _iterations:
         return  # a forked copy: it is the parent's
     _iterations.discard(iteration)
@@ -442,7 +442,7 @@ def _end(iteration: Iteration) -> None:
 
 
 def _leave() -> None:
-    """The interpreter ends: so do threads that still iterate, without a word."""
+    """End all iterations when the interpreter exits; threads that still iterate end silently."""
     for iteration in _iterations.copy():
         with suppress(Exception):  # the others end all the same
             iteration.receiver.close(SystemExit())
@@ -450,7 +450,8 @@ def _leave() -> None:
 
 
 _of_parent: list[Iteration] = []
-"""In a forked process: kept for ever, because to free device memory there would call a driver that does not work."""
+"""Iterations of the parent, in a forked process. Never freed, because freeing device memory calls the device's driver,
+which does not work after a fork."""
 
 
 def _leave_to_parent() -> None:

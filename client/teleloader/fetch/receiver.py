@@ -1,4 +1,4 @@
-"""The background threads that receive a pass through an epoch: one for each server."""
+"""Background threads that receive the batches of one iteration: one for each server."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from teleloader.stats import Measures
 from teleloader_shared import local
 
 CLOSE_TIMEOUT: Final = 5.0
-"""Seconds to wait for the threads to end; it takes long only while they connect to a machine that is silent."""
+"""Seconds to wait for the threads to end. Only connecting to an unresponsive machine takes long."""
 
 HELD_FACTOR: Final = 4
-"""How many times the largest batch all that has arrived, and was not taken, may take before no more is asked for."""
+"""Memory limit of buffered batches, as a multiple of the largest batch; at the limit no further batch is requested."""
 
 
 class Receiver:
     """Receives the batches of one epoch.
 
     Args:
-        dataset: Where they come from.
+        dataset: Names the servers.
         registered_at: Number of the server that knows the loader.
-        options: What to receive.
-        scheduler: What to ask for.
-        measures: Where to count what arrives.
-        stays: Whether the workers of a loader's own are to be kept until `close`, though all has arrived.
+        options: The batches, and how to receive them.
+        scheduler: Schedules the requests.
+        measures: Counts the batches that arrive.
+        stays: Keep the loader's private workers until `close`, even if all batches have arrived.
     """
 
     loads_ahead: Final = True
-    """Whether batches are loaded before the training loop waits for them."""
+    """True if batches are loaded before the training loop waits for them."""
     index_list = staticmethod(index_frame)
-    """Returns what `ReorderBuffer.feed` takes for a batch's address and what the sampler yielded for it."""
+    """Encodes the indices of a batch for `ReorderBuffer.feed`; takes the batch's address and the sampler's value."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Receiver:
         ]
 
     def close(self, why: BaseException | None = None) -> None:
-        """End the threads and their connections; `why` is raised where somebody waits for a batch."""
+        """End the threads and their connections; a thread that waits for a batch raises `why`."""
         self.reorder_buffer.close(why)
         for fetcher in self._fetchers:
             if threading.current_thread() is not fetcher.thread and not local.is_server_thread():
@@ -72,7 +72,7 @@ class Receiver:
                 fetcher.join(CLOSE_TIMEOUT)
 
     def end_session(self) -> None:
-        """Tell the servers that the loader's own workers are not needed any more."""
+        """Tell the servers to end the loader's private workers."""
         for fetcher in self._fetchers:
             for server in fetcher.registered_at.copy():
                 if local.is_server_thread():  # it must not wait for its own answer

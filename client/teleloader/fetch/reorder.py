@@ -1,4 +1,4 @@
-"""Where batches arrive: threads that receive put them in, in any order; the training loop takes them in order."""
+"""Reorder buffer: receiving threads add batches in any order, the training loop takes them in order."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from teleloader_shared.errors import (
 )
 
 BROKEN: Final = (OSError, http.client.HTTPException, CorruptFrame, UnknownLoader, ServerUnavailable)
-"""What asking again mends."""
+"""Errors after which the request is repeated."""
 
 
 class Arrived(NamedTuple):
-    """A batch that the loop may take."""
+    """A received batch whose predecessors have all arrived."""
 
     frame: Frame
     url: str
     """The server that sent it."""
     total: int
-    """Bytes of memory of all batches from the first one of the iterator up to this one."""
+    """Bytes of memory of all batches of the iterator up to and including this one."""
 
 
 class ReorderBuffer:
-    """What has arrived of an epoch, and why no more can come.
+    """Received batches of an epoch, and the error that ends it.
 
     Args:
-        scheduler: What is asked for; only to be touched under `changed`, but for what the loop's thread says to it.
-        urls: The servers that there are.
-        measures: Where to count what arrives.
-        most_held: Bytes that batches may take which the loop has not taken, before no more is asked for.
-        complete: Whether it is known how far the epoch goes, or a server will tell.
-        stays: Whether those who receive are needed when all has arrived, until `close`.
+        scheduler: Schedules the requests. Used under `changed` only, except by the training loop's thread.
+        urls: URLs of the servers.
+        measures: Counts the batches that arrive.
+        most_held: Limit of the bytes of buffered batches; at the limit no further batch is requested.
+        complete: True if the end of the epoch is known or reported by a server; False if `complete` declares it.
+        stays: Keep the receiving threads until `close`, even if all batches have arrived.
     """
 
     def __init__(
@@ -65,34 +65,34 @@ class ReorderBuffer:
         """Held by its own methods in C, unlike a condition: a signal handler that raises cannot leave it locked."""
         self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
-        """What to raise where somebody waits for a batch of an iterator that was closed."""
+        """Error of a wait for a batch after the iterator was closed."""
         self._most_held = most_held
         self._bell = threading.Lock()
-        """Locked until the training loop, which waits for it, is to look again."""
+        """Locked while the training loop waits; released to make the loop check again."""
         self._bell.acquire()
         self._bytes_in = 0
-        """Of all that has arrived; only the threads that receive touch it, under `changed`."""
+        """Bytes of all received batches. Used by the receiving threads only, under `changed`."""
         self._bytes_ordered = 0
-        """Of all that has come to `_batches`."""
+        """Bytes of all batches that were ever appended to `_batches`."""
         self._bytes_out = 0
-        """Of all that the loop has taken; only its thread touches it."""
+        """Bytes of all batches that the training loop has taken. Used by its thread only."""
         self._complete = complete
         self._stays = stays
         self._indices: dict[int, bytes] = {}
-        """For an order of the client's own: what the batches hold that have not arrived."""
+        """With a client-side sampler: encoded indices of the batches that have not arrived, by batch number."""
         self._early: dict[int, tuple[Frame, str]] = {}
-        """What has arrived before a batch that comes first."""
+        """Batches that arrived before one of their predecessors, with the URL of their server."""
         self._batches: deque[Arrived] = deque()
-        """What the loop may take, in order."""
+        """Batches that the training loop may take, in order."""
         self.starved = False
-        """Whether the loop waits for a batch."""
+        """True while the training loop waits for a batch."""
         self._is_ready: Callable[[Frame], bool] | None = None
         """None unless batches are copied to a device before the loop may take them."""
         self._callback: Callable[[], object] | None = None
         self._sated = 0
-        """How many of those who receive have nothing to ask for."""
+        """Number of receiving threads that have nothing to request."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
-        """Why nothing comes from a server, for those that it is no use to wait for."""
+        """Final error of each server; None for servers that are still waited for."""
         self._error: Exception | None = None
         self._on_end: list[Callable[[], object]] = []
 
@@ -109,17 +109,17 @@ class ReorderBuffer:
         """Wait until the next batch, or the failure in its place, has arrived.
 
         Args:
-            timeout: Seconds to wait for it; 0 waits as long as a server is there.
+            timeout: Limit in seconds; 0 for none.
 
         Raises:
-            LoaderTimeout: When it did not come in time; it may come later.
-            Exception: Why no more batches can come.
+            LoaderTimeout: The batch did not arrive in time. It may still arrive.
+            Exception: The error that ended the iteration.
         """
         if self.peek() is None:
             self._await_batch(timeout)
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
-        """Have `callback` called, in whichever thread, once `wait` would not wait any more; None takes it back."""
+        """Call `callback` once, from any thread, as soon as `wait` would return without waiting. None cancels it."""
         with self.lock:
             if callback is None:
                 self._callback = None
@@ -133,7 +133,7 @@ class ReorderBuffer:
                 self._wake()
 
     async def arrival(self) -> None:
-        """Wait like `wait`, without holding up the event loop; a task that is cancelled meanwhile takes nothing."""
+        """Asynchronous form of `wait`. A task that is cancelled meanwhile loses no batch."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
 
@@ -165,7 +165,7 @@ class ReorderBuffer:
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
-        """Tell what further batches hold, in an order of the client's own; they are asked for in their turn."""
+        """Add the encoded indices of further batches of a client-side sampler, to be requested in order."""
         if indices:
             with self.lock:
                 self._indices.update(indices)
@@ -173,13 +173,13 @@ class ReorderBuffer:
                 self.changed.notify_all()
 
     def complete(self) -> None:
-        """No more will be fed."""
+        """Declare that `feed` will not be called any more."""
         with self.lock:
             self._complete = True
             self.changed.notify_all()
 
     def close(self, why: BaseException | None = None) -> None:
-        """Nobody will take any more."""
+        """Drop all batches and end the receiving threads; further waits raise `why`."""
         with self.lock:
             self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
             self._batches.clear()
@@ -220,33 +220,33 @@ class ReorderBuffer:
         return (batch.frame for batch in self._batches)
 
     def staged(self) -> None:
-        """Wake the loop if it waits for a batch that is ready now; call it under `changed`."""
+        """Wake the training loop if it waits for a batch that is ready now; call it under `changed`."""
         if self.starved and self.peek() is not None:
             self._wake()
 
     # -- in the threads that receive
 
     def is_over(self) -> bool:
-        """Whether there is nothing more to receive."""
+        """Return True if nothing more is to be received."""
         all_here = self._complete and self.scheduler.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one server."""
+        """Return True if the batches come from more than one server."""
         return len(self._failing) > 1
 
     def on_end(self, interrupt: Callable[[], object]) -> None:
-        """Have `interrupt` called when there is nothing more to receive, to end a thread that waits for it."""
+        """Call `interrupt` when nothing more is to be received, to end a thread that waits for a response."""
         with self.changed:
             self._on_end.append(interrupt)
             if self.is_over():
                 interrupt()
 
     def await_room(self, k: int, timeout: float) -> bool:
-        """Wait until the rest of an answer, from batch k on, may be asked for, or so long; whether it may.
+        """Wait until the rest of a range, from batch k on, may be requested; return False after `timeout` seconds.
 
-        That is when the loop has taken enough, or when it waits for just that batch.
+        It may be once the training loop has taken enough batches, or if it waits for that very batch.
         """
         scheduler = self.scheduler
         with self.changed:
@@ -261,15 +261,15 @@ class ReorderBuffer:
             )
 
     def next_range(self, server: int) -> Range | None:
-        """What to ask a server for now."""
+        """Return the next range to request from a server, or None."""
         with self.changed:
             wanted = self.scheduler.next_range(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
             return self._listed(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
-        """Wait until there may be something to ask a server for, or so long."""
-        if self.scheduler.shared:  # what another server is late with tells nobody of it
+        """Wait until there may be something to request from a server, or for `timeout` seconds."""
+        if self.scheduler.shared:  # an overdue request of another server causes no notification
             timeout = HEDGE_LEAST
         with self.changed:
             self._sated += 1
@@ -277,7 +277,7 @@ class ReorderBuffer:
             self._sated -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """The first batches of what a server was asked for have arrived; what is left to ask for of it."""
+        """Add the first batches of a server's oldest request; return the rest of its range, or None."""
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
@@ -309,7 +309,7 @@ class ReorderBuffer:
             return self._listed(rest)
 
     def _weigh(self) -> None:
-        """Find out whether so much is here that no more is to be asked for."""
+        """Update `over_memory`: at the limit no further batch is requested."""
         was_over_memory, self.scheduler.over_memory = (
             self.scheduler.over_memory,
             self._bytes_in - self._bytes_out > self._most_held,
@@ -318,29 +318,29 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
-        """A server knows the loader, and has so many workers."""
+        """Record that a server has registered the loader, and its number of workers."""
         with self.changed:
             self._failing[url] = None
             self.scheduler.joined(server, num_workers)
 
     def decoded(self, seconds: float) -> None:
-        """Decoding an answer took so long."""
+        """Add the duration of decoding a response."""
         with self.changed:
             self.measures.decode += seconds
 
     def broke(self) -> None:
-        """A connection did, or was closed by the server."""
+        """Count a connection that broke, or that the server closed."""
         with self.changed:
             self.measures.reconnects += 1
 
     def disconnected(self, server: int) -> None:
-        """What a server was asked for must be asked for again."""
+        """Schedule the unanswered requests of a disconnected server again."""
         with self.changed:
             self.scheduler.disconnected(server)
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:
-        """It is no use to wait for a server any longer; False when there is another one."""
+        """Stop waiting for a server; return False if another server is left."""
         with self.changed:
             self._failing[url] = error
             if not all(self._failing.values()):
@@ -354,25 +354,25 @@ class ReorderBuffer:
             return True
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in the training loop: nothing more can be received."""
+        """End the iteration: the training loop raises `error`."""
         with self.changed:
             self._error = error
             self._wake()
             self._end()
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until there is nothing more to receive."""
+        """Wait for a number of seconds, or until nothing more is to be received."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 
     def _listed(self, wanted: Range | None) -> Range | None:
-        """With what the batches hold, for an order of the client's own: once they are here it is forgotten."""
+        """Return the range with the encoded indices of its batches, if a client-side sampler gave them."""
         if wanted is None or not self._indices:
             return wanted
         return wanted._replace(listed=b"".join(self._indices[k] for k in range(wanted.start, wanted.stop)))
 
     def _wake(self) -> None:
-        """Tell whoever waits, in this thread or another."""
+        """Wake all waiting threads and call the callback."""
         self.changed.notify_all()
         if self._bell.locked():
             self._bell.release()
@@ -388,5 +388,5 @@ class ReorderBuffer:
 
 
 def timed_out(timeout: float) -> LoaderTimeout:
-    """The error of a batch that did not come in so many seconds, in torch's words."""
+    """Return the error of a batch that did not arrive in time, worded as torch does."""
     return LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds")

@@ -1,12 +1,11 @@
-"""What to ask which server for next, and how far ahead: the client's side of one epoch, without I/O or threads.
+"""Scheduling of requests: which batches to request next, from which server, how far ahead. No I/O, no threads.
 
-Batches are asked for in ranges. Large batches are asked for one by one; many small ones travel in one answer, or the
-cost of each answer would be most of the time.
+A request is for a range of batches: one large batch, or many small ones, because the cost of a response would
+otherwise take most of the time.
 
-Where several servers host the dataset, whichever has answered is asked for the next range, so a fast one makes more of
-the batches. Order is kept, so the loop waits for the slowest answer: when the one that holds it up is out for longer
-than most have been, a server that has nothing else to do is asked for the same (a *hedged* ask), and the first answer
-counts. A server whose answers come too late in this way is left for a while.
+Of several servers, each is sent the next range when it has answered, so a faster one computes more batches. Batches are
+delivered in order, so the training loop waits for the slowest response. If that is overdue, an idle server is sent the
+same request (a *hedged* request), and the first response counts. A server that was too slow is ejected for a cooldown.
 """
 
 from __future__ import annotations
@@ -20,60 +19,60 @@ from teleloader.transport.base import Range
 from teleloader_shared.messages import READY_BYTES
 
 COVERED_SECONDS: Final = 0.25
-"""How long the loop can go on at its pace with what is fetched ahead: hides the network's delay."""
+"""Seconds of training that prefetched batches cover, which hides the network's latency."""
 COVERED_BYTES: Final = 128 * 2**20
-"""Fetching ahead for `COVERED_SECONDS` does not go beyond so many bytes."""
+"""Limit of the bytes that are prefetched for `COVERED_SECONDS`."""
 MAX_WINDOW: Final = 2048
 MAX_WORKERS: Final = 1024
-"""A server that states more workers is not believed: each is a reason to ask for further batches."""
+"""Limit of the number of workers that a server may report: each one enlarges the prefetch window."""
 MAX_AHEAD: Final = 256
-"""What a server may make beyond what it is asked for: it stays there while the loop does something else."""
+"""Limit of the batches that a server computes beyond the requested ones and keeps."""
 
 HEDGE_QUANTILE: Final = 0.95
-"""A hedged ask goes out when the answer takes longer than this share of the recent ones took."""
+"""Quantile of the recent latencies after which a request is hedged."""
 HEDGE_LEAST: Final = 0.05
-"""Seconds before which no ask is hedged, and how often a server that has nothing to do looks for one to hedge."""
+"""Minimum seconds before a request is hedged, and interval in which an idle server is checked for one to hedge."""
 HEDGE_UNKNOWN: Final = 1.0
-"""Seconds before which no ask is hedged while it is not known how long answers take."""
+"""Seconds before a request is hedged while too few latencies are known."""
 RECENT_ANSWERS: Final = 64
 MIN_COOLDOWN_S: Final = 1.0
-"""Seconds for which a server is left whose answer came too late; doubled each time in a row."""
+"""Seconds for which a slow server is ejected; doubled for each slow response in a row."""
 MAX_COOLDOWN_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Batches [start, stop) that a server was asked for and has not answered."""
+    """A request for batches [start, stop) that has no complete response."""
 
     start: int
     stop: int
     ahead: int
     since: float
     is_hedge: bool = False
-    """Whether another server had been asked for the same."""
+    """True if the same batches had been requested from another server."""
 
 
 @dataclass(slots=True)
 class _Server:
     num_workers: int
     in_flight: deque[_Request] = field(default_factory=deque)
-    """In the order in which they are answered."""
+    """Unanswered requests, in the order of their responses."""
     is_disconnected: bool = False
     cooldown: float = 0.0
     ejected_until: float = -math.inf
 
 
 class RangeScheduler:
-    """The state of one pass through [start, stop) of an epoch.
+    """Schedule of the requests for batches [start, stop) of an epoch.
 
     Args:
-        start: The first batch that is wanted.
-        stop: The end of the epoch, or as far as it is known: `extend` and `shard_ended` move it.
+        start: The first batch.
+        stop: The end of the epoch, as far as known: `extend` and `shard_ended` move it.
         prefetch_factor: Batches to hold ready for each of the servers' workers.
-        num_workers: The workers of each server, as far as it is known: `joined` tells more.
-        adaptive: Whether to fetch further ahead for a fast loop, and have the server work ahead of that.
-        shards: From how many shards of an iterable-style dataset the batches come in turn; 0 for a map-style one.
-        servers: How many servers there are to ask; they are numbered from 0.
+        num_workers: Workers of each server, 0 if unknown: `joined` updates it.
+        adaptive: Enlarge the window for a fast training loop, and let the server compute batches beyond it.
+        shards: Number of shards of an iterable-style dataset, which deliver batches in turn; 0 for map-style.
+        servers: Number of servers; they are numbered from 0.
     """
 
     def __init__(
@@ -88,20 +87,20 @@ class RangeScheduler:
         servers: int = 1,
     ) -> None:
         self.taken = start
-        """The next batch that the loop will take."""
+        """The next batch that the training loop takes."""
         self.received = start
         """The next batch that has not arrived."""
         self.stop = stop
         self.over_memory = False
-        """Whether what has arrived takes so much memory that no more is to be asked for."""
+        """True while received batches fill the memory limit: no further batch is requested."""
         self.hedges = 0
-        """Batches that were asked for once more because another server was late with them."""
+        """Number of batches that were requested from a second server because the first one was slow."""
         self._asked = start
-        """Nothing from here on was ever asked for."""
+        """The first batch that was never requested."""
         self._retries: list[Range] = []
-        """What was asked of servers that were lost, in order."""
+        """Unanswered ranges of disconnected servers, in order."""
         self._beyond: set[int] = set()
-        """What has arrived of the batches after `received`."""
+        """Batches after `received` that have arrived."""
         self._servers = [_Server(min(num_workers, MAX_WORKERS)) for _ in range(servers)]
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
@@ -112,35 +111,35 @@ class RangeScheduler:
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
 
-    # -- what there is to ask for
+    # -- what to request
 
     @property
     def connections(self) -> int:
-        """On how many connections to ask a server at once.
+        """Number of connections on which a server is sent requests at a time.
 
-        While one answer is being received, the next one is already asked for on another connection. But two requests
-        may overtake each other, and a shard that has given a batch cannot give one that comes before it.
+        The second connection carries the next request while a response is received on the first. But two requests
+        may overtake each other, and a shard cannot go back to an earlier batch.
         """
         return 1 if self._shards else 2
 
     @property
     def has_shards(self) -> bool:
-        """Whether the batches come from shards, each of which ends for itself."""
+        """Return True if the batches come from shards, each with an end of its own."""
         return self._shards > 0
 
     @property
     def shared(self) -> bool:
-        """Whether the batches are spread over several servers."""
+        """Return True if the batches are spread over several servers."""
         return len(self._servers) > 1
 
     @property
     def finished(self) -> bool:
-        """Whether every batch has arrived."""
+        """Return True if every batch has arrived."""
         return self.received >= self.stop
 
     @property
     def window(self) -> int:
-        """How many batches may be asked for beyond those that the loop took."""
+        """Prefetch window: number of batches that may be requested beyond those that the training loop took."""
         least = self._prefetch_factor * sum(max(1, server.num_workers) for server in self._servers)
         if not self.adaptive:
             return least
@@ -151,7 +150,7 @@ class RangeScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether to ask for more now: not for each batch that the loop takes, but for some of them at once."""
+        """Return True if enough of the window is free for the next request, which asks for several batches."""
         if self.over_memory:
             return False
         room = self.taken + self.window - self._asked
@@ -159,11 +158,11 @@ class RangeScheduler:
 
     @property
     def has_retries(self) -> bool:
-        """Whether something must be asked for again that another server did not send."""
+        """Return True if ranges of disconnected servers wait to be requested again."""
         return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
-        """Whether `next_range` has something to ask the server for."""
+        """Return True if `next_range` would return a range for the server."""
         if self._retries:
             return True
         if self._is_ejected(server, now):
@@ -171,7 +170,7 @@ class RangeScheduler:
         return self.has_room or self._to_hedge(server, now) is not None
 
     def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
-        """What to ask a server for now; None when enough is on its way."""
+        """Return the next range to request from a server, None if enough is in flight."""
         while self._retries:
             lost = self._retries.pop(0)
             if (wanted := self._missing(lost)) is not None:
@@ -191,12 +190,12 @@ class RangeScheduler:
         return wanted
 
     def _further(self, server: int) -> Range:
-        """The next batches that nobody was asked for."""
+        """Return a range of batches that were never requested."""
         start = self._asked
         together = self._together
         if self.shared:
-            # what follows may be another server's: this one's workers know of no more than what it is asked for; and
-            # the others shall have their share of the window
+            # the batches after this range may be another server's, so a range must occupy all workers of this one,
+            # and still leave the other servers their share of the window
             share = math.ceil(self.window / (self.connections * len(self._servers)))
             together = max(self._servers[server].num_workers, min(together, share))
         self._asked = min(self.stop, self.taken + self.window, start + together)
@@ -204,23 +203,23 @@ class RangeScheduler:
 
     @property
     def _together(self) -> int:
-        """How many batches travel in one answer."""
+        """Number of batches in one response."""
         return max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
 
     @property
     def _ahead(self) -> int:
-        """How many batches the server shall make beyond those that are asked for."""
+        """Number of batches that the server computes beyond the requested ones."""
         if self.shared:
             return 0
-        if self._shards:  # shards make them in turn, so they are asked for one range after another
+        if self._shards:  # shards deliver in turn, so one range is requested after another
             return max(0, self.taken + self.window - self._asked)
         if not self.adaptive:
             return 0
-        # as many as the next answer can carry: its workers go on while that is asked for
+        # as many as the next response can carry: the workers continue until its request arrives
         return max(min(self._together, self.window, MAX_AHEAD), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
-        """What is left of a range without the batches at its beginning that are there, or are not wanted any more."""
+        """Return a range without its first batches that have arrived or are beyond the end; None if nothing is left."""
         start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
         while start in self._beyond:
             start += 1
@@ -229,12 +228,12 @@ class RangeScheduler:
     # -- several servers
 
     def _is_out(self, wanted: Range) -> bool:
-        """Whether some server is asked for all of it."""
+        """Return True if an unanswered request covers the whole range."""
         in_flight = (request for server in self._servers for request in server.in_flight)
         return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
 
     def _to_hedge(self, server: int, now: float) -> Range | None:
-        """What is missing of an ask that holds the loop up, if one other server has been at it for too long."""
+        """Return the missing rest of a request to another server that is overdue and holds up the training loop."""
         holding = [
             (other, request)
             for other, state in enumerate(self._servers)
@@ -250,13 +249,13 @@ class RangeScheduler:
 
     @property
     def _patience(self) -> float:
-        """Seconds after which an ask is hedged."""
+        """Seconds after which a request is hedged."""
         if len(self._latencies) < RECENT_ANSWERS // 4:
             return HEDGE_UNKNOWN
         return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
 
     def _is_ejected(self, server: int, now: float) -> bool:
-        """Whether to leave a server that was too slow, while there is another one."""
+        """Return True if the server is ejected for being slow and another one is available."""
         return now < self._servers[server].ejected_until and any(
             not other.is_disconnected and now >= other.ejected_until for other in self._servers
         )
@@ -264,11 +263,11 @@ class RangeScheduler:
     # -- what happened
 
     def joined(self, server: int, num_workers: int) -> None:
-        """A server has told how many workers it has."""
+        """Record the number of workers that a server reports."""
         self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
 
     def disconnected(self, server: int) -> None:
-        """The connection to a server broke: what it has not answered must be asked for again, here or elsewhere."""
+        """Schedule the unanswered requests of a server again after its connection broke."""
         gone = self._servers[server]
         gone.is_disconnected = True
         in_flight = list(gone.in_flight)
@@ -278,25 +277,25 @@ class RangeScheduler:
         self._retries.sort()
 
     def extend(self, stop: int) -> None:
-        """More batches are known to be wanted."""
+        """Move the end of the epoch to `stop`."""
         self.stop = stop
 
     def shard_ended(self, k: int) -> None:
-        """The shard of batch k has no more; when none has, the epoch ends there."""
+        """Record the end of the shard of batch k; the epoch ends with the last shard."""
         if self._shards_left:
             self._shards_left.discard(k % self._shards)
             if not self._shards_left:
                 self.stop = k + 1
 
     def is_missing(self, k: int) -> bool:
-        """Whether batch k has not arrived."""
+        """Return True if batch k has not arrived."""
         return k >= self.received and k not in self._beyond
 
     def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
-        """The first `count` batches of what the server was asked for first arrived, `nbytes` together.
+        """Record the first `count` batches of a server's oldest request, `nbytes` together.
 
         Returns:
-            What is left of the range: to be asked for again, on the same connection and before anything else.
+            The rest of the range, to be requested on the same connection before anything else.
         """
         answering = self._servers[server]
         request = answering.in_flight[0]
@@ -322,7 +321,7 @@ class RangeScheduler:
         return rest
 
     def paced(self, now: float) -> None:
-        """Measure the loop's pace; to be called whenever batches arrive."""
+        """Measure the training loop's batch rate; called whenever batches arrive."""
         if self._pace_mark is None:
             self._pace_mark = (now, self.taken)
             return
