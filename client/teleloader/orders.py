@@ -58,7 +58,7 @@ class Order(ABC):
         return None
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int | None, int | None]:
-        """Return the numbers of batches for this rank and for the rank that has the most; None where unknown."""
+        """Return the number of batches of this rank, and the largest number of any rank; None where unknown."""
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
@@ -229,7 +229,7 @@ class StreamOrder(Order):
 
 
 class Orders:
-    """Orders that the arguments of a loader allow.
+    """Selects the order of each epoch from the arguments of a loader.
 
     Args:
         dataset: The dataset.

@@ -129,7 +129,7 @@ class Server:
         """Duration of the slowest recent response or wait, in seconds; each faster response reduces it by a tenth."""
 
     def succeeded(self) -> None:
-        """Note a successful request; log it if the last one failed."""
+        """Record a successful request; log the recovery if the previous request failed."""
         if self.last_error is not None:
             logger.warning("%s responds again", self.url)
             self.last_error = None

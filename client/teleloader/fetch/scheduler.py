@@ -124,7 +124,7 @@ class RangeScheduler:
 
     @property
     def has_shards(self) -> bool:
-        """Return True if the batches come from shards, each with an end of its own."""
+        """Return True if the batches come from shards, which can end at different times."""
         return self._shards > 0
 
     @property

@@ -57,7 +57,7 @@ class RequestTrace:
         return headers
 
     def arrived(self, first_byte: int, last_byte: int, frames: int, nbytes: int) -> None:
-        """End the span: the response arrived, and was decoded just now.
+        """End the span after the response was received and decoded.
 
         Args:
             first_byte: Arrival of the first byte, as ``time.time_ns()``.

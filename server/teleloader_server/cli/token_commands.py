@@ -54,7 +54,7 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
         self._rule = rule
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text.
+        """Return the value if it has the form.
 
         Raises:
             click.BadParameter: If it has another form.

@@ -68,7 +68,7 @@ class BatchStream:
     """Done when the batch that the request waits for is ready."""
 
     def end(self, error: TeleloaderError) -> None:
-        """Raise an error in the place of the batch that is waited for, if one is."""
+        """Make the pending wait for a batch raise `error`, if one is pending."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
 

@@ -146,7 +146,11 @@ class Consumer:
 
     @property
     def reads_too_little(self) -> bool:
-        """True if no batch is begun for it until clients read: itself, or in the end all of its principal."""
+        """True if no further batch of this consumer is started because responses are not read.
+
+        Above the principal's share of unread bytes, it affects consumers with an unread response; above twice the
+        share, all consumers of the principal.
+        """
         quota = self.principal_share.quota
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 

@@ -85,7 +85,7 @@ class LoaderService:
     # -- life
 
     async def start(self) -> None:
-        """Build the datasets, unless their host does so later, and start housekeeping.
+        """Start the shared workers, which build the datasets, and the background tasks.
 
         Raises:
             ConfigError: When a dataset cannot be built.
@@ -382,7 +382,7 @@ class LoaderService:
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Authorize frames right before they are sent, and count them meanwhile.
+        """Check authorization immediately before frames are sent, and count their bytes while they are sent.
 
         The memory budget is for frames that are not being sent.
 

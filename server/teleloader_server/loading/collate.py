@@ -79,7 +79,7 @@ class Stack:
 
 
 class TensorStack:
-    """Equally shaped torch tensors, to be written one above the other."""
+    """Torch tensors of one shape, written as a stack."""
 
     kind = "tensor"
 

@@ -25,7 +25,7 @@ class PoolFactory(Protocol):
     """Setting of the number of shared workers, with ``{}`` in its place."""
 
     def infos(self) -> list[DatasetInfo] | None:
-        """Return the current datasets; None if they are those that a shared pool returns from `start`."""
+        """Return the datasets if they are known; None if a shared pool reports them when it starts."""
 
     def index_kind(self, dataset: str) -> IndexKind:
         """Return the kind of indices that a client may send for a dataset."""

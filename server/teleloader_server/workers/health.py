@@ -153,7 +153,7 @@ class WorkerHealth:
         return self.has_work and now - self.last_progress > seconds
 
     def is_unresponsive(self, limits: Limits, now: float) -> bool:
-        """Return True if its current task, or its start, has exceeded `batch_timeout`."""
+        """Return True if the worker's current task, or its start, has exceeded `batch_timeout`."""
         return bool(limits.batch_timeout) and self.is_overdue(limits.batch_timeout, now)
 
     def actions(self, limits: Limits, now: float, *, is_stopped: bool, has_queued: bool) -> list[Action]:

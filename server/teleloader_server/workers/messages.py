@@ -127,7 +127,7 @@ class FreeSlots(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The worker runs; the file of its notes travels with the message, and its initialization follows."""
+    """Report that a worker process runs and begins its initialization; carries the descriptor of its notes."""
 
     pid: int
 
