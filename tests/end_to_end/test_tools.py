@@ -20,7 +20,7 @@ from teleloader.dataset import consumers_prefix
 from teleloader_server import serve
 from teleloader_shared.stats import Diagnosis
 from tests.conftest import ROOT, ServerProcess, StartServer
-from tests.end_to_end.made_up import CONSUMER, NETWORK, TRAINER, MadeUpServer, made_up, serving
+from tests.end_to_end.made_up import CONSUMER, DATASET, NETWORK, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -184,7 +184,12 @@ def test_what_others_write_cannot_command_the_terminal(figures: tuple[MadeUpServ
     """Names of consumers and messages of exceptions are theirs to choose."""
     server, url = figures
     evil = "\x1b]0;owned\x07\x1b[2J[red]name"
-    server.stats = dataclasses.replace(made_up(), consumers=[dataclasses.replace(CONSUMER, consumer=evil)])
+    stages = {evil: DATASET.stages["fetch"], "[/x]": DATASET.stages["fetch"]}
+    server.stats = dataclasses.replace(
+        made_up(),
+        consumers=[dataclasses.replace(CONSUMER, consumer=evil)],
+        datasets=[dataclasses.replace(DATASET, stages=stages), DATASET],
+    )
     with terminal(TOOLS, "stats", url) as screen:
         assert screen.wait() == 0
     assert "\x1b]" not in screen.raw

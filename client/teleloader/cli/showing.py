@@ -66,7 +66,9 @@ def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_W
     for column in shown:
         # rich narrows columns that may wrap first; cells of text do not wrap
         side: Literal["left", "right"] = "left" if column.is_words else "right"
-        made.add_column(Text(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title))
+        made.add_column(
+            _harmless_cell(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title)
+        )
     for record in records:
         made.add_row(*(_harmless_cell(column.cell(record)) for column in shown))
     return made

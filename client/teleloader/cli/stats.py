@@ -28,7 +28,7 @@ from teleloader_shared.stats import (
     Stats,
     WorkerStats,
 )
-from teleloader_shared.text import harmless
+from teleloader_shared.text import harmless, short
 from teleloader_shared.units import counted, number, seconds, share, size
 
 TIMEOUT: Final = 10.0
@@ -40,6 +40,8 @@ NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE,
 """Minimum widths of the screen, with the characters available for the name of a consumer."""
 MAX_SENTENCES: Final = 5
 """Limit of the diagnoses that are shown."""
+MAX_STAGES: Final = 8
+"""Limit of the stages that are shown."""
 STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",
@@ -74,9 +76,12 @@ def record_of(kind: type[_Record], value: Any) -> _Record:
 
 
 def _read(hint: Any, value: Any) -> Any:
-    if get_origin(hint) is list and isinstance(value, list):
+    container = get_origin(hint)
+    if container in (list, dict) and not isinstance(value, container):
+        raise ProtocolError(f"invalid statistics: expected a {container.__name__}, got {short(value)}")
+    if container is list:
         return [_read(get_args(hint)[0], item) for item in value]
-    if get_origin(hint) is dict and isinstance(value, dict):
+    if container is dict:
         return {key: _read(get_args(hint)[1], item) for key, item in value.items()}
     return record_of(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
 
@@ -262,7 +267,7 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
 def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
     """Return a table of datasets, with the durations of their stages."""
     wide = width >= VERY_WIDE
-    stages = list(datasets[0].stages) if datasets else []
+    stages = list(datasets[0].stages)[:MAX_STAGES] if datasets else []
     columns = (
         Column("dataset", lambda found: found.dataset, is_words=True),
         Column("samples", lambda found: "-" if found.length is None else f"{found.length:,}", from_width=WIDE),
@@ -272,14 +277,14 @@ def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
         Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
     )
     made = table(columns, datasets, width)
-    made.caption = f"{', '.join(stages)}: time per batch, " + ("p50 / p95 / p99" if wide else "p50 / p95")
+    made.caption = Text(harmless(f"{', '.join(stages)}: time per batch, p50 / p95{' / p99' if wide else ''}"))
     made.caption_justify = "left"
     return made
 
 
 def _stage_latency(stage: str, dataset: DatasetStats, *, wide: bool) -> str:
-    found = dataset.stages[stage]
-    if not found.count:
+    found = dataset.stages.get(stage)
+    if found is None or not found.count:
         return "-"
     shown = (found.p50, found.p95, found.p99) if wide else (found.p50, found.p95)
     return " / ".join(map(seconds, shown))
