@@ -34,10 +34,13 @@ class Order(ABC):
     """True if the order of an epoch is drawn from random generators, whose states are saved."""
     has_shards: ClassVar[bool] = False
     """True if batches come from shards, each of which has a position on one server."""
-    adaptive: bool = False
-    """True if a fast training loop is given more batches ahead than `prefetch_factor`."""
     user_sampler: Any = None
     """The `sampler` or `batch_sampler` argument of the loader."""
+
+    @property
+    def adaptive(self) -> bool:
+        """Return True if a fast training loop is given more batches ahead than `prefetch_factor`."""
+        return self.has_plan
 
     @abstractmethod
     def length(self, spec: LoaderSpec) -> int:
@@ -115,7 +118,6 @@ class PlanOrder(Order):
     description = "a plan"
     identity = ("seed", "shuffle")
     has_plan = True
-    adaptive = True
 
     def __init__(self, dataset: Sized, *, seeded: bool) -> None:
         self._dataset = dataset
@@ -161,9 +163,15 @@ class SamplerOrder(Order):
     def __init__(self, sampler: Any, user_sampler: Any, *, batched: bool) -> None:
         self._sampler = sampler
         self._batched = batched
-        # a sampler of the user may depend on the progress of training, so it is not drawn further ahead
-        self.adaptive = is_torchs_own(sampler)
         self.user_sampler = user_sampler
+
+    @property
+    def adaptive(self) -> bool:
+        """Return False for a sampler of the user's, which may depend on the progress of training.
+
+        The user may have replaced the sampler since the last epoch.
+        """
+        return is_torchs_own(self._sampler)
 
     def length(self, spec: LoaderSpec) -> int:
         """Return the length of the sampler."""

@@ -487,6 +487,27 @@ def test_changed_samplers_decide_the_next_epoch(change: Any, options: dict[str, 
         assert epochs(DataLoader(list(range(10)), 4, **options)) == expected
 
 
+def test_a_replaced_sampler_is_drawn_as_far_ahead_as_by_torch() -> None:
+    """A sampler of the user's may depend on the progress of training, so batches are not drawn early in groups."""
+
+    def drawn_by_each_batch(loader: Any) -> list[int]:
+        drawn: list[int] = []
+
+        class Recorded:
+            def __iter__(self) -> Iterator[int]:
+                for index in range(300):
+                    drawn.append(index)
+                    yield index
+
+        loader.batch_sampler.sampler = Recorded()
+        return [len(drawn) for _ in loader]
+
+    dataset = list(range(300))
+    with few_cpus_are_fine():
+        expected = drawn_by_each_batch(TorchLoader(dataset, 1, num_workers=2))
+        assert drawn_by_each_batch(DataLoader(dataset, 1, num_workers=2)) == expected
+
+
 @pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": True, "seed": 5}, {"rank": 1, "world_size": 2}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_samplers_are_an_error_where_they_cannot_decide(change: Any, options: dict[str, Any]) -> None:
