@@ -95,9 +95,11 @@ class Engines:
         session = self.sessions[key]
         try:
             engine = await asyncio.shield(session.starting)
-        except (ConfigError, OSError) as error:
+        except Exception as error:
             if self.sessions.get(key) is session:
                 self._drop(key)
+            if not isinstance(error, (ConfigError, OSError)):
+                raise
             raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
         if self.sessions.get(key) is not session:
             raise ServerUnavailable("the session was ended while its workers were started: register it again")
@@ -186,7 +188,7 @@ async def _close(starting: asyncio.Task[Engine]) -> None:
     """Close an engine, waiting until it has started."""
     try:
         engine = await starting
-    except (ConfigError, OSError):
+    except Exception:  # noqa: BLE001
         return  # reported to the client that requested it
     await engine.close()
 

@@ -34,6 +34,8 @@ class Supervisor:
     """Called when another fork server has replaced one that ended. The workers of that one ended with it."""
     failed: Callable[[str], object]
     """Called with the reason if the third attempt to restart fails, and each later one."""
+    current: ForkServer = field(init=False)
+    """The fork server that was started last."""
     _stop_timer: StopTimer = field(default_factory=StopTimer, init=False)
     _restarting: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -51,11 +53,12 @@ class Supervisor:
         """
         self._loop = asyncio.get_running_loop()
         for attempt in itertools.count(1):
+            forkserver = self.make()
             try:
-                self._infos = await self._start()
+                self._infos = await self._start(forkserver)
                 break
             except ConfigError as error:
-                was_killed = self.current.exit_code is not None and self.current.exit_code < 0
+                was_killed = forkserver.exit_code is not None and forkserver.exit_code < 0
                 if not was_killed or attempt == MAX_FAILED_STARTS:
                     raise
                 logger.error("%s; starting another", error)
@@ -94,20 +97,21 @@ class Supervisor:
         self._unwatch()
         await aside(self.current.reap)
 
-    async def _start(self) -> list[DatasetInfo]:
-        forkserver = self.current = self.make()
+    async def _start(self, forkserver: ForkServer) -> list[DatasetInfo]:
+        self.current = forkserver
         self._is_built = False
         self._built: asyncio.Future[Message] = self._loop.create_future()
         self._watch()
         try:
             message = await self._built
-        except asyncio.CancelledError:
+            if isinstance(message, Built):
+                forkserver.is_process(message.pid)
+        except (asyncio.CancelledError, OSError):
             self._unwatch()
             forkserver.channel.hang_up()
             raise
         if isinstance(message, Built):
             self._is_built = True
-            forkserver.is_process(message.pid)
             self._watch()  # its end, too, if it was split off: only now its process is known
             return [DatasetInfo(**info) for info in message.datasets]
         await self._reap()
@@ -147,7 +151,7 @@ class Supervisor:
         await self._reap()
         for attempt in itertools.count(1):
             try:
-                infos = await self._start()
+                infos = await self._start(self.make())
                 if infos == self._infos:
                     break
                 await self._reap()
