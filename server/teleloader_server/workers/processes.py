@@ -77,6 +77,7 @@ class ProcessPool:
         )
         self._limits = limits
         self._session = None if session is None else session.to_json()
+        self._in_turn = session is not None and session.num_workers > 0
         self._places: dict[int, _Place] = {}
         self._task_ids = itertools.count()
         self._closing = False
@@ -419,8 +420,8 @@ class ProcessPool:
         self._report_failed_start(place, loss.reason, lacks_resource=lacks_resource and not was_ready)
 
     def _report_failed_start(self, place: _Place, reason: str, *, lacks_resource: bool) -> None:
-        # private workers are no substitutes for each other: each has a shard
-        has_substitute = self._session is None and any(other.process.health.ready for other in self._places.values())
+        # with a number of workers, a loader's batches come from its workers in turn
+        has_substitute = not self._in_turn and any(other.process.health.ready for other in self._places.values())
         if place.restarts.must_report(
             self._limits, time.monotonic(), lacks_resource=lacks_resource, has_substitute=has_substitute
         ):
