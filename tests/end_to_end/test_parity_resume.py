@@ -224,7 +224,7 @@ def test_other_shards_are_refused(change: dict[str, Any]) -> None:
     with serve(ShardedRange(0, 20)) as url:
         _, state = _interrupt(url, arguments, 0, 3)
         (name, value), *_ = change.items()
-        with pytest.raises(StateMismatch, match=rf"{name} = {arguments[name]}, and this loader has {value}"):
+        with pytest.raises(StateMismatch, match=rf"{name} = {arguments[name]}, but this loader has {value}"):
             DataLoader(RemoteDataset(url), **{**arguments, **change}).load_state_dict(state)
 
 

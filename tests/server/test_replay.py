@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +26,12 @@ class Ordered:
 
 
 class Unordered:
-    """Twenty numbers in an order that nobody can repeat."""
+    """Twenty numbers in another order each time."""
+
+    _iterations = itertools.count()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng().permutation(20).tolist())
+        return iter(np.roll(range(20), next(self._iterations)).tolist())
 
 
 class Drawn:
@@ -41,8 +44,10 @@ class Drawn:
 class Kept:
     """Twenty numbers in an order of its own, which is part of its state."""
 
+    _instances = itertools.count()
+
     def __init__(self) -> None:
-        self.order: list[int] = np.random.default_rng().permutation(20).tolist()
+        self.order: list[int] = np.roll(range(20), next(self._instances)).tolist()
         self.position = 0
 
     def __iter__(self) -> Iterator[int]:
