@@ -246,7 +246,7 @@ def test_a_worker_that_exits_at_each_start_is_an_error_where_no_other_can_comput
             assert arrived(batches) == [[0], [1], [2], [3]]
             return
         with pytest.raises(WorkerDied, match=r"no worker of the server can start: .* exited with code 3"):
-            arrived(batches)
+            list(batches)
 
 
 class Replayed:
