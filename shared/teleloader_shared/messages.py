@@ -33,12 +33,12 @@ STREAM_PATH: Final = "/stream"
 
 
 def batches_path(key: str, epoch: int) -> str:
-    """Where the batches of an epoch are; ``/{k}`` after it is one of them."""
+    """Return the URL path of the batches of an epoch; with ``/{k}`` appended, that of batch k."""
     return f"{loader_path(key)}/epochs/{epoch}/batches"
 
 
 def loader_path(key: str) -> str:
-    """Where a loader is; ``GET`` keeps its session, ``DELETE`` ends it."""
+    """Return the URL path of a loader; ``GET`` keeps its session, ``DELETE`` ends it."""
     return f"{LOADERS_PATH}/{key}"
 
 

@@ -42,7 +42,7 @@ KEEP_LOOPS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """Where the workers of an engine come from."""
+    """Origin of the workers of an engine."""
 
     session: str | None
     """Key of the loader that the workers belong to; None if all loaders share them."""

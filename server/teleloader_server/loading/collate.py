@@ -117,7 +117,7 @@ def lazy_collate(samples: Sequence[Any]) -> Any:
 
 
 def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
-    """Where in a sample the first thing stands that default_collate refuses, such as ``sample['meta'][2]``."""
+    """Return the path in a sample to the first value that default_collate refuses, such as ``sample['meta'][2]``."""
     if isinstance(sample, str | bytes | int | float):
         return None
     if isinstance(sample, Mapping):
