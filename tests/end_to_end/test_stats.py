@@ -437,6 +437,7 @@ def test_the_number_of_series_is_bounded(url: str) -> None:
 
 def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> None:
     """And for labels that they have."""
+    registered(url)  # starts the workers
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
     text = httpx.get(f"{url}/metrics").text
     known = {sample.name for sample in samples(text)}
