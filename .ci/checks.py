@@ -140,7 +140,8 @@ def audit(files: str, after: tuple[str, ...]) -> Iterator[Step]:
 def nightly() -> Iterator[Step]:
     """Everything long, one step after another."""
     yield from common()
-    yield Step("hypothesis", pytest(".venv", UNITS), after=("environment",),
+    # ten times as many examples take longer than the time limit of a test
+    yield Step("hypothesis", pytest(".venv", f"{UNITS} --timeout 900"), after=("environment",),
                environment={"HYPOTHESIS_PROFILE": "nightly"}, pytest=".venv/bin/python -m pytest")  # fmt: skip
     yield Step(
         "browser",
@@ -157,7 +158,8 @@ def nightly() -> Iterator[Step]:
         f"{installed('.venv-frameworks', TORCH)}\n"
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
         + pytest(".venv-frameworks",
-                 "tests/examples tests/gpu/test_host_memory.py tests/end_to_end/test_streaming_libraries.py"),
+                 "tests/examples tests/gpu/test_host_memory.py tests/end_to_end/test_streaming_libraries.py"
+                 " --timeout 300"),  # importing the frameworks counts, too
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip

@@ -241,6 +241,8 @@ def attack_documented(url: str, seed: int, seconds: int) -> list[str]:
         told: dict[str, Any] = json.loads(report.read_text())
     requests, took = told["test_cases"]["generated"], told["running_time"]
     print(f"endpoints, schemathesis: {requests:,} requests in {took:.1f} s, {requests / took:,.0f} a second")
+    if not requests:
+        return ["schemathesis made no request: give it more --seconds"]
     rates = [phase for phases in told["valid_rates"].values() for phase in phases.values()]
     _print_outcomes(sum((Counter(phase) for phase in rates), Counter[str]()))
     return [] if ran.returncode == 0 else [f"schemathesis found:\n{ran.stdout[-6000:]}"]
