@@ -534,4 +534,4 @@ def test_a_batch_that_is_too_large_for_a_page_is_not_loaded(servers: ExitStack, 
     url = servers.enter_context(serve(hosted.heavy, num_workers=1))
     page = open_page(url)
     look(page, batch=0, size=16)
-    until(page.locator("#looked"), "and this page shows up to 64 MiB: ask for fewer samples")
+    until(page.locator("#looked"), "the limit of this page is 64 MiB: request fewer samples")

@@ -92,5 +92,5 @@ def test_a_server_stands_garbage(server: ServerProcess) -> None:
 def test_a_server_stands_requests_of_its_own_page(server: ServerProcess) -> None:
     """What schemathesis makes of the OpenAPI page is answered without an undocumented 5xx."""
     with endpoints.healthy_client(server.url) as client:
-        found = endpoints.attack_documented(server.url, 0, 5)
+        found = endpoints.attack_documented(server.url, 0, 20)
     assert found + client.findings + endpoints.examine(server) == []
