@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
@@ -56,6 +58,77 @@ def test_an_added_stage_is_measured_under_its_own_name(num_workers: int) -> None
 def test_an_added_stage_runs_without_a_server() -> None:
     """With ``DataLoader(object, num_workers=0)``, too."""
     assert next(iter(DataLoader(range(20), 5, output="numpy"))).tolist() == [0, 2, 4, 6, 8]
+
+
+class Cache(Stage):
+    """Keep frames in files."""
+
+    name = "cache"
+    folder: Path
+
+    def run(self, batch: Batch) -> None:
+        """Set the frame from its file, or write the frame to one."""
+        file = self.folder / "-".join(map(str, batch.task.address))
+        if file.exists():
+            found = np.fromfile(file, np.uint8)
+            batch.frame = batch.place(len(found))[: len(found)]
+            batch.frame[:] = found
+        else:
+            batch.run_remaining()
+            time.sleep(SECONDS)
+            batch.frame.tofile(file)
+
+
+class Recorded:
+    """Squares, with a line in a file for each sample that is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        """Return 20."""
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        """Return a square."""
+        with self._file.open("a") as lines:
+            lines.write(f"{index}\n")
+        return index**2
+
+
+@pytest.fixture
+def _cache(tmp_path: Path) -> Iterator[None]:
+    Cache.folder = tmp_path / "cache"
+    Cache.folder.mkdir()
+    STAGES.insert(0, Cache)
+    yield
+    STAGES.remove(Cache)
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_cache_is_one_stage(num_workers: int, tmp_path: Path) -> None:
+    """On a hit no other stage runs; on a miss it stores the frame; its own time is measured under its name."""
+    read, passes, stages = tmp_path / "read", [], []
+    for _ in range(2):
+        with serve(Recorded(read), num_workers=num_workers) as url:
+            passes.append([batch.tolist() for batch in DataLoader(RemoteDataset(url), 5, seed=0, output="numpy")])
+            stages.append(httpx.get(f"{url}/stats").json()["datasets"][0]["stages"])
+            metrics = httpx.get(f"{url}/metrics").text
+    assert passes[0] == passes[1] == [[i**2 for i in range(5 * k, 5 * k + 5)] for k in range(4)]
+    assert list(map(int, read.read_text().split())) == list(range(20))
+    first, second = stages
+    assert list(first) == list(second) == ["cache", "fetch", "collate", "encode"]
+    assert first["cache"]["p50"] >= SECONDS > first["fetch"]["max"] > 0
+    assert second["fetch"]["max"] == second["encode"]["max"] == 0 < second["cache"]["p50"] < SECONDS
+    assert 'teleloader_stage_seconds_count{dataset="dataset",stage="cache"} 4' in metrics
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_cache_of_frames_does_not_run_without_a_server() -> None:
+    """``DataLoader(object, num_workers=0)`` has no frames."""
+    assert [batch.tolist() for batch in DataLoader(range(4), 2, output="numpy")] == [[0, 1], [2, 3]]
+    assert not list(Cache.folder.iterdir())
 
 
 def test_the_table_of_datasets_has_a_column_per_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import namedtuple
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from teleloader_server.loading.pipeline import describe
-from teleloader_shared.codec import MAX_INDICES, MAX_TEXT
+from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need
@@ -161,6 +162,21 @@ def test_a_report_says_how_it_went() -> None:
     assert len(report.stages) == 3
     assert min(report.stages) >= 0
     assert report.seconds == sum(report.stages)
+
+
+def test_the_time_of_a_failure_counts_for_its_stage() -> None:
+    """A fetch that fails slowly is a slow fetch."""
+
+    def fail(index: int) -> int:
+        time.sleep(0.02)
+        raise ValueError(index)
+
+    bench = Bench(Made(fail))
+    assert isinstance(bench.frame(batch_size=2).content, Failure)
+    assert bench.report is not None
+    assert bench.report.failed
+    assert bench.report.stages[0] >= 0.02
+    assert bench.report.stages[1:] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])

@@ -13,7 +13,7 @@ from teleloader_server.loading.datasets import HostedDataset, host, is_factory
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState, seed_worker
 from teleloader_server.loading.shards import state_of_beginning
-from teleloader_server.loading.stages import STAGES, Encode
+from teleloader_server.loading.stages import STAGES, Encode, Fetch
 from teleloader_server.loading.tasks import Task
 from teleloader_shared import local
 from teleloader_shared.codec import Address
@@ -76,7 +76,7 @@ class DirectEpoch:
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec
         self._epoch = epoch
-        stages = [stage for stage in STAGES if stage is not Encode]
+        stages = STAGES[STAGES.index(Fetch) : STAGES.index(Encode)]  # others handle frames
         self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded, stages=stages)
         self._random_state: AbstractContextManager[None] = OwnRandomState() if seeded else nullcontext()
         if seeded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
@@ -58,24 +57,17 @@ class Loading:
         Returns:
             The frame's size, and a report.
         """
-        clock = time.perf_counter
-        began = clock()
-        seconds: list[float] = []
-        batch = Batch(task, place)
+        batch = Batch(task, place, enumerate(self._stages), [0.0] * len(self._stages))
         try:
             batch.hosted = self._hosted[task.spec.dataset]
-            for stage in self._stages:
-                stage.run(batch)
-                ended = clock()
-                seconds.append(ended - began)
-                began = ended
+            batch.run_remaining()
         except BaseException as error:  # KeyboardInterrupt too, which only user code can raise here
             if isinstance(error, SystemExit) and self._exits:
                 raise
             nbytes = self._write_failure(task, error, batch.indices, place)
-            seconds += [0.0] * (len(self._stages) - 1 - len(seconds))
-            return nbytes, Report(batch.count, True, [*seconds, clock() - began])
-        return batch.writer.nbytes, Report(batch.count, False, seconds)
+            batch.count_time()
+            return nbytes, Report(batch.count, True, batch.seconds)
+        return len(batch.frame), Report(batch.count, False, batch.seconds)
 
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
         """Write a failure frame in place of a batch: see `load`."""
@@ -91,10 +83,9 @@ class Loading:
         Raises:
             BaseException: Exceptions of the dataset and of the collate function, unchanged.
         """
-        batch = Batch(task, _new_buffer, indices)
+        batch = Batch(task, _new_buffer, enumerate(self._stages), [0.0] * len(self._stages), indices, has_indices=True)
         batch.hosted = self._hosted[task.spec.dataset]
-        for stage in self._stages:
-            stage.run(batch)
+        batch.run_remaining()
         return batch
 
     def _write_failure(self, task: Task, error: BaseException, indices: Indices, place: Place) -> int:

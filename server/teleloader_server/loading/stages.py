@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
@@ -17,13 +19,15 @@ from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer
 from teleloader_server.loading.worker_info import was_asked
-from teleloader_shared.codec import End, FrameWriter
+from teleloader_shared.codec import End
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 
 Place = Callable[[int], NDArray[np.uint8]]
 """Return a buffer of so many bytes for a frame; called again, replace the one before."""
+
+_NO_FRAME: Final = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True)
@@ -43,45 +47,61 @@ class Context:
     """Whether a worker-init function has seeded torch: then batches do not seed it, as with torch's workers."""
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """A batch on its way through the stages."""
 
-    __slots__ = (
-        "content", "count", "has_indices", "hosted", "indices", "padding", "pass_", "place", "samples", "state", "task",
-        "writer",
-    )  # fmt: skip
-
     task: Task
-    hosted: HostedDataset
     place: Place
-    indices: Indices
+    remaining: Iterator[tuple[int, Stage]]
+    """Stages that have not run, with their positions."""
+    seconds: list[float]
+    """Seconds in each stage, without those in the stages that it ran by `run_remaining`."""
+    indices: Indices = field(default_factory=list)
     """Empty for an iterable-style dataset."""
-    has_indices: bool
+    has_indices: bool = False
     """Whether the caller has set them; otherwise `Fetch` does."""
-    padding: int
-    samples: list[Any] | None
+    hosted: HostedDataset = field(init=False)
+    padding: int = 0
+    samples: list[Any] | None = None
     """None after the last batch of an iterable-style dataset."""
-    pass_: Pass | None
+    pass_: Pass | None = None
     """For an iterable-style dataset."""
-    state: str | None
+    state: str | None = None
     """Shard state of an iterable-style dataset after the batch, if it has one."""
-    content: Any
+    content: Any = None
     """The collated batch; an `End` after the last batch of an iterable-style dataset."""
-    count: int
+    count: int = 0
     """Number of samples."""
-    writer: FrameWriter
+    frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
+    """Empty until a stage sets it; no stage follows that one."""
+    _running: int = 0
+    _since: float = field(default_factory=time.perf_counter)
 
-    def __init__(self, task: Task, place: Place, indices: Indices | None = None) -> None:
-        self.task = task
-        self.place = place
-        self.indices = [] if indices is None else indices
-        self.has_indices = indices is not None
-        self.padding = self.count = 0
-        self.samples = self.pass_ = self.state = None
+    def run_remaining(self) -> None:
+        """Run the remaining stages, until one sets the frame."""
+        caller = self._running
+        self.count_time()
+        for position, stage in self.remaining:
+            self._running = position
+            stage.run(self)
+            self.count_time()
+            if len(self.frame):
+                break
+        self._running = caller
+
+    def count_time(self) -> None:
+        """Add the time since the last call to the running stage's."""
+        now = time.perf_counter()
+        self.seconds[self._running] += now - self._since
+        self._since = now
 
 
-class Stage:
-    """A step from a task to a frame, which reads and sets attributes of a `Batch`."""
+class Stage(ABC):
+    """A step from a task to a frame, which reads and sets attributes of a `Batch`.
+
+    A cache sets `Batch.frame` on a hit; on a miss, it calls `Batch.run_remaining` and stores the frame.
+    """
 
     name: ClassVar[str]
     """Name in statistics, metrics and traces."""
@@ -89,9 +109,9 @@ class Stage:
     def __init__(self, context: Context) -> None:
         self._context = context
 
+    @abstractmethod
     def run(self, batch: Batch) -> None:
-        """Do the work of this stage; the batch fails with the exception that this raises."""
-        raise NotImplementedError
+        """Do the work of this stage; an exception becomes the batch's failure."""
 
 
 class Fetch(Stage):
@@ -201,15 +221,13 @@ class Encode(Stage):
     name = "encode"
 
     def run(self, batch: Batch) -> None:
-        """Set the writer and fill a buffer."""
+        """Set the frame."""
         task = batch.task
-        batch.writer = writer = frame_writer(
-            task, batch.content, self._context.max_batch_bytes, batch.padding, batch.state
-        )
-        frame = batch.place(writer.nbytes)
-        writer.write(frame)
+        writer = frame_writer(task, batch.content, self._context.max_batch_bytes, batch.padding, batch.state)
+        batch.frame = batch.place(writer.nbytes)[: writer.nbytes]
+        writer.write(batch.frame)
         if batch.pass_ is not None and batch.samples is not None:
-            self._context.passes.deliver(batch.pass_, task, frame[: writer.nbytes], batch.state)
+            self._context.passes.deliver(batch.pass_, task, batch.frame, batch.state)
 
 
 STAGES: Final[list[type[Stage]]] = [Fetch, Collate, Encode]
