@@ -1,1 +1,1 @@
-"""Code of both client and server: orders, wire format and records. No I/O, no asyncio."""
+"""Code that client and server share: sample orders, wire format and JSON records. No I/O, no asyncio."""

@@ -1,8 +1,8 @@
-"""Buffers that batches are received into, used again when nobody holds a view of them any more.
+"""Pool of receive buffers, each reused once the last view of it is garbage-collected.
 
-Fresh memory costs a page fault for every 4 KiB, which at tens of megabytes a batch is most of the time that a receiver
-takes; so a buffer goes back to its pool the moment the last array or tensor that views it is gone, however long the
-training loop keeps it.
+Fresh memory costs a page fault for every 4 KiB. For batches of tens of megabytes, page faults would dominate the time
+to receive a batch. A buffer therefore returns to its pool as soon as the last array or tensor that views it is
+deleted, however long the training loop keeps it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from teleloader_shared.codec import ALIGNMENT
 Buffer = NDArray[np.uint8]
 
 FREE_BYTES: Final = 512 * 2**20
-"""Free memory that a pool keeps for reuse."""
+"""Default maximum of the free memory that a pool keeps for reuse."""
 _SMALLEST: Final = 64 * 1024
 
 
 def allocate(size: int) -> Buffer:
-    """Ordinary memory."""
+    """Allocate `size` bytes of ordinary, uninitialized memory."""
     return np.empty(size, np.uint8)
 
 
 class BufferPool:
-    """Hands out buffers and takes them back by itself.
+    """Thread-safe pool of aligned buffers that return to it when they are garbage-collected.
 
     Args:
-        free_bytes: How much free memory is kept, from the next `take` on.
+        free_bytes: Maximum size of the free buffers that the pool keeps, in bytes; applied at each `take`.
     """
 
     def __init__(self, free_bytes: int = FREE_BYTES) -> None:
@@ -43,17 +43,17 @@ class BufferPool:
 
     def _start(self) -> None:
         self._lock = threading.Lock()
-        """Iterators of one loader share its pool, and each has a thread."""
+        """Needed because the iterators of a loader share its pool and each runs in its own thread."""
         self._free: deque[Buffer] = deque()
-        # filled by finalizers, which may run in any thread and at any moment: nothing there may take a lock
+        # filled by finalizers, which may run in any thread and at any moment: they must not acquire a lock
         self._returned: deque[Buffer] = deque()
-        self._pid = os.getpid()  # last: another thread takes it for a sign that all is there
+        self._pid = os.getpid()  # set last: other threads use the pool as soon as the process ID matches
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`, aligned to 64 bytes."""
+        """Return a buffer of `nbytes` bytes, aligned to 64 bytes."""
         size = _rounded(nbytes)
         if self._pid != os.getpid():
-            self._start()  # a forked copy: a thread that is not there may have held the lock
+            self._start()  # after a fork, the copied lock may be held by a thread that does not exist in the child
         with self._lock:
             self._collect()
             storage = self._find(size)
@@ -67,7 +67,7 @@ class BufferPool:
         return lease
 
     def _find(self, size: int) -> Buffer | None:
-        # what came back last is still in the processor's cache
+        # most recently returned first: that memory is probably still in the processor's cache
         for i in reversed(range(len(self._free))):
             storage = self._free[i]
             if size <= len(storage) <= 2 * size:
@@ -84,7 +84,7 @@ class BufferPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """The next of eight sizes in each power of two, and room to align."""
+    """Round up to the next size class (eight per power of two), including room for alignment."""
     size = max(_SMALLEST, nbytes + ALIGNMENT)
     step = 1 << max(0, (size - 1).bit_length() - 3)
     return -(-size // step) * step

@@ -1,8 +1,8 @@
-"""A batch or a failure as bytes, and back: docs/protocol.md, "Frame format".
+"""Encoder and decoder of frames: one batch or failure as bytes (docs/protocol.md, "Frame format").
 
-Writing goes in two steps, so that a worker can collate straight into shared memory: `FrameWriter` knows the frame's
-size before an element is copied, and `FrameWriter.write` fills a buffer of that size. Reading makes views of the
-`Memory` that a frame lies in; copies are made only where a view would keep much more memory alive than it shows.
+Encoding takes two steps, so that a worker can collate directly into shared memory: `FrameWriter` computes the frame's
+size before it copies any element, and `FrameWriter.write` fills a buffer of that size. Decoding creates views of the
+`Memory` that holds the frame; an array is copied only if a view of it would keep much more memory alive.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _PADS: Final = tuple(bytes((_BIN8, size)) + bytes(size) for size in range(ALIGNM
 _BIN32_HEAD: Final = 5
 
 HEADER_SHARE: Final = 32
-"""A frame's header may take this part of the largest frame: reading it makes up to `HEADER_COST` times as many bytes of
-objects, and twice that for a moment."""
+"""A frame's header is limited to ``max_batch_bytes / HEADER_SHARE``, because decoding a header allocates up to
+`HEADER_COST` times its size in Python objects, and temporarily twice that."""
 MIN_HEADER_LIMIT: Final = 2**20
 HEADER_COST: Final = 80
 MAX_TEXT: Final = 64 * 1024
-"""Characters of a failure's message, or of its traceback, that are kept."""
+"""Maximum length of a failure's message, and of its traceback, in characters."""
 MAX_INDICES: Final = 1000
-"""Indices of a failed batch that are kept."""
+"""Maximum number of indices in a failure."""
 
 _VIEW_SHARE: Final = 64
-"""An array smaller than one part in so many of its frame is copied: labels that a user keeps must not keep the images
-of their batch alive."""
+"""An array smaller than 1/64 of its frame is copied: labels that a user keeps must not keep the images of their batch
+in memory."""
 _SMALL_FRAME: Final = 64 * 1024
-"""Frames up to this size, in bytes, may be kept alive by any of their arrays: copies would cost more than they save."""
+"""Arrays of frames up to this size, in bytes, are never copied: the copy would cost more than the memory it frees."""
 
 
 class Memory(Protocol):
-    """Memory that frames are read from, and that makes the leaves of their batches.
+    """Interface of the memory that frames are decoded from; it creates the arrays or tensors of a batch.
 
-    The reader decides which bytes a leaf has; the memory decides what a leaf is (a NumPy array, a torch tensor) and
-    where copies go. A leaf keeps the memory alive that it is a view of.
+    The decoder determines which bytes belong to an array. The memory determines its type (NumPy array or torch tensor)
+    and where copies are allocated. An array keeps the memory that it views alive.
     """
 
     @property
@@ -68,16 +68,16 @@ class Memory(Protocol):
         """The bytes, 1-D and contiguous."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return other memory of `nbytes`, for bytes that are copied or decompressed."""
+        """Allocate further memory of `nbytes` bytes, for copied or decompressed arrays."""
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return the memory that the batch of the frame at `start` belongs in: this one, or a copy."""
+        """Return the memory to decode the frame at `start` from: this memory, or a copy of the frame."""
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the array of C order that begins at byte `offset`, a multiple of its item size.
+        """Return the C-contiguous array or tensor that begins at byte `offset`.
 
         Args:
-            offset: The first byte.
+            offset: Offset of the first byte in `data`, a multiple of the item size.
             dtype_name: One of `dtypes.NAMES`.
             shape: Size of each dimension; the array lies within `data`.
             kind: ``tensor``, ``ndarray`` or ``scalar``.
@@ -88,7 +88,7 @@ class Memory(Protocol):
 
 
 class Bits:
-    """Memory that makes arrays of the bits of elements, whatever they stand for: for the server's own use.
+    """Memory whose arrays hold the raw bits of the elements (uint16 for bfloat16), for use within the server.
 
     Args:
         data: The bytes, 1-D and contiguous.
@@ -100,25 +100,25 @@ class Bits:
         self.data = data
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return ordinary memory."""
+        """Allocate ordinary memory of `nbytes` bytes."""
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return this memory if the frame fills it, else a copy: a batch must not keep its neighbours alive."""
+        """Return this memory if the frame fills it, else a copy: a batch must not keep adjacent frames in memory."""
         if nbytes == len(self.data):
             return self
         return type(self)(self.data[start : start + nbytes].copy())
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a view: an array of the NumPy type that holds the bits of `dtype_name`."""
+        """Return a view as an array of the NumPy type that holds the bits of `dtype_name`."""
         return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
 
 
 class Address(NamedTuple):
-    """Identity of the batch in a frame."""
+    """Identifier of a batch: loader, epoch and batch number."""
 
     loader: str
-    """The loader's key."""
+    """Key of the loader (`LoaderSpec.key`)."""
     epoch: int
     batch: int
 
@@ -128,60 +128,60 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of user code in place of a batch."""
+    """Exception raised by user code on the server, sent in place of a batch."""
 
     type: str
-    """Qualified name of the exception's type; builtin ones have no module in it."""
+    """Qualified name of the exception's type; without a module for builtin types."""
     message: str
     traceback: str
     indices: list[int]
-    """The first 1,000 indices of the batch; those that do not fit into 64 bits do not travel."""
+    """The first 1,000 indices of the batch, without those that do not fit into 64 bits."""
     worker: int
-    """Number of the worker that failed, -1 in the server's own process."""
+    """ID of the worker that failed, -1 for the server's own process."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """In place of a batch: the shard of an iterable-style dataset that would have made it has no more."""
+    """End of a shard of an iterable-style dataset, sent in place of a batch."""
 
     samples: int
-    """How many samples the shard gave in all, those of a batch that ``drop_last`` left out included."""
+    """Samples that the shard yielded in total, including those of an incomplete batch that ``drop_last`` dropped."""
     replica: bool
-    """Whether its code never asked which shard it is: then each shard gives the whole dataset."""
+    """True if the dataset never called ``get_worker_info()``: then each shard yields the whole dataset."""
 
 
 class Frame(NamedTuple):
-    """A frame as it was read."""
+    """Decoded frame."""
 
     address: Address
     content: Any
     """The batch, a `Failure` or an `End`."""
     padding: int
-    """How many samples at the batch's end are repetitions (`Plan.padding`)."""
+    """Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`)."""
     nbytes: int
     """Size of the frame on the wire."""
     shard_state: str | None = None
-    """Where the shard of an iterable-style dataset stands after the batch, if it can say so."""
+    """State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful."""
     memory: int = 0
-    """Bytes that it takes at most: of the buffer that it was read from, of what was unpacked, and of other objects."""
+    """Upper bound of the memory that the frame takes, in bytes: receive buffer, decompressed arrays and objects."""
 
 
 class FrameWriter:
-    """One frame, laid out and ready to be written.
+    """Encoder of one frame: computes its layout at construction and writes it into a buffer.
 
     Args:
-        address: Which batch it is.
+        address: Identifier of the batch.
         content: The batch, a `Failure` or an `End`.
         padding: `Plan.padding` of the batch.
-        shard_state: Where the shard of an iterable-style dataset stands after the batch, if it can say so.
-        name: What errors call the content.
-        checksum: Whether to state a checksum.
-        compression: How to compress arrays, if at all. Compressing happens here, not in `write`.
-        max_bytes: The largest frame that may be.
+        shard_state: State of the shard after the batch (`user_state.pack`), if the dataset is stateful.
+        name: Name of the content in error messages.
+        checksum: Whether the frame carries a checksum.
+        compression: Compression of the arrays; None for none. Arrays are compressed here, not in `write`.
+        max_bytes: Maximum size of the frame.
 
     Raises:
-        EncodeError: When the batch holds something that cannot travel.
-        BatchTooLarge: When the frame would be larger than `max_bytes`.
+        EncodeError: If the batch holds a value that the format cannot represent.
+        BatchTooLarge: If the frame would be larger than `max_bytes`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class FrameWriter:
             raise BatchTooLarge(_too_large(address, self.nbytes, max_bytes))
 
     def write(self, buffer: NDArray[np.uint8]) -> None:
-        """Fill the first `nbytes` of `buffer` (uint8, contiguous, starting at a multiple of 64 in memory)."""
+        """Write the frame to the first `nbytes` of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
         raw = buffer.data
         end = PROLOGUE_SIZE + len(self._header)
         raw[PROLOGUE_SIZE:end] = self._header
@@ -254,7 +254,7 @@ class FrameWriter:
 
 
 def to_bytes(address: Address, content: object, **options: Any) -> bytes:
-    """The frame of a small batch or a failure, for tests and one-offs; `options` are those of `FrameWriter`."""
+    """Encode a small batch or a failure as a frame, with the `options` of `FrameWriter`; copies the frame once."""
     writer = FrameWriter(address, content, **options)
     buffer = np.empty(writer.nbytes, np.uint8)
     writer.write(buffer)
@@ -262,32 +262,32 @@ def to_bytes(address: Address, content: object, **options: Any) -> bytes:
 
 
 def frame_size(prologue: bytes | memoryview) -> int:
-    """The size of a frame, from its first `PROLOGUE_SIZE` bytes.
+    """Return the size of a frame in bytes, decoded from its first `PROLOGUE_SIZE` bytes.
 
     Raises:
-        ProtocolError: When these are not the beginning of a frame.
+        ProtocolError: If the bytes are not the beginning of a frame.
     """
     return _read_prologue(prologue, 0)[0]
 
 
 class Envelope(NamedTuple):
-    """A frame of which nothing was parsed but the prologue."""
+    """Partially decoded frame: prologue parsed, header and arrays not."""
 
     size: int
     """Size of the frame in bytes."""
     values: int
-    """Elements of the msgpack array that the frame is."""
+    """Number of elements of the frame, which is a msgpack array."""
     header: memoryview
-    """Its header, a msgpack map."""
+    """Encoded header, a msgpack map."""
 
     def packed_array_start(self, nbytes: int) -> int:
-        """Offset in the frame of its only array.
+        """Return the offset of the only array in the frame.
 
         Args:
-            nbytes: Size of the array.
+            nbytes: Size of the array in bytes.
 
         Raises:
-            ProtocolError: The frame holds something other than one array of that size.
+            ProtocolError: If the frame does not hold exactly one array of that size.
         """
         start = _aligned(PROLOGUE_SIZE + len(self.header) + _BIN8_HEAD + _BIN32_HEAD)
         if self.values != _VALUES_BEFORE_SEGMENTS + 3 or self.size != _aligned(start + nbytes + _BIN8_HEAD):
@@ -299,19 +299,19 @@ def open_frame(raw: bytes | memoryview, start: int, max_header: int) -> Envelope
     """Check the sizes and the checksum of a frame, without parsing its header.
 
     Args:
-        raw: The frame, and what surrounds it.
-        start: Offset of the frame.
-        max_header: Limit of the header, in bytes.
+        raw: Buffer that contains the frame.
+        start: Offset of the frame in `raw`.
+        max_header: Maximum size of the header in bytes.
 
     Raises:
-        CorruptFrame: The checksum does not match.
-        ProtocolError: The bytes are not a frame, it is not complete, or its header exceeds the limit.
+        CorruptFrame: If the checksum does not match.
+        ProtocolError: If the bytes are not a complete frame, or its header exceeds the limit.
     """
     return Envelope(*_opened(memoryview(raw), start, max_header))
 
 
 def _opened(raw: memoryview, start: int, max_header: int) -> tuple[int, int, memoryview]:
-    """Return what `open_frame` does as a plain tuple, which takes half the time to make."""
+    """Return the fields of `open_frame`'s result as a plain tuple, which takes half the time to create."""
     size, values, checksum, header_size = _read_prologue(raw, start)
     there = len(raw) - start
     if size > there:
@@ -325,7 +325,7 @@ def _opened(raw: memoryview, start: int, max_header: int) -> tuple[int, int, mem
 
 
 def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterator[Frame]:
-    """Decode the frames that stand one after another in `memory`.
+    """Decode the consecutive frames in `memory`.
 
     Args:
         memory: Exactly the bytes of the frames.
@@ -344,7 +344,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
 
 
 def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
-    """Decode exactly one frame: see `read_all`."""
+    """Decode the single frame that fills `memory`; arguments and errors are those of `read_all`."""
     size, values, header = _opened(memory.data.data, 0, _header_limit(max_bytes))
     if size != len(memory.data):
         raise ProtocolError(f"a frame states {size:,} bytes and has {len(memory.data):,}")
@@ -380,7 +380,7 @@ def _decode(memory: Memory, size: int, values: int, packed: memoryview, max_byte
 
 
 def _read_address(header: Any) -> Address:
-    # a mapping pattern takes two microseconds, for each batch
+    # a mapping pattern would take 2 us per batch
     if type(header) is dict:
         loader, epoch, batch = header.get("loader"), header.get("epoch"), header.get("batch")
         if type(loader) is str and type(epoch) is int and type(batch) is int:
@@ -389,7 +389,7 @@ def _read_address(header: Any) -> Address:
 
 
 class _Segments:
-    """The arrays of the frame that fills a memory, taken one after another from byte `end` on."""
+    """Reader of the arrays of a frame, one after another, from byte `end` of its memory on."""
 
     def __init__(self, memory: Memory, end: int, compression: object, max_bytes: int) -> None:
         self._memory = memory
@@ -405,7 +405,7 @@ class _Segments:
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the next array, which the tree says is of that type and shape."""
+        """Return the next array, checked against the type and shape that the tree declares."""
         dtype = dtypes.storage(dtype_name)
         nbytes = dtype.itemsize * prod(shape)
         self._taken += 1
@@ -430,12 +430,12 @@ class _Segments:
         try:
             return memory.leaf(offset, dtype_name, shape, kind)
         except TeleloaderError:
-            raise  # some are ValueErrors
+            raise  # some subclasses are ValueErrors
         except (ValueError, OverflowError, RuntimeError) as error:
             raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
 
     def finish(self, values: int) -> None:
-        """After the last array the frame must end, and have as many values as it states."""
+        """Check that the frame ends after the last array and has as many values as its prologue states."""
         if _aligned(self._end + _BIN8_HEAD) != len(self._buffer):
             raise ProtocolError("a frame goes on after the arrays that its tree declares")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
@@ -443,7 +443,7 @@ class _Segments:
 
 
 def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int | None, int]:
-    """Return the frame's size, the number of its values, its checksum if it has one, and its header's size."""
+    """Return the frame's size, number of values, checksum (None if absent) and header size."""
     if len(raw) - start < PROLOGUE_SIZE:
         raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(raw) - start}")
     (
@@ -461,7 +461,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int |
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:
-    """Return the header fields of a failure; they can always be packed, since nothing could be sent in its place."""
+    """Return the header fields of a failure, reduced so that packing them cannot fail."""
     return {
         "type": _text(failure.type),
         "message": _text(failure.message),
@@ -472,7 +472,7 @@ def _failure_fields(failure: Failure) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Cut a text, and escape half surrogate pairs, which UTF-8 cannot hold."""
+    """Truncate a text and escape lone surrogates, which UTF-8 cannot encode."""
     return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
@@ -486,7 +486,7 @@ def _read_failure(fields: object) -> Failure:
             "worker": int(worker),
         }:
             kept = [i for i in indices[:MAX_INDICES] if isinstance(i, int)]
-            # the end of a traceback is where it happened
+            # the end of a traceback names the line that failed
             return Failure(type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker)
     raise ProtocolError(f"a failure frame lacks some of {', '.join(Failure.__slots__)}")
 
@@ -503,7 +503,7 @@ def _aligned(offset: int) -> int:
 
 
 def _write_pad(raw: memoryview, start: int, end: int) -> None:
-    """A bin8 of zeros that fills [start, end)."""
+    """Fill [start, end) with a msgpack bin8 value of zeros."""
     raw[start:end] = _PADS[end - start - _BIN8_HEAD]
 
 
@@ -542,7 +542,7 @@ def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
 def _decompress(
     segment: NDArray[np.uint8], compression: object, size: int, allocate: Callable[[int], Memory]
 ) -> Memory:
-    """Return memory with the `size` bytes that an array unpacks to; whatever the segment holds, never more."""
+    """Decompress an array of `size` bytes; never allocate more, whatever the segment holds."""
     if size == 0:
         return allocate(0)
     if compression == "zstd":

@@ -1,7 +1,8 @@
 """Progress of the shards of an iterable-style dataset, with a digest of the delivered batches.
 
-A worker iterates a dataset again where its predecessor is gone: within a session, or in a new one after the server has
-forgotten it. Servers and clients keep the same record, and a replay that comes to another digest is an error.
+After a worker exits, its successor iterates the dataset again from the start: within a session, or in a new session if
+the server no longer has the old one. Server and client keep the same record, and a replay with a different digest is
+an error.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ class Delivered(NamedTuple):
     """Progress of a shard in an epoch."""
 
     first: int
-    """The first batch of the shard that was delivered: a resumed pass begins there."""
+    """Number of the first delivered batch of the shard; not 0 if the iteration was resumed."""
     next: int
-    """The batch of the shard after the last that was delivered."""
+    """Number of the shard's next batch to deliver."""
     digest: int
-    """`extended` over the frames of [first, next), without failures and ends."""
+    """Rolling digest (`extended`) of the frames of [first, next), without failures and ends."""
     state: str | None
-    """The shard state of the last."""
+    """Shard state after the last delivered batch."""
 
 
 def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
     """Return the rolling digest after one more frame.
 
     Args:
-        digest: That of the frames before, 0 if there are none.
-        frame: The frame.
-        checksum: Whether the frame's prologue holds a checksum of all the rest.
+        digest: Digest of the preceding frames, 0 if there are none.
+        frame: The frame to add.
+        checksum: Whether the frame's prologue holds a checksum of the rest of the frame.
     """
     content = frame[:PROLOGUE_SIZE] if checksum else frame
     return xxhash.xxh3_64_intdigest(content.data, seed=digest)
 
 
 def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
-    """Return the text form of what was delivered of the shards in an epoch, None for nothing."""
+    """Encode the progress of all shards in an epoch as text; an entry is None if nothing of it was delivered."""
     return json.dumps([epoch, *shards], separators=(",", ":"))
 
 
 def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
-    """Return what was delivered of a shard; None if the text is of another epoch.
+    """Decode the progress of one shard from the text of `pack`; None if the text belongs to another epoch.
 
     Raises:
-        StateMismatch: If `pack` did not make the text.
+        StateMismatch: If the text does not have the format of `pack`.
     """
     try:
         packed = json.loads(text)

@@ -1,4 +1,4 @@
-"""The element types that travel, by name."""
+"""Element types of the wire format, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMPY: Final[dict[str, np.dtype[np.generic]]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
-"""NumPy's own types, little-endian."""
+"""Types that NumPy has, little-endian."""
 
 EXTENDED: Final[dict[str, np.dtype[np.generic]]] = {
     "bfloat16": NUMPY["uint16"],
@@ -27,22 +27,22 @@ EXTENDED: Final[dict[str, np.dtype[np.generic]]] = {
     "float8_e5m2": NUMPY["uint8"],
     "float8_e5m2fnuz": NUMPY["uint8"],
 }
-"""Types that torch and ml_dtypes have and NumPy has not, each with the NumPy type that holds its bits."""
+"""Types of torch and ml_dtypes that NumPy lacks, each with the NumPy type that holds its bits."""
 
 NAMES: Final = (*NUMPY, *EXTENDED)
 
 
 @lru_cache(maxsize=256)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """NumPy's name of a type; NumPy itself puts it together anew each time, which small batches would feel."""
+    """Return `dtype.name`, cached: NumPy computes the string at each access, which slows down small batches."""
     return dtype.name
 
 
 def storage(name: str) -> np.dtype[np.generic]:
-    """The little-endian NumPy type whose bits stand for the type `name`.
+    """Return the little-endian NumPy type that stores the bits of the element type `name`.
 
     Raises:
-        ProtocolError: When no type has that name.
+        ProtocolError: If no type has that name.
     """
     found = NUMPY.get(name) or EXTENDED.get(name)
     if found is None:
@@ -51,20 +51,20 @@ def storage(name: str) -> np.dtype[np.generic]:
 
 
 def bits_of(array: NDArray[Any]) -> NDArray[Any]:
-    """`array`, or for one of the `EXTENDED` types its bits; in whatever byte order it has.
+    """Return the array, viewed as unsigned integers if its type is one of `EXTENDED`; keep its byte order.
 
     Args:
-        array: Of a type in `NAMES`.
+        array: Array of a type in `NAMES`.
     """
     bits = EXTENDED.get(name_of(array.dtype))
     return array if bits is None else array.view(bits.newbyteorder(array.dtype.byteorder))
 
 
 def extended_numpy(name: str) -> np.dtype[np.generic]:
-    """The ml_dtypes type `name`, for a client that has no torch.
+    """Return the ml_dtypes type `name`, for clients without torch.
 
     Raises:
-        TeleloaderError: When ml_dtypes is not installed.
+        TeleloaderError: If ml_dtypes is not installed.
     """
     try:
         import ml_dtypes

@@ -1,30 +1,29 @@
-"""The errors that teleloader raises, all of them.
+"""Exceptions that teleloader raises.
 
 ::
 
     TeleloaderError
-    ├── InvalidSpec             (ValueError)       a loader that cannot exist
-    ├── UnknownDataset          (LookupError)      no dataset of that name is hosted
-    ├── UnknownLoader           (LookupError)      the server does not know the key (any more)
-    ├── BatchOutOfRange         (IndexError)       k is not a batch of the epoch
-    ├── DatasetChanged          (ValueError)       what is hosted is not what the loader was made for
-    ├── StateMismatch           (ValueError)       a saved state does not fit this loader
-    ├── EncodeError             (TypeError)        a batch holds something that cannot travel
-    │   └── BatchTooLarge       (ValueError)       a batch is larger than the stated limit
-    ├── ProtocolError                              bytes that break the wire format
-    │   ├── CorruptFrame                           the checksum does not match
-    │   └── VersionMismatch                        the two sides speak different versions
-    ├── ServerUnavailable       (ConnectionError)  no answer from the server in the stated time
-    ├── AccessDenied                               the server does not let this client do it
-    │   ├── Unauthorized                           no token, or none of the server's
-    │   └── Forbidden                              the token is not for this
-    ├── TlsError                                   the two sides do not come to trust each other
-    ├── LoaderTimeout           (RuntimeError)     a batch did not come within ``timeout``, or hung on the server
-    ├── WorkerDied              (RuntimeError)     a batch killed its worker, again and again
-    └── RemoteError             (RuntimeError)     an exception of a type that is not a builtin one
+    ├── InvalidSpec             (ValueError)       invalid loader argument
+    ├── UnknownDataset          (LookupError)      the server hosts no dataset of that name
+    ├── UnknownLoader           (LookupError)      the loader is not registered with the server
+    ├── BatchOutOfRange         (IndexError)       batch number beyond the end of the epoch
+    ├── DatasetChanged          (ValueError)       the hosted dataset changed since the loader was created
+    ├── StateMismatch           (ValueError)       a saved state does not match this loader
+    ├── EncodeError             (TypeError)        a batch holds a value that cannot be sent
+    │   └── BatchTooLarge       (ValueError)       a batch exceeds the size limit
+    ├── ProtocolError                              received bytes violate the wire format
+    │   ├── CorruptFrame                           checksum mismatch
+    │   └── VersionMismatch                        client and server use different protocol versions
+    ├── ServerUnavailable       (ConnectionError)  no response from the server within the timeout
+    ├── AccessDenied                               the server denied the request
+    │   ├── Unauthorized                           missing or invalid token
+    │   └── Forbidden                              the token lacks permission
+    ├── TlsError                                   TLS handshake failed
+    ├── LoaderTimeout           (RuntimeError)     a batch exceeded ``timeout``, or the server's limit per batch
+    ├── WorkerDied              (RuntimeError)     a batch repeatedly killed its worker
+    └── RemoteError             (RuntimeError)     exception of user code whose type is not builtin
 
-An exception in a dataset is raised in the client under its own builtin type where it has one, else as
-`RemoteError`.
+An exception in a dataset is raised in the client as its own type if that is a builtin one, else as `RemoteError`.
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ from typing import Final
 
 
 class TeleloaderError(Exception):
-    """Base of every error of teleloader's own."""
+    """Base class of all exceptions that teleloader defines."""
 
 
 class InvalidSpec(TeleloaderError, ValueError):
-    """A field of a `LoaderSpec` has a value that no loader can have."""
+    """A field of a `LoaderSpec` has an invalid value."""
 
 
 class UnknownDataset(TeleloaderError, LookupError):
-    """No dataset of that name is hosted."""
+    """The server hosts no dataset of the requested name."""
 
 
 class UnknownLoader(TeleloaderError, LookupError):
-    """The server knows no loader of that key: it was never registered there, or the server restarted."""
+    """The server has no loader with the requested key: it was never registered, expired, or the server restarted."""
 
 
 class BatchOutOfRange(TeleloaderError, IndexError):
-    """The epoch has fewer batches than the number that was asked for."""
+    """The requested batch number is not below the number of batches of the epoch."""
 
 
 class DatasetChanged(TeleloaderError, ValueError):
-    """The dataset that is hosted now has another fingerprint than the one the loader was made for."""
+    """The hosted dataset has a different fingerprint than when the loader was created."""
 
 
 class StateMismatch(TeleloaderError, ValueError):
-    """A ``state_dict`` belongs to another dataset, order or global batch size."""
+    """A ``state_dict`` belongs to another dataset, sample order or global batch size, or is damaged."""
 
 
 class EncodeError(TeleloaderError, TypeError):
-    """A batch holds something that cannot travel; the message has its path inside the batch."""
+    """A batch holds a value that the wire format cannot represent; the message has its path in the batch."""
 
 
 class BatchTooLarge(EncodeError, ValueError):
@@ -69,7 +68,7 @@ class BatchTooLarge(EncodeError, ValueError):
 
 
 class ProtocolError(TeleloaderError):
-    """Bytes that are not what docs/protocol.md says."""
+    """Received bytes violate the protocol (docs/protocol.md)."""
 
 
 class CorruptFrame(ProtocolError):
@@ -77,45 +76,45 @@ class CorruptFrame(ProtocolError):
 
 
 class VersionMismatch(ProtocolError):
-    """Client and server speak different versions of the protocol."""
+    """Client and server use different versions of the protocol."""
 
 
 class ServerUnavailable(TeleloaderError, ConnectionError):
-    """The server gave no answer for as long as the client was told to try.
+    """The server did not respond within the client's timeout, retries included.
 
     Attributes:
-        retry_after: Seconds that the server asked the client to wait before the next request; 0.0 by default.
+        retry_after: The server's ``Retry-After``: seconds to wait before the next request; 0.0 by default.
     """
 
     retry_after: float = 0.0
 
 
 class AccessDenied(TeleloaderError):
-    """The server does not let this client do what it asked for; asking again does not help."""
+    """The server denied the request because of its token; retrying does not help."""
 
 
 class Unauthorized(AccessDenied):
-    """The request had no token, or one that is not, or is no longer, one of the server's."""
+    """The request had no token, or an unknown, revoked or expired one."""
 
 
 class Forbidden(AccessDenied):
-    """The token that came with the request is not for what was asked."""
+    """The request's token does not have the required permission."""
 
 
 class TlsError(TeleloaderError):
-    """A connection that TLS cannot protect: a certificate is not trusted, or one side speaks plain HTTP."""
+    """The TLS handshake failed: a certificate is not trusted, or one side speaks plain HTTP."""
 
 
 class LoaderTimeout(TeleloaderError, RuntimeError):
-    """A batch did not arrive within the loader's ``timeout``, or took a worker longer than the server's limit."""
+    """A batch did not arrive within the loader's ``timeout``, or exceeded the server's time limit per batch."""
 
 
 class WorkerDied(TeleloaderError, RuntimeError):
-    """A batch ended each worker that tried to load it."""
+    """Every worker that tried to load the batch died."""
 
 
 class RemoteError(TeleloaderError, RuntimeError):
-    """An exception of user code on the server whose type is not a builtin one.
+    """Exception of user code on the server whose type is not a builtin one.
 
     Attributes:
         type: The original type's qualified name, e.g. ``"PIL.UnidentifiedImageError"``.
@@ -127,7 +126,7 @@ class RemoteError(TeleloaderError, RuntimeError):
 
 
 PUBLIC_MODULE: Final = "teleloader"
-"""The module from which users import the errors: tracebacks and failure frames name this path."""
+"""Module from which users import the errors: tracebacks and failure frames show this name."""
 
 for _kind in [kind for kind in globals().values() if isinstance(kind, type)]:
     _kind.__module__ = PUBLIC_MODULE

@@ -1,4 +1,4 @@
-"""Processes that are forked from this one, on systems that have forks."""
+"""Callbacks for forked child processes; no-op on systems without ``fork``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def after_fork_in_child(callback: Callable[[], object]) -> None:
-    """Have `callback` called in each process that is forked from this one; without effect where none can be."""
+    """Register `callback` to run in each child that this process forks; does nothing on systems without fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=callback)

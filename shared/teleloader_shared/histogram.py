@@ -1,8 +1,8 @@
-"""Histograms of durations with buckets 10 % wide: quantiles of any number of durations, in 2 KB.
+"""Histogram of durations with buckets 10 % wide: quantiles of any number of durations in 2 KB of memory.
 
-Times are counted in blocks: NumPy finds the buckets of a thousand in the time in which Python finds those of a hundred.
-(HdrHistogram takes 0.7 us for a time and prometheus_client 0.6, where a batch may have 20 us in all; and the few
-buckets of the latter say little of a 99th percentile.)
+Durations are counted in blocks: NumPy sorts a thousand of them into buckets in the time that Python needs for a
+hundred. HdrHistogram takes 0.7 us per duration and prometheus_client 0.6 us, too much where a whole batch may take
+20 us; and the default buckets of the latter are too coarse for a 99th percentile.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from teleloader_shared.stats import Latency
 
 PER_DECADE: Final = 24
-"""Buckets between a time and ten times that: the middle of one is at most 5 % off all that is in it."""
+"""Buckets per factor of ten: the midpoint of a bucket differs from each value in it by at most 5 %."""
 _BOUNDS: Final[NDArray[np.float64]] = 10.0 ** (np.arange(-6 * PER_DECADE, 4 * PER_DECADE + 1) / PER_DECADE)
-"""Upper bounds of the buckets, in seconds: from 1 us to 10,000 s. Two more buckets are for what lies outside."""
+"""Upper bounds of the buckets, in seconds, from 1 us to 10,000 s. Two more buckets hold the values outside."""
 BLOCK: Final = 1024
-"""So many single times are counted at once."""
+"""Number of durations that `Histogram.note` collects before it counts them."""
 _COARSE: Final = 8
-"""Of so many bounds one is told to those who want few buckets: three a decade."""
+"""`Histogram.buckets` returns every eighth bound: three per factor of ten."""
 
 
 class Histogram:
-    """Counts times; see the module."""
+    """Histogram of durations with quantiles accurate to 5 %."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(_BOUNDS) + 1, np.int64)
@@ -36,13 +36,13 @@ class Histogram:
         self._noted: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Count a time, soon."""
+        """Add one duration; counted together with others, once `BLOCK` of them are collected or read."""
         self._noted.append(seconds)
         if len(self._noted) >= BLOCK:
             self._put_away()
 
     def add(self, seconds: Sequence[float] | NDArray[np.float64]) -> None:
-        """Count some times, in seconds."""
+        """Add several durations, in seconds, and count them at once."""
         times = np.asarray(seconds, np.float64)
         if times.size:
             self._counts += np.bincount(np.searchsorted(_BOUNDS, times), minlength=len(self._counts))
@@ -55,7 +55,7 @@ class Histogram:
         return int(self._counts.sum()) + len(self._noted)
 
     def latency(self, zeros: int = 0) -> Latency:
-        """Return the statistics of the durations and of `zeros` further ones of zero seconds."""
+        """Return mean, quantiles and maximum of the durations, with `zeros` further durations of zero seconds."""
         self._put_away()
         counts = self._counts.copy()
         counts[0] += zeros
@@ -65,7 +65,10 @@ class Histogram:
         return Latency(count, self._sum / count if count else 0.0, p50, p95, p99, self._max)
 
     def buckets(self) -> tuple[list[tuple[float, int]], float]:
-        """(upper bound, how many times up to it) for some bounds and infinity; and the sum of all times."""
+        """Return the cumulative buckets, as (upper bound, count) pairs, and the sum of all durations in seconds.
+
+        The last bound is infinity, as in Prometheus.
+        """
         self._put_away()
         reached = np.cumsum(self._counts)
         some = [(float(_BOUNDS[i]), int(reached[i])) for i in range(0, len(_BOUNDS), _COARSE)]

@@ -1,7 +1,7 @@
-"""Registry of the servers of this process, and of functions that clients pass to them without a network.
+"""Registry of the servers in this process, and of functions that in-process clients pass to them by name.
 
-A function cannot be serialized. A client passes a function to a server in its own process (``serve(object)``) by a
-random name, under which the server looks it up.
+Functions cannot be serialized. A client therefore passes a function to a server in its own process
+(``serve(object)``) as a random name, under which the server looks it up.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from weakref import WeakValueDictionary
 PREFIX: Final = "local:"
 
 _lenders: WeakValueDictionary[str, object] = WeakValueDictionary()
-"""Weak: a function may refer to the loader that lends it, and then must not keep it in memory."""
+"""Owners of the registered functions, by name. Weak references: a function may refer to the loader that registered it,
+and must not keep it in memory."""
 _served: dict[str, threading.Thread] = {}
 
 
 def lend(owner: object, argument: str) -> str:
-    """Return a name under which `borrowed` finds a function in this process, while `owner` exists.
+    """Register a function of `owner` for in-process use and return its name for `borrowed`.
 
     Args:
-        owner: Refers to the function; the registry of names refers to neither.
+        owner: Object that refers to the function; the registry holds a weak reference to it.
         argument: Name of the attribute of `owner` that is the function.
     """
     name = f"{PREFIX}{argument}:{secrets.token_hex(16)}"
@@ -32,18 +33,18 @@ def lend(owner: object, argument: str) -> str:
 
 
 def borrowed(name: str) -> Callable[..., Any] | None:
-    """Return the function that was lent under `name` in this process; None if there is none."""
+    """Look up a function that `lend` registered under `name` in this process; None if its owner no longer exists."""
     owner = _lenders.get(name)
     return None if owner is None else getattr(owner, name.split(":")[1])
 
 
 def begin_serving(url: str, thread: threading.Thread) -> None:
-    """Register a server of this process that listens at `url` and runs in `thread`."""
+    """Register a server in this process that listens at `url` and runs in `thread`."""
     _served[url] = thread
 
 
 def end_serving(url: str) -> None:
-    """Remove the server at `url`."""
+    """Unregister the server at `url`."""
     _served.pop(url, None)
 
 
@@ -53,8 +54,8 @@ def is_served_here(url: str) -> bool:
 
 
 def is_server_thread() -> bool:
-    """Return True if the calling thread runs a server, which must not wait for its own responses.
+    """Return True if the calling thread runs a server's event loop and must not wait for that server's responses.
 
-    Finalizers of a client's objects can run in any thread.
+    Finalizers of client objects run in any thread, including that of a server in the same process.
     """
     return any(thread is threading.current_thread() for thread in _served.values())

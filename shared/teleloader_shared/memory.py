@@ -1,4 +1,4 @@
-"""Ordinary memory of frames whose leaves are the arrays that users see: NumPy's or torch's."""
+"""Memory types that decode frames into NumPy arrays or torch tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from teleloader_shared.codec import Bits
 
 
 class NumpyMemory(Bits):
-    """Ordinary memory; its leaves are NumPy arrays and scalars, views of it."""
+    """Ordinary memory that decodes frames into NumPy arrays and scalars."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the array; types that NumPy lacks are those of ml_dtypes.
+        """Return a NumPy array or scalar that views this memory; types that NumPy lacks come from ml_dtypes.
 
         Raises:
             TeleloaderError: If ml_dtypes is needed and not installed.
@@ -28,12 +28,12 @@ class NumpyMemory(Bits):
 
 
 class TorchMemory(NumpyMemory):
-    """Ordinary memory; its leaves are torch tensors, and NumPy arrays where the dataset returned those."""
+    """Ordinary memory that decodes frames into torch tensors, and NumPy arrays where the dataset returned them."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the tensor or array."""
+        """Return a torch tensor, NumPy array or scalar that views this memory, depending on `kind`."""
         if kind != "tensor":
             return super().leaf(offset, dtype_name, shape, kind)
         import torch

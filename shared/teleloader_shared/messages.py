@@ -1,4 +1,4 @@
-"""Messages between client and server other than frames: paths, headers and JSON records."""
+"""HTTP API of the server: URL paths, headers and JSON records."""
 
 from __future__ import annotations
 
@@ -7,58 +7,59 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 PROTOCOL_VERSION: Final = 1
-"""Raised when an older peer would misunderstand; stated by both sides when a loader is registered."""
+"""Incremented by incompatible changes; exchanged by both sides when a loader is registered."""
 
 NO_PAGE_HEADER: Final = "Sec-Teleloader"
-"""Sent by clients that are no web page: a script can send no header whose name begins with ``Sec-`` (Fetch, 2.2.2)."""
+"""Protects against cross-site requests: scripts in web pages cannot set headers whose names begin with ``Sec-``
+(Fetch standard, 2.2.2)."""
 PROTOCOL_HEADER: Final = "Teleloader-Protocol"
 CONSUMER_HEADER: Final = "Teleloader-Consumer"
-"""Names the consumer in /stats and in the server's fair sharing; without it a connection's address does."""
+"""Name of the consumer in /stats and in fair scheduling; defaults to the connection's IP address and port."""
 PREVIEW: Final = "look"
-"""What a consumer calls itself that looks at single batches and trains nothing: /stats leaves it out."""
+"""Consumer name of clients that fetch single batches for display (``teleloader peek``); /stats omits them."""
 REPORT_HEADER: Final = "Teleloader-Report"
-"""Says how the consumer fares, see `ConsumerReport`."""
+"""Carries a `ConsumerReport`."""
 FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
 READY_BYTES: Final = 2**21
-"""An answer of several frames ends with the one that reaches this size."""
+"""A response with several frames ends after the frame with which it reaches this size."""
 
 STATS_PATH: Final = "/stats"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
-"""After a loader's own path: its WebSocket."""
+"""Appended to a loader's path: URL path of its WebSocket."""
 
 
 def batches_path(key: str, epoch: int) -> str:
-    """Return the URL path of the batches of an epoch; with ``/{k}`` appended, that of batch k."""
+    """Return the URL path of the batches of an epoch; batch k is at this path followed by ``/{k}``."""
     return f"{loader_path(key)}/epochs/{epoch}/batches"
 
 
 def loader_path(key: str) -> str:
-    """Return the URL path of a loader; ``GET`` keeps its session, ``DELETE`` ends it."""
+    """Return the URL path of a loader: ``GET`` renews its session, ``DELETE`` ends it."""
     return f"{LOADERS_PATH}/{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """Report of a training loop, sent with each request for batches: totals over all passes of a loader."""
+    """Progress of a training loop, sent with each batch request: totals over all iterations of a loader."""
 
     elapsed: float
-    """Seconds that its passes through epochs have taken, this one until now."""
+    """Seconds spent in iterations over epochs, including the current one."""
     waited: float
-    """Seconds for which its training loop waited for data."""
+    """Seconds for which the training loop waited for data."""
     taken: int
-    """Batches that the loop took."""
+    """Batches that the training loop consumed."""
     reconnects: int
-    """Connections that broke, or that a server closed, and that were made anew."""
+    """Connections that were reopened after they broke or a server closed them."""
     hedges: int
-    """Batches that were asked for once more, at another server, because one was late."""
+    """Batches that were also requested from a second server because the first one was slow."""
 
     def to_header(self) -> str:
-        """Return the value of the header."""
+        """Format the report as the value of `REPORT_HEADER`."""
         return (
             f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
             f"reconnects={self.reconnects},hedges={self.hedges}"
@@ -66,13 +67,13 @@ class ConsumerReport:
 
     @classmethod
     def from_header(cls, text: str) -> ConsumerReport | None:
-        """The report, or None where there is none that can be: no client is refused for what it says of itself."""
-        said = _REPORT.match(text[:MAX_REPORT])
-        if said is None:
+        """Parse the value of `REPORT_HEADER`; None if it is invalid, because statistics must not fail a request."""
+        match = _REPORT.match(text[:MAX_REPORT])
+        if match is None:
             return None
-        elapsed, waited = float(said[1]), float(said[2])
-        # rounded each for itself
-        return cls(elapsed, min(elapsed, waited), int(said[3]), int(said[4]), int(said[5]))
+        elapsed, waited = float(match[1]), float(match[2])
+        # each is rounded on its own, so waited may exceed elapsed by a rounding error
+        return cls(elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]))
 
 
 MAX_REPORT: Final = 200
@@ -84,28 +85,28 @@ _REPORT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """Entry of one dataset in the response to ``GET /v1/datasets``."""
+    """Description of one dataset in the response to ``GET /v1/datasets``."""
 
     name: str
     kind: Literal["map", "iterable"]
     type: str
-    """Name of its class."""
+    """Name of the dataset's class."""
     length: int | None
-    """Number of samples; None when it has no ``__len__``."""
+    """Number of samples; None if the dataset has no ``__len__``."""
     version: str
-    """What its owner calls this state of the data, "" when nothing was stated."""
+    """Version of the data that the operator configured; "" by default."""
     fingerprint: str
-    """Digest of name, kind, length, version and of how it is collated and seeded."""
+    """Digest of name, kind, length, version, collate function and seeding."""
     collate: str
-    """The collate function, ``default`` or ``module:function``."""
+    """Default collate function: ``default`` or ``module:function``."""
     worker_init: str | None
-    """The worker-init function, ``module:function``; None when there is none."""
+    """Default worker-init function as ``module:function``; None for none."""
     functions: list[str]
-    """The collate and worker-init functions, ``module:function``, that a client may choose."""
+    """Collate and worker-init functions that clients may choose, as ``module:function``."""
     seeding: Literal["batch", "sample"]
-    """Whether random numbers are seeded anew for each batch or for each sample."""
+    """Unit before which random number generators are reseeded."""
     cpus: int
-    """How many CPUs the server may use."""
+    """Number of CPUs that the server may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,15 @@ class Registration:
     """Response to ``POST /v1/loaders``."""
 
     key: str
-    """Name of the loader in the paths of its batches; the same for the same spec, on every server."""
+    """Identifier of the loader in URL paths (`LoaderSpec.key`); equal specs have equal keys on every server."""
     batches: int | None
-    """Batches in an epoch; None when that shows only at its end."""
+    """Batches in an epoch; None if unknown before its end (iterable-style datasets without a length)."""
     length: int | None
-    """Samples in the dataset; None when it has no ``__len__``."""
+    """Samples in the dataset; None if it has no ``__len__``."""
     fingerprint: str
-    """The dataset's fingerprint."""
+    """Fingerprint of the dataset (`DatasetInfo.fingerprint`)."""
     num_workers: int
-    """Worker processes that serve this loader, 0 when the server loads in its own process."""
+    """Worker processes that serve this loader, 0 if the server loads in its own process."""
     max_batch_bytes: int
-    """The largest frame that the server sends."""
+    """Maximum size of the frames that the server sends."""
     protocol: int = PROTOCOL_VERSION

@@ -1,4 +1,4 @@
-"""Summary of a batch, with a line for each of its parts."""
+"""Summary of the structure of a batch: path, type, shape and value range of each array and plain value."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from teleloader_shared.errors import EncodeError
 from teleloader_shared.tree import ArrayLeaf, flatten
 
 MAX_PARTS: Final = 200
-"""Parts that are looked at: a batch of ragged lists may have very many."""
+"""Maximum number of parts in a summary: a batch of ragged lists may have very many."""
 _SHOWN: Final = 90
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An array of a batch, or a plain value."""
+    """Summary of one array or plain value of a batch."""
 
     path: str
-    """Where it is, e.g. ``batch['image']``."""
+    """Python expression for its position, e.g. ``batch['image']``."""
     type: str
-    """Element type of an array, class of anything else."""
+    """Element type of an array; name of the class for a plain value."""
     shape: tuple[int, ...] | None
-    """Of an array; None for anything else."""
+    """None for a plain value."""
     value: str
-    """The range of an array's elements, or the beginning of the value's repr."""
+    """Range of an array's elements, or the beginning of a plain value's repr."""
 
 
 def outline(batch: object) -> list[Part]:
-    """The parts of `batch`, the first `MAX_PARTS` of them."""
+    """Return summaries of the arrays and plain values in `batch`, up to the first `MAX_PARTS`."""
     parts: list[Part] = []
     for part in _parts(batch, "batch"):
         if len(parts) == MAX_PARTS:
@@ -54,7 +54,7 @@ def _parts(value: Any, path: str) -> Iterator[Part]:
 
 
 def _inner(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a container, each with the step to it; nothing for plain values, and lists of these."""
+    """Yield (path step, item) for each item of a container; nothing for plain values and lists of plain values."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -67,9 +67,9 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaf_of(value: Any) -> ArrayLeaf | None:
-    """The array that `value` is."""
+    """Return `value` as an array leaf; None if it is not an array."""
     if isinstance(value, str | bytes | int | float | dict | list | tuple):
-        return None  # without walking all that is in them
+        return None  # never an array: do not walk a whole container to find out
     try:
         _, leaves = flatten(value)
     except EncodeError:

@@ -1,7 +1,8 @@
-"""Optional methods of datasets: a method is called only where its signature fits the protocol that names it.
+"""Detection of optional dataset methods by name and signature.
 
-The same name can stand for different protocols. ``state_dict`` of the StreamingDatasets of mosaicml-streaming and
-litdata, for one, takes how many samples their own loaders have delivered.
+The name alone is not enough, because libraries use the same name for different protocols: ``state_dict`` of the
+StreamingDatasets of mosaicml-streaming and litdata, for example, requires the number of samples that their own loaders
+have delivered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Classes that frames name: of namedtuples and dataclasses.
+"""Safe reconstruction of the namedtuples and dataclasses in received frames.
 
-A reader that has the class at hand makes an instance of it, and never imports it, calls it, or runs any other code of
-it: whoever writes frames must not be able to choose what runs here. So classes are looked at through dicts, and
-instances are made without their constructors.
+If a class that a frame names is already imported in this process, the decoder creates an instance of it. It never
+imports a module, calls the class or runs any other code of it: the sender of a frame must not be able to choose code
+that runs in the receiver. Classes are therefore inspected through their ``__dict__``, and instances are created
+without their constructors.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from teleloader_shared.text import short
 
 
 def is_dunder(name: str) -> bool:
-    """Return True if the name has a meaning for Python."""
+    """Return True for names that begin and end with two underscores, which Python reserves."""
     return name.startswith("__") and name.endswith("__")
 
 
 def is_name(name: object) -> bool:
-    """Return True if a class or field may have that name: an identifier without a meaning for Python."""
+    """Return True for a valid class or field name: an identifier that is not a keyword or reserved by Python."""
     return type(name) is str and name.isidentifier() and not iskeyword(name) and not is_dunder(name)
 
 
 def last_name(qualname: str) -> str:
-    """A class's own name."""
+    """Return the last component of a qualified name: the ``__name__`` of the class."""
     return qualname.rpartition(".")[2]
 
 
 _class_dict: Final = type.__dict__["__dict__"].__get__
-"""A class's own attributes, past whatever its metaclass makes of `__dict__`."""
+"""Reads the `__dict__` of a class without a metaclass being able to override the lookup."""
 
 
 def _find_class(module: str, qualname: str) -> type | None:
-    """The class of that name, if its module is loaded already, in plain steps through dicts."""
+    """Look up a class in the modules that are already imported, without running code of module or class."""
     holder = sys.modules.get(module)
-    # subclasses of ModuleType may load themselves at a touch
+    # subclasses of ModuleType may run code on attribute access (lazy loading)
     if type(holder) is not ModuleType:
         return None
     first, *rest = qualname.split(".")
@@ -54,17 +55,20 @@ def _find_class(module: str, qualname: str) -> type | None:
         if not issubclass(type(found), type):
             return None
         found = _class_dict(found).get(name)
-    # the metaclass of any other class may have code that runs when the class is looked at
+    # any other metaclass may run code on attribute access
     return found if type(found) in (type, ABCMeta) else None
 
 
 class RecordTypes:
-    """The classes of one batch. Each is looked for once, and there is a limit to what making them takes."""
+    """Cache of the namedtuple and dataclass types of one batch, with a limit on their number.
+
+    The limits bound the time that a peer can make the decoder spend.
+    """
 
     MOST: Final = 64
-    """Making a class takes up to 0.7 ms."""
+    """Creating a class takes up to 0.7 ms."""
     MOST_FIELDS: Final = 1024
-    """Each takes 0.1 ms more."""
+    """Each field adds 0.1 ms."""
     LIMIT: Final = f"than {MOST} classes of namedtuples and dataclasses, or than {MOST_FIELDS:,} fields of them"
 
     def __init__(self) -> None:
@@ -72,19 +76,19 @@ class RecordTypes:
         self._fields = 0
 
     def has_room_for(self, kind: object, fields: tuple[str, ...]) -> bool:
-        """Count a class; return False if the batch has too many of them."""
+        """Count a class and its fields; return False if the batch has too many of either."""
         if kind not in self._known:
             self._known[kind] = None
             self._fields += len(fields)
         return len(self._known) <= self.MOST and self._fields <= self.MOST_FIELDS
 
     def namedtuple(self, module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-        """Return the cached result of `namedtuple_type`."""
+        """Return the namedtuple type of that name and fields, from the cache or from `namedtuple_type`."""
         found: type[tuple[Any, ...]] = self._type(namedtuple_type, module, qualname, fields, hashed=hashed)
         return found
 
     def dataclass(self, module: str, qualname: str, fields: tuple[str, ...]) -> type:
-        """Return the cached result of `dataclass_type`."""
+        """Return the dataclass of that name and fields, from the cache or from `dataclass_type`."""
         found: type = self._type(dataclass_type, module, qualname, fields)
         return found
 
@@ -99,16 +103,16 @@ class RecordTypes:
 
 
 def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-    """The namedtuple type of that name and these fields: that of this process, else one made on the spot.
+    """Return the namedtuple type of that name and fields: the imported class if it matches, else a new one.
 
     Args:
-        module: Where the writer's class is.
-        qualname: What it is called there.
-        fields: Its fields.
-        hashed: Whether an instance will be a key, so that the class's own hash would run.
+        module: Module of the sender's class.
+        qualname: Qualified name of the sender's class.
+        fields: Names of its fields.
+        hashed: Whether instances become dict keys or set elements, so that a ``__hash__`` of the class would run.
 
     Raises:
-        ProtocolError: When nothing can be called so.
+        ProtocolError: If the names are not valid for a namedtuple.
     """
     found = _find_class(module, qualname)
     if found is not None and _is_namedtuple_type(found, fields, hashed=hashed):
@@ -118,7 +122,7 @@ def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hash
 
 @lru_cache(maxsize=256)
 def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -> bool:
-    """Return True if a tuple can become an instance without running code of the class, now or when it is hashed."""
+    """Return True if an instance can be created, and hashed if `hashed`, without running code of the class."""
     declared = getattr_static(found, "_fields", None)
     inherited = ("__hash__", "__eq__") if hashed else ()
     return (
@@ -133,9 +137,9 @@ def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -
 
 @lru_cache(maxsize=256)
 def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """A namedtuple type of that name, whose module is not the one that a frame names: pickle would import that."""
+    """Create a namedtuple type; its module is not the one that the frame names, which pickle would import."""
     try:
-        # rename=True made fields such as _0 in the first place; here it may change nothing
+        # accepts fields such as _0, which the sender's rename=True produced; changed names are rejected below
         made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
     except (TypeError, ValueError, SyntaxError) as error:
         raise ProtocolError(f"{short(name)} with fields {short(fields)} cannot be a namedtuple: {error}") from None
@@ -145,10 +149,10 @@ def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]
 
 
 def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    """The dataclass of that name and these fields: that of this process, else one made on the spot.
+    """Return the dataclass of that name and fields: the imported class if it matches, else a new one.
 
     Raises:
-        ProtocolError: When nothing can be called so.
+        ProtocolError: If the names are not valid for a dataclass.
     """
     found = _find_class(module, qualname)
     if found is not None and _is_dataclass_type(found, fields):
@@ -158,7 +162,7 @@ def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
 
 @lru_cache(maxsize=256)
 def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
-    """Return True if an instance can be made, and its fields set, without running code of the class."""
+    """Return True if an instance can be created, and its fields set, without running code of the class."""
     if type(getattr_static(found, "__dataclass_fields__", None)) is not dict or _has_finalizer(found):
         return False
     if tuple(field.name for field in dataclass_fields(found)) != fields:
@@ -167,20 +171,20 @@ def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
         return False
     try:
         instance(found, fields, [None] * len(fields))
-    except (TypeError, AttributeError):  # an abstract class, one with a base in C, slots that do not hold the fields
+    except (TypeError, AttributeError):  # an abstract class, a base class in C, or slots that lack a field
         return False
     return True
 
 
 def _can_be_set(found: type, field: str) -> bool:
-    """Return True if setting the attribute runs no code: the class lacks it, or it is a default value or a slot."""
+    """Return True if setting the attribute runs no code: it is undefined in the class, a default value or a slot."""
     attribute = getattr_static(found, field, None)
     return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
 
 
 @lru_cache(maxsize=256)
 def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
-    """A dataclass of that name, whose module is not the one that a frame names: pickle would import that."""
+    """Create a dataclass; its module is not the one that the frame names, which pickle would import."""
     try:
         made: type = make_dataclass(name, fields)
     except (TypeError, ValueError, SyntaxError) as error:
@@ -189,7 +193,7 @@ def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
 
 
 def instance(kind: type, fields: Iterable[str], values: Iterable[Any]) -> Any:
-    """An instance of a dataclass, frozen or not, without its constructor."""
+    """Create an instance of a dataclass, frozen or not, without calling its constructor."""
     made: Any = object.__new__(kind)
     for field, value in zip(fields, values, strict=True):
         object.__setattr__(made, field, value)

@@ -1,14 +1,14 @@
-"""Strings that must not be shown."""
+"""String type for tokens and passwords, hidden in tracebacks."""
 
 from __future__ import annotations
 
 
 class Secret(str):
-    """A string whose ``repr`` does not show it.
+    """String whose ``repr`` is ``Secret(...)``, so that tracebacks and debuggers do not show it.
 
     Error reporters, debuggers and ``pytest --showlocals`` print the ``repr`` of the local variables of every frame of a
-    traceback. ``str()`` and formatting return the text, because it has to be sent: a `Secret` is for variables and
-    containers, and never for a message.
+    traceback. ``str()`` and formatting still return the text, because it has to be sent: never format a `Secret` into
+    a message.
     """
 
     __slots__ = ()

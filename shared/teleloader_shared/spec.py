@@ -1,4 +1,4 @@
-"""`LoaderSpec`, the validated description of a loader, and the key that identifies it on the server."""
+"""Validated parameters of a loader (`LoaderSpec`), and the key that identifies the loader on the server."""
 
 from __future__ import annotations
 
@@ -23,68 +23,70 @@ MAX_EPOCH: Final = 2**62
 MAX_OWN_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_STATES: Final = 768 * 1024
-"""Characters of the states of all shards together, each of which may have an equal part: the body that registers a spec
-holds them (`max_spec_bytes`, 1 MiB by default)."""
+"""Limit of the states of all shards together, in characters, divided equally among the shards: they are part of the
+registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSpec:
-    """All that decides the batches of a loader, apart from the epoch (and from index lists that its client sends).
+    """Validated parameters of a loader: together with the epoch they determine its batches.
+
+    With ``order="client"`` the client also sends the sample indices of each batch.
 
     Raises:
-        InvalidSpec: At construction, naming the field, its value and what it may be.
+        InvalidSpec: At construction, if a field is invalid; the message has its name, value and valid values.
     """
 
     dataset: str
     """Name under which the server hosts the dataset."""
     fingerprint: str | None = None
-    """The dataset's fingerprint that the client insists on; None takes the one that is hosted."""
+    """Required fingerprint of the dataset; None accepts any."""
     batch_size: int | None = 1
-    """Samples in a batch of this rank; None for single samples that are not collated."""
+    """Samples per batch and rank; None for single samples without collation."""
     shuffle: bool = False
-    """Whether each epoch has an order of its own, drawn from (seed, epoch)."""
+    """True for a new random order in each epoch, derived from (seed, epoch)."""
     drop_last: bool = False
-    """Whether an incomplete last batch is left out."""
+    """True to omit an incomplete last batch."""
     order: Order = "plan"
-    """Who says what a batch holds: the plan, or the client, which sends an index list with each ask."""
+    """``plan``: the server computes the indices of each batch. ``client``: the client sends them with each request."""
     seed: int = 0
-    """In [0, 2**64). Decides the order and the randomness of augmentation."""
+    """In [0, 2**64). Determines the sample order and the random numbers in the dataset's code."""
     rank: int = 0
-    """Position of this consumer among `world_size` data-parallel ones."""
+    """Rank of this consumer in its data-parallel group."""
     world_size: int = 1
-    """How many data-parallel consumers share the epoch."""
+    """Number of data-parallel consumers that share the epoch."""
     tail: Tail = "pad"
-    """What happens when the dataset's length is no multiple of `world_size`.
+    """Distribution of the samples if the dataset's length is not a multiple of `world_size`.
 
-    ``pad`` repeats samples from the head of the order (as torch's DistributedSampler), ``drop`` leaves the rest
-    out (as it does with drop_last=True), ``uneven`` gives some ranks one sample more than others.
+    ``pad`` repeats samples from the start of the order (like torch's DistributedSampler), ``drop`` omits the remainder
+    (like DistributedSampler with drop_last=True), ``uneven`` assigns one sample more to some ranks.
     """
     checksum: bool = True
-    """Whether each frame carries a checksum of its content."""
+    """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
-    """How the workers compress arrays before they travel."""
+    """Compression of arrays by the workers; None for none."""
     collate: str | None = None
-    """Which of the dataset's collate functions makes the batches; None is its usual one."""
+    """Name of one of the dataset's collate functions; None for its default."""
     worker_init: str | None = None
-    """Which of the dataset's worker-init functions is called in workers of its own; None is its usual one."""
+    """Name of one of the dataset's worker-init functions, for a private pool of workers; None for its default."""
     session: str | None = None
-    """Names the one iteration that these batches are for; None when all who ask for the same may share them.
+    """Unique ID of the one iteration that may read the batches; None if consumers with equal specs share them.
 
-    What is not a function of the spec needs one: a client's own order, and the position of an iterable-style dataset.
+    Required if the batches depend on more than the spec: with a client-side sampler, or an iterable-style dataset.
     """
     num_workers: int = 0
-    """Workers of its own that a session asks for; each iterates over a shard of an iterable-style dataset."""
+    """Size of the session's private worker pool; each worker iterates over one shard of an iterable-style dataset."""
     shard_states: Sequence[str | None] | None = None
-    """Where the shards of an iterable-style dataset begin in `resumed_epoch`: what frames said of them, or null."""
+    """States from which the shards of an iterable-style dataset resume in `resumed_epoch`, as received in frames."""
     resumed_epoch: int = 0
-    """The epoch that `shard_states` belong to."""
+    """Epoch that `shard_states` belong to."""
     in_process: bool = False
-    """Whether a session is loaded in the server's own process, for debugging; the server must allow it."""
+    """True to load the session in the server's own process, for debugging; the server must allow it."""
     delivered: str | None = dataclasses.field(default=None, compare=False)
-    """`delivered.pack` of what an earlier session of this spec delivered; the one field that is not part of the key."""
+    """`delivered.pack` of the progress in an earlier session of this spec; the only field not included in the key."""
 
     def __post_init__(self) -> None:
-        """Refuse what no loader can be."""
+        """Validate all fields."""
         if not isinstance(self.dataset, str) or not self.dataset:
             raise InvalidSpec(f"dataset must be the name of a hosted dataset, was {_shown(self.dataset)}")
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
@@ -122,18 +124,22 @@ class LoaderSpec:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that the spec takes, and what a server keeps with it."""
+        """Memory in bytes that the spec and the server's record of it take."""
         texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session, self.delivered)
         return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
 
     @property
     def shards(self) -> int:
-        """Into how many shards an iterable-style dataset is divided: without workers it is one pass."""
+        """Number of shards of an iterable-style dataset: one per worker, at least one."""
         return max(1, self.num_workers)
 
     @classmethod
     def from_json(cls, fields: object) -> LoaderSpec:
-        """The spec that a JSON object states; fields it leaves out have their defaults."""
+        """Create a spec from a JSON object; omitted fields have their defaults.
+
+        Raises:
+            InvalidSpec: If a field is unknown or invalid, or no dataset is named.
+        """
         if not isinstance(fields, Mapping):
             raise InvalidSpec(f"a loader spec must be a JSON object, was {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -145,34 +151,34 @@ class LoaderSpec:
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
-        """The spec as a JSON object with every field."""
+        """Return the spec as a JSON object with all fields."""
         return dataclasses.asdict(self)
 
     def canonical(self) -> bytes:
-        """The one byte string that states this spec: JSON with sorted names and no spaces, without `delivered`."""
+        """Return the canonical JSON encoding: sorted names, no whitespace, without `delivered`."""
         fields = self.to_json()
         del fields["delivered"]
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def key(self) -> str:
-        """The digest of `canonical`, 32 hexadecimal digits: equal specs have equal keys on every server."""
+        """Digest of `canonical` as 32 hexadecimal digits; equal specs have equal keys on every server."""
         return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
 
 
 _RECORD_BYTES: Final = 2048
-"""What a spec takes besides its strings."""
+"""Memory of a spec without its strings."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
 def _shown(value: object) -> str:
-    """A value in an error, whatever a client sent: a megabyte of it is cut, and so is what is nested deeply."""
+    """Format a received value for an error message, with limited length and nesting depth."""
     return _REPR.repr(value)
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
-    # bool is an int to Python, but a batch size of True is a mistake
+    # bool is a subclass of int, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {_shown(value)}")
 
@@ -183,7 +189,7 @@ def _name(field: str, value: object) -> None:
 
 
 def _states(value: object, count: int) -> tuple[str | None, ...]:
-    """As a tuple, because a spec can be a key."""
+    """Return validated shard states as a tuple, so that the spec is hashable."""
     if not isinstance(value, list | tuple) or len(value) != count:
         raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
     limit = MAX_STATES // count

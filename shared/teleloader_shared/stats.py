@@ -1,7 +1,7 @@
-"""Records of the response of ``/stats``. Times are in seconds, sizes in bytes, rates per second, shares in [0, 1].
+"""Records of the response to ``GET /stats``. Times are in seconds, sizes in bytes, fractions in [0, 1].
 
-What is called `recent` is taken over the last `WINDOW` seconds, or since its subject is known when that is shorter; all
-other counts are totals since the server's start.
+Values described as recent are averages over the last `WINDOW` seconds, or since the object was created if that is
+shorter; all other counts are totals since the server started.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Final, Literal
 WINDOW: Final = 10.0
 
 Bottleneck = Literal["loader", "training", "network", "balanced", "unknown"]
-"""What holds a consumer back.
+"""Bottleneck of a consumer.
 
-``loader``: batches are not ready when they are wanted. ``training``: they are, and wait for the training loop.
-``network``: they are ready, and do not arrive as fast as the loop takes them. ``balanced``: the loop hardly waits, and
-the workers hardly rest. ``unknown``: it asks for nothing now, or not for long enough.
+``loader``: batches are not ready when they are requested. ``training``: batches are ready and wait for the training
+loop. ``network``: batches are ready but arrive more slowly than the training loop consumes them. ``balanced``: the
+training loop rarely waits, and the workers are rarely idle. ``unknown``: the consumer sends no requests at present, or
+has not sent requests for long enough.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Durations: quantiles of all since the start of the server, each with an error of at most 5 %."""
+    """Distribution of durations since the server started; quantiles have an error of at most 5 %."""
 
     count: int
     mean: float
@@ -34,19 +35,19 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """Failures of one kind."""
+    """Number and latest occurrence of failed batches with the same exception type."""
 
     type: str
     """Qualified name of the exception."""
     count: int
     last: str
-    """The last one's message, its first 500 characters."""
+    """Message of the latest failure, its first 500 characters."""
     traceback: str
-    """The last one's traceback, its last 4,000 characters."""
+    """Traceback of the latest failure, its last 4,000 characters."""
     indices: list[int]
-    """What the last one's batch should have held, the first 20."""
+    """First 20 sample indices of the latest failed batch."""
     age: float
-    """Since the last one."""
+    """Time since the latest failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,78 +59,77 @@ class SlowBatch:
     loader: str
     seconds: float
     indices: list[int]
-    """The first 20 of what it holds."""
+    """First 20 sample indices of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """The server as a whole."""
+    """Statistics of the server process, its memory and its network traffic."""
 
     version: str
     host: str
-    """Name of its machine."""
+    """Host name of the server's machine."""
     pid: int
     uptime: float
-    """Since the server's start."""
     cpus: int
-    """Processors that the server may use."""
+    """Number of CPUs that the server may use."""
     cpu: float
-    """Recent processor use of server, template and workers together: 1.0 is one processor."""
+    """Recent CPU use of server, fork server and workers together: 1.0 is one CPU."""
     num_workers: int
-    """Workers that should run; 0 means that the server loads in its own process."""
+    """Configured number of workers; 0 if the server loads in its own process."""
     memory_budget: int
-    """What encoded batches may take together."""
+    """Limit of the memory for encoded batches."""
     memory_used: int
-    """What encoded batches take now, ready or being written; not those that were let go and are still being sent."""
+    """Memory of encoded batches, complete or being written; without evicted batches that are still being sent."""
     memory_mapped: int
-    """Shared memory that is mapped for large batches, used or free for reuse; small ones are not kept there."""
+    """Shared memory mapped for large batches, used or free for reuse; small batches are stored elsewhere."""
     memory_sending: int
-    """What answers take that are being sent."""
+    """Memory of the responses that are being sent."""
     pss: int
-    """Proportional set size of server, template and workers together: shared pages counted once."""
+    """Proportional set size of server, fork server and workers together: shared pages counted once."""
     event_loop_lag: float
-    """Recent mean time for which the event loop was late: from 0.01 on, requests wait for the server's own process."""
+    """Recent mean delay of the event loop's timers; above 0.01, the server process itself delays requests."""
     connections: int
     """Open connections."""
     worker_restarts: int
     """Workers that died and were replaced."""
     batches_per_second: float
-    """Recent; sent."""
+    """Recent rate of sent batches."""
     bytes_per_second: float
-    """Recent; sent."""
+    """Recent rate of sent bytes."""
     draining: bool
-    """Whether the server is stopping and takes no new loaders."""
+    """True if the server is stopping and accepts no new loaders."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One place in the pool, whichever process fills it."""
+    """Statistics of one worker ID, across the processes that have had it."""
 
     worker: int
-    """Number of the place, from 0; what user code sees as the worker's id."""
+    """Worker ID, from 0; user code sees it in ``get_worker_info()``."""
     pid: int | None
-    """The process, None while it is being replaced."""
+    """None while the process is being replaced."""
     loader: str | None
-    """Key of the loader whose own it is; None for those that all share."""
+    """Key of the loader that the worker is private to; None for workers of the shared pool."""
     state: Literal["starting", "idle", "busy"]
     current_task: str | None
-    """What it makes now, e.g. ``batch 12 of epoch 0 of train``."""
+    """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``."""
     current_task_seconds: float | None
-    """For how long."""
+    """Time since the current task started."""
     batches: int
-    """Batches that this place has finished."""
+    """Batches finished."""
     busy: float
-    """Time spent on finished batches."""
+    """Total time spent on finished batches."""
     busy_fraction: float
-    """Recent share of the time in which it was at work."""
+    """Recent fraction of the time in which the worker was busy."""
     restarts: int
-    """How often its process died, or was killed because it hung, and was replaced."""
+    """Replacements of processes that died, or were killed because they were unresponsive."""
     recycled: int
-    """How often its process was replaced because it had made many batches, or had much memory."""
+    """Planned replacements of processes that reached their limit of batches or memory."""
     last_exit: str | None
-    """Which process ended last, and why, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``."""
+    """Latest process exit and its cause, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``."""
     last_restart: float | None
-    """How long the last replacement took, from the death to readiness."""
+    """Duration of the latest replacement, from the exit of the old process until the new one was ready."""
     rss: int
     """Resident memory, shared pages included."""
     pss: int
@@ -138,33 +138,33 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """All loaders of one dataset."""
+    """Statistics of one dataset, over all of its loaders."""
 
     dataset: str
     kind: Literal["map", "iterable"]
     length: int | None
-    """Samples, where it is known."""
+    """Number of samples; None if the dataset has no ``__len__``."""
     batches_computed: int
     """Batches that workers finished, failures included."""
     batches_sent: int
-    """Batches that were sent to consumers; more than were computed when consumers share."""
+    """Batches sent to consumers; may exceed `batches_computed`, because consumers can share batches."""
     batches_failed: int
-    """Batches in whose place an exception was sent."""
+    """Batches for which an exception was sent."""
     batches_retried: int
-    """Times that a batch was begun again because its worker died."""
+    """Number of times that a batch was restarted because its worker died."""
     samples_computed: int
     samples_per_second: float
-    """Recent; computed."""
+    """Recent rate of computed samples."""
     stages: dict[str, Latency]
-    """Time per batch by stage of loading, in order.
+    """Time per batch by loading stage, in order of execution.
 
     ``fetch``: the dataset's ``__getitem__`` or ``__getitems__``. ``collate``: the collate function. ``encode``: layout,
     copy and checksum of the frame.
     """
     slowest: list[SlowBatch]
-    """The five that took longest to fetch, the slowest first."""
+    """The five batches with the longest fetch stage, slowest first."""
     errors: list[ErrorCount]
-    """By type, at most twenty, the latest first."""
+    """At most twenty exception types, latest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,61 +173,64 @@ class Diagnosis:
 
     bottleneck: Bottleneck
     workers: int | None
-    """How many workers in all would keep up with the training loop; None where it cannot be known."""
+    """Total number of workers that would keep up with the training loop; None if unknown."""
     advice: str
-    """One sentence."""
+    """Recommended change, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStats:
-    """One client's iterator: a training loop in a pass through an epoch."""
+    """Statistics of one consumer: a client's iterator over an epoch."""
 
     consumer: str
-    """What the client calls itself."""
+    """Name that the client sent."""
     token: str
-    """Name of the client's token, by which consumers of the same name are told apart; ``anyone`` without tokens."""
+    """Name of the client's token, to distinguish consumers of equal names; ``anyone`` without authentication."""
     dataset: str
     loader: str
-    """Key of its loader."""
+    """Key of the loader."""
     rank: int
     world_size: int
     epoch: int
     position: int
-    """The next batch that it has not been sent."""
+    """Number of the first batch that was not yet sent to the consumer."""
     batches: int | None
-    """Batches in its epoch; None where only its end tells."""
+    """Batches in the epoch; None if unknown before its end."""
     batches_sent: int
     bytes_sent: int
     batches_per_second: float
-    """Recent; sent."""
+    """Recent rate of sent batches."""
     bytes_per_second: float
-    """Recent; sent."""
+    """Recent rate of sent bytes."""
     waiting: float
-    """Time in which it had asked and the batch was not ready: the loader held the trainer back."""
+    """Total time in which a request was pending and its batch not ready."""
     starved_fraction: float
-    """Recent share of the time for which that was so; as the diagnosis, of its training loop in this pass and the
-    passes before, if they were short."""
+    """Recent fraction of the time in which a request was pending and its batch not ready.
+
+    This fraction, `sending_fraction` and the diagnosis continue over a training loop's earlier epochs if the epochs are
+    short.
+    """
     sending_fraction: float
-    """Recent share of the time in which an answer to it was being sent; likewise."""
+    """Recent fraction of the time in which a response was being sent."""
     data_wait_fraction: float | None
-    """Recent share of the time in which its training loop waited for data, as its client says; None if it does not."""
+    """Recent fraction of the time in which the training loop waited for data; None if the client does not report it."""
     reconnects: int | None
-    """Connections that broke, or were closed, and were made anew, as its client says; in all passes of its loader."""
+    """Connections that the client reopened, over all epochs of its loader; None if the client does not report it."""
     hedges: int | None
-    """Batches that its client asked another server for because this or another one was late; likewise."""
+    """Batches that the client also requested from a second server because the first one was slow; likewise."""
     idle: float
-    """Since it asked last."""
+    """Time since the latest request."""
     diagnosis: Diagnosis
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The whole answer."""
+    """Response to ``GET /stats``."""
 
     server: ServerStats
     datasets: list[DatasetStats]
     workers: list[WorkerStats]
     consumers: list[ConsumerStats]
-    """Those who asked last come first; see `consumers_total`. Of a training loop's passes there is the last one."""
+    """Ordered by latest request, latest first; a training loop is listed with its current epoch only."""
     consumers_total: int
-    """How many there are: the answer lists the first `limit` of them after `offset`."""
+    """Number of consumers in total; the response lists the `limit` first ones after `offset`."""

@@ -1,4 +1,4 @@
-"""Texts of others, made harmless to show: a terminal obeys some characters, and a log has one line for an entry."""
+"""Sanitization of received text for terminals and logs: removes control characters and, for logs, line breaks."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import reprlib
 from typing import Any, Final
 
 MAX_SHOWN: Final = 4096
-"""Characters of a sentence of others that are shown."""
+"""Maximum length of received text in a message, in characters."""
 _MAX_EXCERPT: Final = 200
-"""Bytes of an unexpected body that are shown."""
+"""Maximum length of the excerpt of an unexpected body, in bytes."""
 
 
 def harmless(text: str) -> str:
-    """The text without the characters that a terminal obeys; lines stay lines."""
+    """Replace control characters, which a terminal would interpret; keep line breaks."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
 
 
 def sentence(text: str) -> str:
-    """A harmless part of the text, in one line."""
+    """Return the sanitized beginning of a text in one line, for log entries and error messages."""
     return harmless(text[:MAX_SHOWN]).replace("\n", " ")
 
 
 def excerpt(body: bytes | bytearray) -> str:
-    """The beginning of a received body as harmless text in one line."""
+    """Return the beginning of a received HTTP body as sanitized text in one line."""
     return sentence(body[:_MAX_EXCERPT].decode(errors="replace"))
 
 
 class _Short(reprlib.Repr):
-    """Bounded descriptions, which cost no more time or memory however large the value is.
+    """Length-limited ``repr`` whose time and memory do not depend on the size of the value.
 
-    `reprlib` itself formats bytes and other objects as a whole before it shortens them: a gigabyte of bytes would take
-    four gigabytes.
+    `reprlib` formats bytes and other objects completely before it shortens them: a gigabyte of bytes would take four
+    gigabytes of memory.
     """
 
     def repr_bytes(self, value: bytes, level: int) -> str:
@@ -43,4 +43,4 @@ class _Short(reprlib.Repr):
 
 
 short: Final = _Short().repr
-"""Returns a bounded description of a received value, for error messages."""
+"""Returns a length-limited ``repr`` of a received value, for error messages."""

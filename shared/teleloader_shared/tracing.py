@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 TRACE_HEADER: Final = "traceparent"
-"""Carries a trace from client to server, as W3C Trace Context says."""
+"""Propagates the trace context from client to server (W3C Trace Context)."""
 
 
 def is_on() -> bool:
-    """Return True if spans are exported."""
+    """Return True if the OpenTelemetry SDK is loaded in this process."""
     return "opentelemetry.sdk.trace" in sys.modules
 
 
 def tracer() -> Tracer:
-    """Return the tracer; call only if `is_on`."""
+    """Return teleloader's OpenTelemetry tracer; call only if `is_on()`."""
     from opentelemetry import trace
 
     return trace.get_tracer("teleloader", VERSION)

@@ -1,8 +1,7 @@
-"""A batch is a tree: containers and plain values, with arrays at its leaves.
+"""Conversion of a batch, as a tree of containers, plain values and arrays, to msgpack types and back.
 
-`flatten` takes a batch apart into a description made of msgpack's own types and the list of its arrays, in the order
-in which they stand in the tree; `unflatten` is its inverse. The description of each kind of node is in
-docs/protocol.md ("Tree encoding").
+`flatten` converts a batch into a tree of msgpack's own types and the list of its arrays, in tree order; `unflatten` is
+the inverse. docs/protocol.md ("Tree encoding") specifies the encoding of each node.
 """
 
 from __future__ import annotations
@@ -26,27 +25,30 @@ from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name,
 from teleloader_shared.text import short
 
 MAX_DEPTH: Final = 128
-"""How deep containers may be nested, on both sides."""
+"""Nesting depth of containers, checked by encoder and decoder."""
 MAX_DIMENSIONS: Final = 64
-"""How many dimensions an array may have: NumPy's limit."""
+"""NumPy's limit."""
 MAX_DIGITS: Final = 4300
-"""How many decimal digits a whole number may have: what Python reads by default."""
+"""Decimal digits of an integer: Python's default limit for parsing."""
 MAX_NODES: Final = 2**22
-"""How many nodes a tree may have: reading takes up to 2 microseconds for each, whatever it is."""
+"""Decoding takes up to 2 us per node."""
 MAX_SAME_HASH: Final = 256
-"""How many keys of a dict, or elements of a set, may have the same hash: each is compared with all of them."""
+"""Keys of a dict, or elements of a set, with equal hashes: inserting each compares it with all the others."""
 
 
 class Tensor(np.ndarray[Any, np.dtype[Any]]):
-    """A NumPy array that arrives as a torch tensor where the client has torch.
+    """NumPy array that clients with torch receive as a torch tensor.
 
-    `teleloader_server.default_collate` makes its columns so, because torch's own default_collate makes tensors; a
-    plain array that a user's collate function returns stays an array, as it does with torch.
+    `teleloader_server.default_collate` returns this type, because torch's default_collate returns tensors. A plain
+    array from a user's collate function stays an array, as it does with torch.
     """
 
 
 class Leaf(Protocol):
-    """An array that may not exist yet: its type and shape are known, and it can be written where it is wanted."""
+    """Interface of an array to encode: known type and shape, and a method that writes the elements into a buffer.
+
+    The elements may be computed only when they are written.
+    """
 
     @property
     def dtype_name(self) -> str:
@@ -61,11 +63,11 @@ class Leaf(Protocol):
         """``tensor``, ``ndarray``, or ``scalar`` for a NumPy scalar."""
 
     def write(self, out: NDArray[Any]) -> None:
-        """Write the elements to `out`, an array of `shape` and of the type that holds the bits of `dtype_name`."""
+        """Write the elements to `out`, an array of `shape` and of the NumPy type `dtypes.storage(dtype_name)`."""
 
 
 class ArrayLeaf(NamedTuple):
-    """A leaf that is an array already; `array` holds the bits (uint16 for bfloat16)."""
+    """Leaf of an existing array; `array` holds the raw bits (uint16 for bfloat16)."""
 
     dtype_name: str
     kind: str
@@ -77,46 +79,50 @@ class ArrayLeaf(NamedTuple):
         return self.array.shape
 
     def write(self, out: NDArray[Any]) -> None:
-        """Copy the array, whatever its strides and byte order."""
+        """Copy the array to `out`, whatever its strides and byte order."""
         out[...] = self.array
 
 
 MakeLeaf = Callable[[str, tuple[int, ...], str], Any]
-"""What a reader calls for each array: (dtype name, shape, kind) -> the leaf that the user sees."""
+"""Callback of the decoder for each array: (dtype name, shape, kind) -> array or tensor for the user."""
 
 
 def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
-    """The description of `batch` and its leaves; errors call it `name`.
+    """Convert a batch to a tree of msgpack types and the list of its arrays.
+
+    Args:
+        batch: Any value that a batch can hold.
+        name: Name of the batch in error messages.
 
     Raises:
-        EncodeError: When something in the batch cannot travel; the message has its path.
+        EncodeError: If the batch holds a value that cannot be encoded; the message has its path.
     """
     describer = _Describer()
     return describer.describe(batch, name, 0), describer.leaves
 
 
 def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
-    """The batch that `node` describes; `make_leaf` is called for its arrays in order.
+    """Reconstruct a batch from its tree of msgpack types; `make_leaf` is called for each array in order.
 
     Raises:
-        ProtocolError: When `node` is no description of a batch.
+        ProtocolError: If `node` is not a valid tree.
     """
     return _Builder(make_leaf, RecordTypes(), _Budget()).build(node, 0)
 
 
 class _Budget:
-    """The number of nodes that one tree may still have."""
+    """Number of nodes that a tree may still add."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
 
     def spend(self, count: int) -> bool:
-        """Count further nodes; returns False if there are too many."""
+        """Count further nodes; return False if the tree has too many."""
         self._left -= count
         return self._left >= 0
 
 
-# -- from a batch to its description
+# -- encoding
 
 _AS_THEY_ARE: Final = (bool, float, str, bytes)
 _DICTS: Final[dict[type, str]] = {
@@ -127,11 +133,11 @@ _DICTS: Final[dict[type, str]] = {
 }
 _KEYS: Final = (str, bytes, int, float, complex, np.generic, type(None))
 _BUILTINS: Final = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, deque)
-"""Types whose subclasses are more than they are, and are not known here."""
+"""Subclasses of these types are rejected: their additional state would be lost."""
 
 
 class _Describer:
-    """Walks one batch, collecting its leaves."""
+    """Encoder of one batch; collects its arrays."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
@@ -178,7 +184,7 @@ class _Describer:
         )
 
     def _count(self, items: Sized, path: str, nodes: int = 1) -> None:
-        """Count the nodes of a container."""
+        """Count the nodes of a container; raise EncodeError if the batch has too many."""
         if not self._budget.spend(nodes * len(items)):
             raise EncodeError(
                 f"{path[:80]} makes the batch hold more than {MAX_NODES:,} values besides the elements of arrays, "
@@ -231,7 +237,7 @@ def _describe_bound(value: Any, path: str) -> Any:
 def _digits(value: int, path: str) -> str:
     try:
         digits = str(value)
-    except ValueError:  # Python's own limit, which may be set lower than ours
+    except ValueError:  # Python's own limit on digits, which may be set lower than MAX_DIGITS
         digits = ""
     if not 0 < len(digits.removeprefix("-")) <= MAX_DIGITS:
         raise EncodeError(f"{path} is a whole number of more than {MAX_DIGITS:,} digits, which cannot travel")
@@ -252,7 +258,7 @@ def _is_namedtuple(value: Any) -> bool:
 
 
 def _check_key(key: Any, path: str) -> None:
-    """A reader hashes nothing of which the hash could be code of a class that the frame names."""
+    """Reject keys whose hash could run code of a user's class in the receiver."""
     if isinstance(key, tuple | frozenset):
         for item in key:
             _check_key(item, path)
@@ -271,10 +277,10 @@ def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
 
 
 def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
-    """Refuse attributes that would be lost silently; cached properties are computed again."""
+    """Reject attributes that would be lost silently; cached properties are exempt, since they can be recomputed."""
     for name in getattr(value, "__dict__", ()):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
-        # typing itself leaves __orig_class__ behind
+        # the typing module sets __orig_class__
         if name not in names and not computed and not is_dunder(name):
             raise EncodeError(
                 f"{path} is a {_type_name(value)} with an attribute {name!r} that is none of its fields, and only "
@@ -337,11 +343,11 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-# -- from a description to the batch
+# -- decoding
 
 
 class _Builder:
-    """Walks one description. `hashed`: what it builds is for the keys of a dict or the elements of a set."""
+    """Decoder of one tree; with `hashed=True`, of keys of a dict or elements of a set."""
 
     def __init__(self, make_leaf: MakeLeaf, types: RecordTypes, budget: _Budget, *, hashed: bool = False) -> None:
         self._make_leaf = make_leaf
@@ -407,7 +413,7 @@ class _Builder:
     def _key(self, node: Any, depth: int) -> Any:
         if type(node) is str:
             return node
-        # made when it is needed, not kept: a builder that refers to itself keeps the frame until the next collection
+        # created on demand, not kept: a reference cycle would keep the frame in memory until the next collection
         keys = self if self._hashed else _Builder(self._make_leaf, self._types, self._budget, hashed=True)
         key = keys.build(node, depth + 1)
         try:
@@ -418,7 +424,7 @@ class _Builder:
 
 
 def _check_hashes(keys: list[Any]) -> None:
-    """Keys that were chosen to have one hash would take time by the square of their number."""
+    """Reject keys with too many equal hashes, which would take quadratic time (hash flooding)."""
     if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
         raise ProtocolError(f"a dict or set in a frame's tree has more than {MAX_SAME_HASH} keys of the same hash")
 
@@ -432,7 +438,7 @@ _DICT_OF: Final[dict[str, Callable[[list[tuple[Any, Any]]], Any]]] = {
 
 
 def _build_leaf(content: Any, make_leaf: MakeLeaf) -> Any:
-    # a sequence pattern takes twice as long, for each array of each batch
+    # called for each array of each batch; a sequence pattern takes twice as long
     if type(content) is list and len(content) == 3:
         name, shape, kind = content
         if type(name) is str and type(shape) is list and _is_shape(shape) and kind in ("tensor", "ndarray", "scalar"):
@@ -441,9 +447,9 @@ def _build_leaf(content: Any, make_leaf: MakeLeaf) -> Any:
 
 
 def _is_shape(sizes: list[Any]) -> bool:
-    if len(sizes) > MAX_DIMENSIONS:  # before they are multiplied
+    if len(sizes) > MAX_DIMENSIONS:  # checked before the sizes are multiplied
         return False
-    for size in sizes:  # noqa: SIM110 - all() of a generator takes twice as long, for each array of each batch
+    for size in sizes:  # noqa: SIM110 - called for each array of each batch; all() of a generator takes twice as long
         if type(size) is not int or size < 0:
             return False
     return True

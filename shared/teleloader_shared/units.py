@@ -1,15 +1,21 @@
-"""Numbers as people read them."""
+"""Human-readable formats of counts, sizes, durations and percentages."""
 
 from __future__ import annotations
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """So many things: ``1 worker``, ``12,345 workers``; `many` is the plural where it is not `one` with an s."""
+    """Format a count with its noun: ``1 worker``, ``12,345 workers``.
+
+    Args:
+        count: The number.
+        one: Singular of the noun.
+        many: Plural of the noun, if it is not the singular with an s.
+    """
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in powers of 1024: ``512 B``, ``1.5 MiB``, ``120 GiB``."""
+    """Format a size in bytes with binary units: ``512 B``, ``1.5 MiB``, ``120 GiB``."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(nbytes) < 1023.5:
@@ -19,14 +25,14 @@ def size(nbytes: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits where there are decimals, all where there are none: ``0.0123``, ``1.5``, ``120``, ``12,345``."""
+    """Format a number with three significant digits below 100, else as an integer: ``0.0123``, ``1.5``, ``12,345``."""
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def seconds(value: float) -> str:
-    """A time: ``12 us``, ``3.4 ms``, ``1.2 s``, ``5 min 12 s``, ``3 h 7 min``, ``2 d 4 h``."""
+    """Format a duration: ``12 us``, ``3.4 ms``, ``1.2 s``, ``5 min 12 s``, ``3 h 7 min``, ``2 d 4 h``."""
     if value >= 59.95:
         return _long(round(value))
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -36,7 +42,7 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A part of a whole: ``7 %``, ``0.3 %``."""
+    """Format a fraction as a percentage: ``7 %``, ``0.3 %``."""
     return f"{100 * value:.1f} %" if 0 < value < 0.0095 else f"{100 * value:.0f} %"
 
 

@@ -1,8 +1,8 @@
-"""Text form of a user's state: what ``state_dict()`` of a dataset or sampler returned, as a frame in base64.
+"""Text encoding of the ``state_dict()`` of a user's dataset or sampler, as a frame in base64.
 
-JSON would change tuples, tensors, NumPy numbers and integer keys without an error, so states use the tree of batches
-(docs/protocol.md, "Tree encoding"), which keeps the types of all values or names the path of the value that it cannot
-keep. Clients keep the text without looking into it; a loader's own ``state_dict()`` stays JSON.
+JSON would silently change tuples, tensors, NumPy numbers and integer keys. States therefore use the tree encoding of
+batches (docs/protocol.md, "Tree encoding"), which preserves the types of all values or reports the path of a value
+that it cannot encode. For clients the text is opaque, so that a loader's own ``state_dict()`` is valid JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from teleloader_shared.memory import TorchMemory
 from teleloader_shared.spec import MAX_STATES
 
 _NO_BATCH: Final = Address("", 0, 0)
-"""States are frames of no batch."""
+"""Placeholder: the frame of a state does not belong to a batch."""
 _CANNOT_BE_KEPT: Final = (
     "the state of {} cannot be saved: {}. Return a smaller or plainer state_dict(), or remove the method: then a "
     "resumed loader iterates from the beginning"
@@ -28,15 +28,15 @@ _CANNOT_BE_KEPT: Final = (
 
 
 def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterable-style dataset") -> str:
-    """Encode a state.
+    """Encode a ``state_dict()`` as text.
 
-    A state that cannot be kept becomes a text that `unpack` refuses with the reason: the batches that it travels with
-    are valid, and the user learns the reason where the state is used.
+    If the state cannot be encoded, the text holds the error instead, and `unpack` raises it: the batches that the state
+    is sent with are still valid, and the user gets the error only if the state is used.
 
     Args:
         state: Any value that can be in a batch.
-        limit: Characters that the text may have; None for any number.
-        owner: The object whose state it is, for the error message.
+        limit: Maximum length of the text in characters; None for no limit.
+        owner: Description of the object that the state belongs to, for the error message.
     """
     try:
         text = _encode(state)
@@ -48,19 +48,19 @@ def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterabl
 
 
 def unpack(text: str) -> Any:
-    """Decode a state; its arrays and tensors are writable copies.
+    """Decode a ``state_dict()`` from the text of `pack`; arrays and tensors are writable copies.
 
     Raises:
-        StateMismatch: When the text is damaged, or the state could not be kept when it was saved.
+        StateMismatch: If the text is damaged, or holds an error because the state could not be encoded.
     """
     return _read(text, TorchMemory)
 
 
 def check(text: str) -> None:
-    """Raise what `unpack` would, without making arrays: a client may have no torch.
+    """Check that `unpack` can decode the text, without creating tensors: a client may not have torch.
 
     Raises:
-        StateMismatch: When the text is damaged, or the state could not be kept.
+        StateMismatch: If the text is damaged, or holds an error because the state could not be encoded.
     """
     _read(text, Bits)
 

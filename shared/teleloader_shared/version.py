@@ -1,4 +1,4 @@
-"""The version of this distribution."""
+"""Version of the installed teleloader distribution."""
 
 from __future__ import annotations
 

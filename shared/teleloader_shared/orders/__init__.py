@@ -1,4 +1,4 @@
-"""Samples of batch k of an epoch, as pure functions.
+"""Sample orders: pure functions that compute the dataset indices of any batch of an epoch.
 
-Start reading in `plan`; `permutation` is the shuffle that it evaluates, `seeding` derives all seeds.
+Start reading in `plan`; `permutation` implements its shuffle, `seeding` derives all seeds.
 """

@@ -1,16 +1,16 @@
-"""A shuffle that is evaluated only where it is asked.
+"""Random-access shuffle: a keyed pseudo-random permutation that is computed per position.
 
-`Permutation(N, key)` is one of the orders of `range(N)`, chosen by `key`. Asking for a batch of positions costs time in
-the batch and nothing in `N`: no list of `N` indices is ever made, so an epoch of 2**62 samples starts as fast as one
-of ten, and any worker on any machine can answer for any position on its own.
+`Permutation(N, key)` is one of the permutations of `range(N)`, selected by `key`. The time to evaluate it at a batch of
+positions depends on the size of the batch and not on `N`: no list of `N` indices is created, so an epoch of 2**62
+samples starts as fast as one of ten, and any worker on any machine can evaluate any position independently.
 
-How it is computed (all of it is part of the resumable state: a change here changes the order of runs under way):
+Algorithm (part of the resumable state: any change here changes the sample order of existing training runs):
 
     stream = SHAKE-128("teleloader permutation 1" | key, 16 bytes | N, 8 bytes), read as little-endian 64-bit words
 
-Up to `SORTED_UP_TO` positions, the first N words of the stream are sorted, and the order in which they come is the
-permutation (Black & Rogaway's prefix cipher). Above, it is a Feistel network on the pairs (high, low) with
-position = high * b + low, where b = 2**k, k = bit_length(N - 1) // 2, and a = ceil(N / b) is the number of highs:
+Up to `SORTED_UP_TO` positions, the permutation is the argsort of the first N words of the stream (Black & Rogaway's
+prefix cipher). Above, it is a Feistel network on the pairs (high, low) with position = high * b + low, where b = 2**k,
+k = bit_length(N - 1) // 2, and a = ceil(N / b) is the number of values of high:
 
     round 2i:      high = (high + scale(mix(low  * M[2i]   + A[2i]),   a)) mod a
     round 2i + 1:  low  = (low  + scale(mix(high * M[2i+1] + A[2i+1]), b)) mod b
@@ -20,28 +20,28 @@ position = high * b + low, where b = 2**k, k = bit_length(N - 1) // 2, and a = c
     scale(h, a) = ((h >> w) * a) >> (64 - w)            (top bits -> [0, a) without a division; w = bit_length(a))
     scale(h, b) = h >> (64 - k)                         (the same for a power of two)
 
-The network permutes a * b >= N numbers; a result >= N is put through it again until it is < N (cycle walking). Since
+The network permutes a * b >= N numbers; a result >= N is fed through it again until it is < N (cycle walking). Since
 a * b - N < b, that happens less than once in sqrt(N / 2) evaluations.
 
-Why a * b numbers and not the next power of two: there, almost half of the results may have to walk, and a batch waits
-for its longest walk. Measured for batches of 256 at N = 2**19 + 1: 9.1 passes through the network against 1.4, 178 us
-against 43. It also rids the network of a flaw: with XOR on two halves it can only give even permutations when N is a
-power of two >= 16, whereas turning an even number of lows round by one is an odd one.
+Why a * b numbers and not the next power of two: with the latter, almost half of the results may need cycle walking, and
+a batch takes as long as its longest walk. Measured for batches of 256 at N = 2**19 + 1: 9.1 passes through the network
+against 1.4, 178 us against 43. It also avoids a flaw: a Feistel network with XOR on two halves produces only even
+permutations when N is a power of two >= 16, whereas modular addition also produces odd ones.
 
-Why the small lengths are sorted: a network mixes few bits slowly. Even with ideal round functions, the distribution of
-8 rounds over the orders of 8 positions (computed exactly) is told from the uniform one after some 1,300 keys, and about
-28 rounds are needed to withstand 10**8. Sorting random words has no such limit, and up to this length building the
-table (8 KiB) costs about as much as one batch through the network.
+Why small lengths are sorted: a network mixes few bits slowly. Even with ideal round functions, the distribution of 8
+rounds over the permutations of 8 positions (computed exactly) is distinguishable from uniform after about 1,300 keys,
+and about 28 rounds would be needed to pass with 10**8 keys. Sorting random words has no such limit, and up to this
+length, building the table (8 KiB) costs about as much as evaluating the network for one batch.
 
-Why 8 rounds: the next number above the smallest that passes. For lengths from 257 to 10**5, with consecutive keys and
-with random ones, tests of fixed points, cycles, ascents, serial correlation (of neighbours, and of positions b apart),
-displacement, batch means, marginals and parity reject 2 and 4 rounds at every length (positions b apart stay
-correlated), and 6 rounds at 272 and 512, within 5,000 keys or fewer. They reject 8 rounds nowhere, with 60,000 keys at
-257 and 512, 30,000 at 1025 and 1056, and 150 at 10**5. `tests/shared/test_permutation.py` repeats them on a smaller
-scale, and shows that they can fail.
+Why 8 rounds: the next even number above the smallest that passes the tests. For lengths from 257 to 10**5, with
+consecutive and with random keys, tests of fixed points, cycles, ascents, serial correlation (of neighbours, and of
+positions b apart), displacement, batch means, marginals and parity reject 2 and 4 rounds at every length (positions b
+apart stay correlated), and 6 rounds at 272 and 512, within 5,000 keys or fewer. They reject 8 rounds nowhere, with
+60,000 keys at 257 and 512, 30,000 at 1025 and 1056, and 150 at 10**5. `tests/shared/test_permutation.py` repeats the
+tests on a smaller scale, and shows that they can fail.
 
-Limits: at most 2**128 of the N! orders can occur. The shuffle is meant to pass for random, not to keep a secret:
-nothing here is meant to withstand an adversary.
+Limits: at most 2**128 of the N! permutations can occur. The shuffle is statistically random, not cryptographically
+secure.
 
 Sources: Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), for all three methods: prefix cipher,
 cycle walking, Feistel on a * b; Luby & Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom
@@ -66,14 +66,14 @@ _MIX: Final = 0xBF58476D1CE4E5B9
 
 
 class Permutation:
-    """A pseudo-random order of `range(length)`, the same for the same `key` on every machine and for ever.
+    """Pseudo-random permutation of `range(length)`, reproducible from `key` on every machine and in every version.
 
     Args:
-        length: How many positions there are, 0 to 2**62.
-        key: Which order, 0 to 2**128 - 1. Keys need not look random: 0, 1, 2 ... give unrelated orders, and so does
-            the same key with another length.
+        length: Number of positions, 0 to 2**62.
+        key: Selects the permutation, 0 to 2**128 - 1. Consecutive keys yield unrelated permutations, and so does the
+            same key with another length.
 
-    An instance never changes after it was made: threads may share it.
+    Instances are immutable and can be shared between threads.
     """
 
     __slots__ = ("_key", "_length", "_order")
@@ -94,20 +94,20 @@ class Permutation:
 
     @property
     def key(self) -> int:
-        """Number that selects the order."""
+        """Key that selects the permutation."""
         return self._key
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the elements at these positions, in a new array of the same shape.
+        """Return the elements at `positions`, in a new int64 array of the same shape.
 
         Raises:
-            ValueError: A position is negative, or not below `length`.
-            TypeError: `positions` is not an int64 array. (Converting would round floats without a word.)
+            ValueError: If a position is negative, or not below `length`.
+            TypeError: If `positions` is not an int64 array: conversion would silently round floats.
         """
         if positions.dtype != np.int64:
             raise TypeError(f"positions must be an int64 array, was {positions.dtype}")
         flat = positions.reshape(-1)
-        # As unsigned numbers the negative ones are the largest of all, so that one pass looks for both mistakes.
+        # Viewed as unsigned, negative numbers are the largest, so that one comparison finds both errors.
         if flat.size and int(flat.view(np.uint64).max()) >= self._length:
             wrong = int(flat.min()) if flat.min() < 0 else int(flat.max())
             raise ValueError(f"positions must be in [0, {self._length}), one was {wrong}")
@@ -118,18 +118,18 @@ class Permutation:
 
 
 def _key_stream(length: int, key: int, words: int) -> NDArray[np.uint64]:
-    """The first random words that belong to this key and this length."""
+    """Return the first `words` pseudo-random 64-bit words for this key and length."""
     message = b"teleloader permutation 1" + key.to_bytes(16, "little") + length.to_bytes(8, "little")
     return np.frombuffer(hashlib.shake_128(message).digest(8 * words), dtype="<u8").astype(np.uint64)
 
 
 class _Sorted:
-    """The whole order in a table, for lengths that are too small to be mixed by a network."""
+    """Permutation stored as a table, for lengths too small for a Feistel network."""
 
     __slots__ = ("_table",)
 
     def __init__(self, length: int, key: int) -> None:
-        # Stable, so that even two equal words (one key in 2**45) would be put in the same order everywhere.
+        # Stable, so that the result is the same everywhere even if two words are equal (one key in 2**45).
         self._table = np.argsort(_key_stream(length, key, length), kind="stable").astype(np.int64)
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,11 +137,10 @@ class _Sorted:
 
 
 class _Feistel:
-    """The network of the module's docstring.
+    """Feistel network with cycle walking, specified in the module's docstring.
 
-    Its constants are kept as 0-d uint64 arrays: a ufunc takes them in half the time that it needs to convert a scalar
-    (0.4 against 0.7 us, on a path of seventy ufunc calls), and array arithmetic wraps silently where that of scalars
-    warns.
+    Constants are 0-d uint64 arrays: a ufunc call takes 0.4 us with them and 0.7 us with a scalar, which it has to
+    convert, and an evaluation makes seventy calls. Also, array arithmetic wraps silently, scalar arithmetic warns.
     """
 
     __slots__ = ("_high_count", "_high_drop", "_high_keep", "_length", "_low_bits", "_low_drop", "_low_mask", "_rounds")
@@ -162,15 +161,15 @@ class _Feistel:
 
     def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         values = self._permute(positions.view(np.uint64))
-        # It ends: each walk follows a cycle of the network that comes back to its start, which is < length.
+        # Terminates: each walk follows a cycle of the permutation that returns to its start, which is < length.
         while (walkers := (values >= self._length).nonzero()[0]).size:
             values[walkers] = self._permute(values[walkers])
         return values.view(np.int64)
 
     def _permute(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """One evaluation of the network on numbers below a * b."""
-        # A batch is small, so what this costs is the number of ufunc calls and not what they do: each works in place,
-        # on scratch that lives for this call only (threads share the instance).
+        """Evaluate the network once on numbers below a * b."""
+        # Batches are small, so the number of ufunc calls dominates the time. Each call works in place, on scratch
+        # arrays that are local to this call because threads share the instance.
         multiply, add, shift, minimum = np.multiply, np.add, np.right_shift, np.minimum
         high_count, high_drop, high_keep = self._high_count, self._high_drop, self._high_keep
         low_mask, low_drop = self._low_mask, self._low_drop
@@ -185,7 +184,7 @@ class _Feistel:
             multiply(hashed, high_count, hashed)
             shift(hashed, high_keep, hashed)
             add(high, hashed, high)
-            # high mod a, for high < 2a: where a is too much to take away, the difference wraps and is the larger.
+            # high mod a, for high < 2a: if high < a, the difference high - a wraps and is the larger of the two.
             np.subtract(high, high_count, hashed)
             minimum(high, hashed, out=high)
 
@@ -208,7 +207,7 @@ _MIX_SHIFT: Final = _constant(32)
 
 
 def _mix(hashed: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
-    """Let the upper half of each number decide over the lower, then both over the top bits; in place."""
+    """Mix the upper half of each number into the lower half, then both into the top bits; in place."""
     np.right_shift(hashed, _MIX_SHIFT, scratch)
     np.bitwise_xor(hashed, scratch, hashed)
     np.multiply(hashed, _MIX_FACTOR, hashed)

@@ -1,8 +1,9 @@
-"""Samples of batch k: a pure function of the loader, the dataset's length and the epoch.
+"""Dataset indices of each batch, as a pure function of the loader spec, the dataset's length and the epoch.
 
 Rank r of W owns the positions p = r (mod W) of the epoch's order, as in ``torch.utils.data.DistributedSampler``, and
 batch k of rank r is ``order[r + W * (k * B + j)]`` for j = 0..B-1. The batches k of all ranks together are therefore
-the block ``[k * B * W, (k + 1) * B * W)`` of the order: change W, keep B * W, and training goes on exactly.
+the block ``[k * B * W, (k + 1) * B * W)`` of the order. If W changes and B * W does not, a resumed training run sees
+the same global batches.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from teleloader_shared.orders.permutation import Permutation
 from teleloader_shared.orders.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
-# Evaluating the permutation at 256 positions takes 30 us and at 4096 three times as long, so small batches are
-# planned in blocks of about this many samples.
+# Evaluating the permutation takes 30 us for 256 positions and only three times as long for 4096, so the indices of
+# small batches are computed in blocks of about this many samples.
 _BLOCK_SAMPLES: Final = 4096
 
 
 class Plan:
-    """The batches of one loader in one epoch: ``len(plan)`` of them, ``plan[k]`` the indices of batch k.
+    """Sequence of the batches of a loader in one epoch; ``plan[k]`` is the array of dataset indices of batch k.
 
     Args:
-        spec: The loader.
+        spec: Parameters of the loader.
         length: Number of samples in the dataset, up to 2**62.
-        epoch: Which epoch, from 0.
+        epoch: Epoch number, from 0.
 
     Raises:
-        InvalidSpec: When the epoch or the length is not in its range.
+        InvalidSpec: If the epoch or the length is out of range.
     """
 
     def __init__(self, spec: LoaderSpec, length: int, epoch: int) -> None:
@@ -55,10 +56,10 @@ class Plan:
         return self._batches
 
     def __getitem__(self, k: int) -> NDArray[np.int64]:
-        """The dataset indices of batch k, int64 of shape (samples in the batch,).
+        """Return the dataset indices of batch k, int64 of shape (samples in the batch,).
 
         Raises:
-            BatchOutOfRange: When k is not in [0, len(plan)).
+            BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
         number, within = divmod(k, self._batches_per_block)
@@ -68,10 +69,10 @@ class Plan:
         return self._block[1][start : start + self._batch_size]
 
     def first(self, k: int, count: int) -> NDArray[np.int64]:
-        """The first `count` indices of batch k, in time that does not grow with the batch.
+        """Return the first `count` indices of batch k, in time independent of the batch size.
 
         Raises:
-            BatchOutOfRange: When k is not in [0, len(plan)).
+            BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
         start = k * self._batch_size
@@ -81,17 +82,17 @@ class Plan:
         return (self[k] for k in range(len(self)))
 
     def padding(self, k: int) -> int:
-        """Return the number of samples at the end of batch k that ``tail="pad"`` repeats."""
+        """Return the number of padding samples at the end of batch k, which ``tail="pad"`` repeats from the start."""
         self.check(k)
         own = -(-(self.length - self.spec.rank) // self.spec.world_size)
         end = min((k + 1) * self._batch_size, self.samples)
         return max(0, end - max(k * self._batch_size, own))
 
     def check(self, k: int) -> None:
-        """Refuse a k that is not a batch of the epoch.
+        """Check that batch k exists in the epoch.
 
         Raises:
-            BatchOutOfRange: When k is not in [0, len(plan)).
+            BatchOutOfRange: If k is not in [0, len(plan)).
         """
         if not 0 <= k < self._batches:
             raise BatchOutOfRange(
@@ -106,11 +107,11 @@ class Plan:
         return self._indices_at(number * size, (number + 1) * size)
 
     def _indices_at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The indices of the rank's samples [start, stop), as far as the epoch has them."""
+        """Return the dataset indices of the rank's samples [start, stop), truncated at the end of the epoch."""
         places = np.arange(start, min(stop, self.samples), dtype=np.int64)
         positions = (self.spec.rank + self.spec.world_size * places) % self.length
         indices = positions if self._order is None else self._order(positions)
-        indices.setflags(write=False)  # batches are views of it, and a caller must not change a later one
+        indices.setflags(write=False)  # batches are views of this array: a caller must not modify later batches
         return indices
 
 
@@ -134,9 +135,9 @@ class Coverage:
     visits: int
     """Samples in all audited batches."""
     missing: NDArray[np.int64]
-    """Indices that no batch held, ascending."""
+    """Dataset indices in no batch, ascending."""
     repeated: NDArray[np.int64]
-    """Indices that were held more than once, ascending."""
+    """Dataset indices that occurred more than once, ascending."""
 
     @property
     def exact(self) -> bool:
@@ -145,12 +146,12 @@ class Coverage:
 
 
 def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
-    """Count the visits of each sample over `batches`: the plans of all ranks, or what a client was really given.
+    """Count the visits of each sample over the index arrays of `batches`: planned ones of all ranks, or received ones.
 
-    Takes 8 bytes a sample of memory.
+    Takes 8 bytes of memory per sample of the dataset.
 
     Raises:
-        IndexError: When a batch holds an index outside [0, length).
+        IndexError: If a batch holds an index outside [0, length).
     """
     visits = np.zeros(length, dtype=np.int64)
     for indices in batches:

@@ -1,4 +1,4 @@
-"""Every seed is a hash of its coordinates, so that no two coordinates share one."""
+"""Derivation of random seeds by hashing, so that different (seed, epoch, ...) tuples get independent seeds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import struct
 
 
 def derive(purpose: str, *coordinates: int) -> int:
-    """A 64-bit seed for `coordinates` (each in [0, 2**64)), independent for each `purpose`.
+    """Derive a 64-bit seed from `coordinates` (each in [0, 2**64)), independent for each `purpose`.
 
-    A sum such as ``seed + epoch`` would make (seed 5, epoch 1) equal to (seed 6, epoch 0), as it is in
-    ``torch.utils.data.DistributedSampler``; a hash does not.
+    A sum such as ``seed + epoch``, as in ``torch.utils.data.DistributedSampler``, would give (seed 5, epoch 1) and
+    (seed 6, epoch 0) the same order; a hash does not.
     """
     packed = struct.pack(f"<{len(coordinates)}Q", *coordinates)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
@@ -18,5 +18,5 @@ def derive(purpose: str, *coordinates: int) -> int:
 
 
 def derive_seed(purpose: str, *coordinates: int) -> int:
-    """A seed in [0, 2**63) for random number generators, from `derive`: torch's are int64 as well."""
+    """Derive a seed in [0, 2**63) for random number generators; torch requires it to fit into int64."""
     return derive(purpose, *coordinates) >> 1
