@@ -11,7 +11,7 @@ from teleloader.cli.showing import Column, print_json, table, to_people
 from teleloader.dataset import RemoteDataset
 from teleloader.errors import exception_of
 from teleloader_shared.codec import End, Failure, Frame
-from teleloader_shared.outline import outline
+from teleloader_shared.summary import summarize
 from teleloader_shared.text import harmless
 from teleloader_shared.units import counted, size
 
@@ -39,7 +39,7 @@ def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
         return {**facts, "error": {name: getattr(frame.content, name) for name in Failure.__slots__}}
     if isinstance(frame.content, End):
         return {**facts, "end": {name: getattr(frame.content, name) for name in End.__slots__}}
-    return {**facts, "parts": [asdict(part) for part in outline(frame.content)]}
+    return {**facts, "parts": [asdict(part) for part in summarize(frame.content)]}
 
 
 def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
@@ -55,4 +55,4 @@ def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
         Column("shape", lambda part: "" if part.shape is None else str(part.shape), is_words=True),
         Column("values", lambda part: part.value, is_words=True),
     )
-    console.print(table(columns, outline(frame.content), console.width))
+    console.print(table(columns, summarize(frame.content), console.width))

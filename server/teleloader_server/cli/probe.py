@@ -36,9 +36,9 @@ from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, leave_signals_to_the_server
 from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
-from teleloader_shared.outline import Part, outline
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
+from teleloader_shared.summary import Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
@@ -243,7 +243,7 @@ class Probe:
             self._problem("warning", "the dataset yields no samples", "check that its files exist on this machine")
             return
         self.found.batch_size = self._batch_size
-        self.found.parts = outline(first.batches[0])
+        self.found.parts = summarize(first.batches[0])
         self.found.batch_bytes = first.nbytes // len(first.batches)
         self.found.samples_per_second = self._batch_size / sum(stage.p50 for stage in first.stages.values())
         if hosted.info.kind == "map":

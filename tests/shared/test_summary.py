@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_shared.outline import MAX_PARTS, Part, outline
+from teleloader_shared.summary import MAX_PARTS, Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 from tests.conftest import need
 
@@ -31,12 +31,12 @@ def test_an_array_has_type_shape_and_range() -> None:
         (array, "batch"), ({"a": array}, "batch['a']"), ([{"a": array}], "batch[0]['a']"), ((array,), "batch[0]"),
         (Point(array, None), "batch.x"), (Record(array, "n"), "batch.image"),
     ):  # fmt: skip
-        assert outline(batch)[0] == Part(path, "int16", (2, 3), "0 to 5")
+        assert summarize(batch)[0] == Part(path, "int16", (2, 3), "0 to 5")
 
 
 def test_a_plain_value_has_its_class_and_what_it_is() -> None:
     """So do lists of plain values; long ones are cut."""
-    parts = outline({"a": 5, "b": ["x", "y"], "c": None, "d": "z" * 500})
+    parts = summarize({"a": 5, "b": ["x", "y"], "c": None, "d": "z" * 500})
     assert [(part.path, part.type, part.shape, part.value[:6]) for part in parts] == [
         ("batch['a']", "int", None, "5"), ("batch['b']", "list", None, "['x', "),
         ("batch['c']", "NoneType", None, "None"), ("batch['d']", "str", None, "'zzzzz"),
@@ -47,7 +47,7 @@ def test_a_plain_value_has_its_class_and_what_it_is() -> None:
 def test_types_that_numpy_does_not_have_keep_their_names() -> None:
     """Their range is not that of their bits."""
     leaf = ArrayLeaf("bfloat16", "tensor", np.zeros(3, np.uint16))
-    assert outline([leaf]) == [Part("batch[0]", "bfloat16", (3,), "")]
+    assert summarize([leaf]) == [Part("batch[0]", "bfloat16", (3,), "")]
 
 
 def test_a_tensor_is_an_array() -> None:
@@ -55,15 +55,15 @@ def test_a_tensor_is_an_array() -> None:
     need("torch")
     import torch
 
-    assert outline(torch.ones(2, dtype=torch.bfloat16)) == [Part("batch", "bfloat16", (2,), "")]
+    assert summarize(torch.ones(2, dtype=torch.bfloat16)) == [Part("batch", "bfloat16", (2,), "")]
 
 
 @pytest.mark.parametrize("batch", [np.empty((0, 3)), np.array([1 + 2j])])
 def test_what_has_no_range_has_none(batch: Any) -> None:
     """Nothing, and complex numbers."""
-    assert outline(batch)[0].value == ""
+    assert summarize(batch)[0].value == ""
 
 
 def test_the_parts_of_a_very_long_batch_end_somewhere() -> None:
     """A batch of ragged lists may have one for each sample and more."""
-    assert len(outline([np.zeros(1)] * 10_000)) == MAX_PARTS
+    assert len(summarize([np.zeros(1)] * 10_000)) == MAX_PARTS

@@ -30,7 +30,7 @@ class Part:
     """Range of an array's elements, or the beginning of a plain value's repr."""
 
 
-def outline(batch: object) -> list[Part]:
+def summarize(batch: object) -> list[Part]:
     """Return summaries of the arrays and plain values in `batch`, up to the first `MAX_PARTS`."""
     parts: list[Part] = []
     for part in _parts(batch, "batch"):
