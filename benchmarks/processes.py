@@ -66,8 +66,8 @@ class LoaderServer:
         workers = {f"worker {worker['worker']}": worker["pid"] for worker in self.stats()["workers"] if worker["pid"]}
         children = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
         others = [pid for pid in children if pid not in workers.values()]
-        templates = {f"template{'' if number == 0 else f' {number}'}": pid for number, pid in enumerate(others)}
-        return {"server": self.process.pid, **templates, **workers}
+        forkservers = {f"forkserver{'' if number == 0 else f' {number}'}": pid for number, pid in enumerate(others)}
+        return {"server": self.process.pid, **forkservers, **workers}
 
     def await_ready(self) -> None:
         """Wait until the server can compute batches.

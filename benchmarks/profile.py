@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _profile(server: LoaderServer, options: argparse.Namespace, console: Console) -> None:
     pids = {"client": os.getpid(), **server.pids()}
-    pids = {name: pid for name, pid in pids.items() if not name.startswith("template")}  # these do nothing
+    pids = {name: pid for name, pid in pids.items() if not name.startswith("forkserver")}  # these do nothing
     seconds = options.seconds / 2
     with Teleloader(WORKLOADS[options.workload], server.url, options.num_workers).open() as batches:
         _take(batches, WARM_UP)

@@ -77,13 +77,13 @@ class Host:
         return f"http://127.0.0.1:{self._port}"
 
     def processes(self) -> list[psutil.Process]:
-        """The server, the template, the workers."""
+        """The server, the fork server and the workers."""
         with suppress(psutil.NoSuchProcess):
             server = psutil.Process(self.server.pid)
             return [server, *server.children(recursive=True)]
         return []
 
-    def template(self) -> psutil.Process | None:
+    def forkserver(self) -> psutil.Process | None:
         """The process that forks the workers, if there is one now."""
         with suppress(psutil.NoSuchProcess):
             return next(iter(psutil.Process(self.server.pid).children()), None)
@@ -91,9 +91,9 @@ class Host:
 
     def workers(self) -> list[psutil.Process]:
         """Those that there are now."""
-        template = self.template()
+        forkserver = self.forkserver()
         with suppress(psutil.NoSuchProcess):
-            return [] if template is None else template.children()
+            return [] if forkserver is None else forkserver.children()
         return []
 
     def end(self, how: signal.Signals) -> None:

@@ -45,9 +45,9 @@ def _kill_workers(host: Host, fault: Fault) -> bool:
     return _kill(host.workers())
 
 
-def _kill_template(host: Host, fault: Fault) -> bool:
-    template = host.template()
-    return template is not None and _kill([template])
+def _kill_forkserver(host: Host, fault: Fault) -> bool:
+    forkserver = host.forkserver()
+    return forkserver is not None and _kill([forkserver])
 
 
 def _kill(processes: list[psutil.Process]) -> bool:
@@ -183,7 +183,7 @@ _INJECTORS: Final[dict[Kind, Callable[[Host, Fault], bool]]] = {
     Kind.WORKER_KILL: _kill_worker,
     Kind.WORKER_STOP: _stop_worker,
     Kind.WORKERS_KILL: _kill_workers,
-    Kind.TEMPLATE_KILL: _kill_template,
+    Kind.FORKSERVER_KILL: _kill_forkserver,
     Kind.SERVER_KILL: _kill_server,
     Kind.SERVER_DRAIN: _drain_server,
     Kind.SERVER_STOP: _stop_server,

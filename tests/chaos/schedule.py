@@ -25,7 +25,7 @@ class Kind(StrEnum):
     WORKER_KILL = "worker killed"
     WORKER_STOP = "worker stopped"
     WORKERS_KILL = "all workers killed"
-    TEMPLATE_KILL = "template killed"
+    FORKSERVER_KILL = "fork server killed"
     SERVER_KILL = "server killed, restarted"
     SERVER_DRAIN = "server drained, restarted"
     SERVER_STOP = "server stopped"
@@ -43,7 +43,7 @@ class Kind(StrEnum):
 
 
 RETURN: Final = {
-    Kind.TEMPLATE_KILL: 2.0,
+    Kind.FORKSERVER_KILL: 2.0,
     Kind.SERVER_KILL: 3.0,
     Kind.SERVER_DRAIN: 3.0,
     Kind.SERVER_STOP: 1.0,

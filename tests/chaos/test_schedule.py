@@ -26,7 +26,7 @@ def test_seeds_differ() -> None:
 def test_a_known_schedule() -> None:
     """A seed that failed once means the same faults in later versions, or this test says that it does not."""
     assert [(fault.at, fault.kind, fault.target, fault.seconds) for fault in plan(1, 3)] == [
-        (0.128, Kind.TEMPLATE_KILL, 0, 0.0),
+        (0.128, Kind.FORKSERVER_KILL, 0, 0.0),
         (1.073, Kind.MEMORY, 1, 2.144),
         (1.553, Kind.STORM, 1, 0.223),
         (2.047, Kind.CONSUMER_KILL, 1, 0.0),

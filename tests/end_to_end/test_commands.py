@@ -140,7 +140,7 @@ def test_ctrl_c_ends_the_demo_and_its_server() -> None:
     while not _batches_sent(url):  # it trains
         pass
     family = psutil.Process(demo.pid).children(recursive=True)
-    assert len(family) == 4, "server, template, two workers"
+    assert len(family) == 4, "server, fork server, two workers"
     errors = _press_ctrl_c(demo)
     assert demo.returncode == 130
     assert "Traceback" not in errors

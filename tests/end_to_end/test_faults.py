@@ -152,7 +152,7 @@ def test_nothing_is_left_of_a_server(start_server: StartServer, how: signal.Sign
     batches = iter(DataLoader(RemoteDataset(server.url, "digits-train", reconnect_timeout=0), 32, output="numpy"))
     next(batches)
     family = psutil.Process(server.pid).children(recursive=True)
-    assert len(family) == 4, "the template and three workers"
+    assert len(family) == 4, "the fork server and three workers"
     code = server.end(how)
     assert code == (-signal.SIGKILL if how is signal.SIGKILL else 0), "".join(server.log)
     gone, alive = psutil.wait_procs(family, timeout=30)

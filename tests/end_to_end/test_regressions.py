@@ -178,7 +178,7 @@ def test_a_thread_of_the_dataset_does_not_keep_the_server(start_server: StartSer
     assert server.end(signal.SIGTERM) == 0
 
 
-def test_a_long_configuration_reaches_the_template(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_long_configuration_reaches_the_forkserver(start_server: StartServer, tmp_path: Path) -> None:
     """Longer than one read of its channel."""
     config = tmp_path / "loader.toml"
     names = json.dumps([f"file-{i:060}" for i in range(5000)])

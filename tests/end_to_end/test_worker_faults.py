@@ -338,26 +338,26 @@ def test_a_stop_from_outside_costs_no_batch() -> None:
 
 
 @pytest.mark.usefixtures("short_stops")
-def test_a_stopped_template_is_continued() -> None:
+def test_a_stopped_forkserver_is_continued() -> None:
     """Dead workers are replaced although the process that forks them was stopped; no other worker is lost."""
     with serve(Samples(lambda i: i, 500), num_workers=2) as url:
         batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
         seen = [next(batches).tolist() for _ in range(10)]
         (victim, survivor) = pids_of(url)
-        template = psutil.Process(victim).ppid()
-        os.kill(template, signal.SIGSTOP)
+        forkserver = psutil.Process(victim).ppid()
+        os.kill(forkserver, signal.SIGSTOP)
         os.kill(victim, signal.SIGKILL)
         seen += arrived(batches)
         assert seen == [[i] for i in range(500)]
         eventually(lambda: len(pids_of(url)) == 2)
         assert survivor in pids_of(url)
-        assert psutil.Process(survivor).ppid() == template
+        assert psutil.Process(survivor).ppid() == forkserver
 
 
 # -- deaths
 
 
-def test_the_death_of_the_template_costs_no_batch() -> None:
+def test_the_death_of_the_forkserver_costs_no_batch() -> None:
     """All workers end with it; another one forks new ones, and the epoch goes on."""
     with serve(Samples(lambda i: i, 500), num_workers=2) as url:
         batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))

@@ -31,7 +31,7 @@ def loaded(program: str) -> set[str]:
         ("import teleloader_shared", WEB + TORCH + SERVER),
         ("import teleloader_server.cli", TORCH),
     ],
-    ids=["server", "load", "loader without workers", "worker", "template", "client", "shared", "command"],
+    ids=["server", "load", "loader without workers", "worker", "forkserver", "client", "shared", "command"],
 )
 def test_an_import_loads_no_more_than_it_needs(program: str, unwanted: tuple[str, ...]) -> None:
     """In a fresh interpreter."""
