@@ -1,8 +1,8 @@
-"""The loader server of teleloader: hosts datasets, and workers that turn them into batches.
+"""Server of teleloader: hosts datasets, and computes their batches in worker processes.
 
     with serve(my_dataset, num_workers=2) as url: ...
 
-Importing this does not load the web server, because every worker would.
+Importing this package does not import the web server: every worker imports the package, and none needs the web server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of a server: datasets and limits, validated at construction."""
+"""Server configuration: datasets and limits, validated at construction."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
 class ConfigError(Exception):
-    """An invalid configuration; the message names the invalid part and the remedy."""
+    """Exception for an invalid server configuration; its message names the invalid entry and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetConfig:
-    """One hosted dataset.
+    """Configuration of one hosted dataset.
 
     Raises:
         ConfigError: At construction, naming the field and its value.
@@ -46,7 +46,7 @@ class DatasetConfig:
     factory: str
     """``module:name`` of a dataset, or of a class or function that returns one."""
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments for the factory."""
+    """Keyword arguments of the factory."""
     collate: str | None = None
     """``module:function`` that collates a list of samples to a batch; None is torch's default_collate."""
     worker_init: str | None = None
@@ -54,15 +54,15 @@ class DatasetConfig:
     functions: Sequence[str] = ()
     """Further ``module:function`` that clients may specify as ``collate_fn`` or ``worker_init_fn``."""
     version: str = ""
-    """Version of the data. Change it when the data change: clients then refuse to mix versions."""
+    """Version of the data. Change it whenever the data change: clients never mix batches of different versions."""
     seeding: Literal["batch", "sample"] = "batch"
-    """Seed random generators per batch or per sample; per sample, augmentation is independent of the batch size."""
+    """Granularity of seeding random generators. With ``sample``, augmentation is independent of the batch size."""
 
     indices: IndexKind = "integers"
     """Indices that client-side samplers may send: ``integers`` in [0, length), or ``any`` value.
 
-    With ``any``, strings, tuples, negative integers and all other values of a frame reach ``__getitem__``: the dataset
-    must validate them.
+    With ``any``, clients can pass strings, tuples, negative integers and any other serializable value to
+    ``__getitem__``: the dataset must validate them.
     """
 
     def __post_init__(self) -> None:
@@ -97,22 +97,24 @@ class DatasetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of a worker pool."""
+    """Resource limits of a worker pool."""
 
     num_workers: int = 2
     """Worker processes; 0 loads in the server's own process, for debugging."""
     memory_budget: int = MAX_DEFAULT_MEMORY_BUDGET
-    """Memory for computed batches in bytes; prefetching stops when it is full."""
+    """Memory for computed batches, in bytes; prefetching pauses while it is full."""
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
-    """Maximum bytes of a batch."""
+    """Maximum size of an encoded batch, in bytes."""
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT
-    """Seconds per batch, and for the start of a worker; then the worker is killed. 0 disables the limit."""
+    """Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds it is killed; 0
+    disables the timeout.
+    """
     max_batches_per_worker: int = 0
-    """Batches after which a worker is replaced by a new process, for datasets that leak; 0 is never."""
+    """Number of batches after which a worker process is replaced, for datasets that leak memory; 0 disables this."""
     max_worker_memory: int = 0
-    """Bytes of resident memory at which a worker is replaced by a new process; 0 is never."""
+    """Resident memory in bytes at which a worker process is replaced; 0 disables this."""
     debug: bool = False
-    """Allow clients to load batches in the server's own process, where they block everything else."""
+    """Allow clients to load batches in the server process itself, where loading blocks all other requests."""
 
     def __post_init__(self) -> None:
         """Validate the fields."""
@@ -137,66 +139,66 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClientLimits:
-    """Limits for clients: the ``[limits]`` table of the configuration; docs/limits.md describes the responses.
+    """Resource limits for clients: the ``[limits]`` table of the configuration file, documented in docs/limits.md.
 
-    A principal is all clients with the same token; without tokens all clients together are one.
+    All clients with the same token form one principal. On a server without tokens, all clients form one principal.
 
     Raises:
         ConfigError: At construction, naming the field and its value.
     """
 
     max_connections: int = 10_000
-    """Open connections; fewer if the limit of open files requires it."""
+    """Maximum open connections, reduced if the limit of open files (``RLIMIT_NOFILE``) requires it."""
     max_connections_per_address: int = 4096
-    """Open connections from one IP address."""
+    """Maximum open connections from one IP address."""
     max_header_bytes: int = 64 * 2**10
-    """Bytes of a request line and its headers."""
+    """Maximum size of a request line with its headers, in bytes."""
     max_headers: int = 128
-    """Header fields of a request."""
+    """Maximum number of header fields of a request."""
     max_unauthenticated_bytes: int = 128 * 2**20
-    """Memory of all unauthenticated connections; beyond it the oldest of them is closed."""
+    """Maximum memory of all unauthenticated connections together, in bytes; beyond it the oldest of them is closed."""
     header_timeout: float = 10.0
-    """Time to receive a request line and its headers (seconds)."""
+    """Timeout in seconds for receiving a request line and its headers."""
     max_body_bytes: int = 64 * 2**20
-    """Bytes of a body; the index list of a batch of 2**20 samples takes 9 MB."""
+    """Maximum size of a request body, in bytes; the index list of a batch of 2**20 samples takes 9 MB."""
     max_spec_bytes: int = 2**20
-    """Bytes of a loader registration; states of shards take up to 768 KiB of it."""
+    """Maximum size of the body that registers a loader, in bytes; shard states take up to 768 KiB of it."""
     max_total_spec_bytes: int = 64 * 2**20
-    """Memory of all registered loaders."""
+    """Maximum memory of the specs of all registered loaders, in bytes."""
     max_buffered_request_bytes: int = 256 * 2**20
-    """Bytes of all request bodies in memory."""
+    """Maximum memory of all request bodies together, in bytes."""
     min_body_rate: float = 10 * 2**10
-    """Minimum receive rate of a body or of an unfinished WebSocket message, bytes/s."""
+    """Minimum rate at which a body or a WebSocket message must arrive, in bytes/s."""
     body_timeout: float = 10.0
-    """Period over which this rate is measured (seconds)."""
+    """Interval in seconds over which `min_body_rate` is measured."""
     max_pipelined: int = 16
-    """Requests of one connection that are waiting or being processed."""
+    """Maximum number of requests of one connection that are queued or being processed."""
     max_requests_per_second: float = 5000.0
-    """Request rate of one principal."""
+    """Maximum request rate of one principal, in requests/s."""
     max_unauthenticated_requests_per_second: float = 100.0
-    """Rate of requests without a valid token from one IP address."""
+    """Maximum rate of requests without a valid token from one IP address, in requests/s."""
     max_batches_per_request: int = 4096
-    """Batches whose indices a request may list, or that it may have prefetched."""
+    """Maximum number of batches whose indices a request lists, or that it prefetches."""
     max_consumers: int = 4096
-    """Consumers of one principal that have an open request; idle ones beyond it are forgotten."""
+    """Maximum number of consumers of one principal with an open request; idle consumers beyond it are forgotten."""
     max_loaders: int = 4096
-    """Registered loaders of one principal; the least recently used ones are evicted."""
+    """Maximum number of registered loaders of one principal; the least recently used ones are evicted."""
     max_sessions: int = 256
-    """Sessions (loaders with private workers)."""
+    """Maximum number of sessions (loaders with private workers)."""
     max_sessions_per_principal: int = 128
-    """Sessions of one principal."""
+    """Maximum number of sessions of one principal."""
     max_session_workers: int = 1024
-    """Worker processes of all sessions."""
+    """Maximum number of worker processes of all sessions together."""
     max_session_workers_per_principal: int = 512
-    """Worker processes of one principal's sessions."""
+    """Maximum number of worker processes of one principal's sessions."""
     send_timeout: float = 60.0
-    """Time in which a client must read at least some bytes of its response (seconds)."""
+    """Time in seconds within which a client must read at least one byte of its response."""
     pressure_send_timeout: float = 2.0
-    """The same, while the principal's unread responses exceed its memory share (seconds)."""
+    """Value of `send_timeout` while the principal's unread responses exceed its memory share, in seconds."""
     pressure_min_send_rate: float = 64 * 2**10
-    """Minimum read rate of the client in that state, bytes/s."""
+    """Minimum rate at which a client must read while `pressure_send_timeout` applies, in bytes/s."""
     lingering_time: float = 2.0
-    """Time to keep a connection open after a request was rejected, so that the client can read the reason (seconds)."""
+    """Time in seconds for which a connection stays open after an error response, so that the client can read it."""
 
     def __post_init__(self) -> None:
         """Validate the fields."""
@@ -212,7 +214,7 @@ class ClientLimits:
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
-        """Return the limits of a table, whose sizes may be strings such as ``64MiB``; missing ones have their defaults.
+        """Parse a ``[limits]`` table, whose sizes may be strings such as ``64MiB``; missing limits get their defaults.
 
         Raises:
             ConfigError: An entry is unknown or a value invalid.
@@ -223,7 +225,7 @@ class ClientLimits:
         return cls(**{**table, **{name: _number(name, text) for name, text in texts.items()}})
 
     def stated(self) -> str:
-        """Return all limits as ``name=value``, separated by commas."""
+        """Format all limits as ``name=value``, separated by commas."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name):g}"
             if field.type == "float"
@@ -236,12 +238,12 @@ DEFAULT_LIMITS: Final = ClientLimits()
 
 
 def default_num_workers() -> int:
-    """Return the number of CPUs that this process may use."""
+    """Return the number of CPUs in the affinity mask of this process."""
     return len(os.sched_getaffinity(0))
 
 
 def default_memory_budget() -> int:
-    """Return 2 GiB in bytes, or a quarter of the memory of this machine or container if that is less."""
+    """Return the default memory budget in bytes: 2 GiB, or a quarter of the machine's or container's memory if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -250,7 +252,7 @@ def default_memory_budget() -> int:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetConfig]]:
-    """Return the ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
+    """Read the ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is unknown or invalid.
@@ -276,7 +278,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of ``"512MiB"``, ``"2GiB"`` or a plain number; K, M, G and T are powers of 1024.
+    """Parse a size such as ``"512MiB"``, ``"2GiB"`` or ``"4096"`` to bytes; K, M, G and T are powers of 1024.
 
     Raises:
         ConfigError: The text is not a size.
@@ -288,7 +290,7 @@ def parse_size(text: str) -> int:
 
 
 def _number(name: str, text: str) -> float:
-    """Return the value of a limit, from a command line or a size."""
+    """Parse the value of a limit: a number, or a size such as 64MiB."""
     try:
         return parse_size(text)
     except ConfigError:
@@ -299,7 +301,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _meant(chosen: str, target: str) -> str:
-    """Return the correct form of a module without a name, or of a file path."""
+    """Return the corrected form of an invalid dataset argument: a module without a name, or a file path."""
     module, _, name = target.partition(":")
     dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"

@@ -1,4 +1,4 @@
-"""The server's log on stderr, as text or JSON lines."""
+"""Logging of the server to stderr, as text or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ def _about(record: logging.LogRecord) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """Text lines: time, level, message, and the additional fields in brackets."""
+    """Log formatter that writes text lines: time, level, message, and additional fields in brackets."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """Return the line without traceback."""
+        """Format a log record as one line of text, without its traceback."""
         about = " ".join(f"{name}={value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" [{about}]" if about else "")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (ISO 8601, UTC), level, logger, message, request ID, additional fields."""
+    """Log formatter that writes one JSON object per line.
+
+    Its fields are time (ISO 8601, UTC), level, logger, message, request ID and the additional fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Format a log record as one JSON object."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -53,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: Format) -> None:
-    """Write all log records of this process to stderr, including uvicorn's and Python warnings.
+    """Configure logging: write all log records of this process to stderr, including uvicorn's and Python warnings.
 
     Args:
         level: Minimum level, e.g. ``"info"``.
@@ -64,5 +67,5 @@ def configure(level: str, style: Format) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     if level != "debug":
-        # the server logs its own start and end
+        # the server logs its start and its shutdown itself
         logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

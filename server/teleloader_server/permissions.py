@@ -1,4 +1,4 @@
-"""Authorization: scopes, and the decision if they suffice; no files, sockets or clocks.
+"""Authorization: scopes of tokens and the permissions that they grant. Pure functions, without I/O or clocks.
 
 ::
 
@@ -6,7 +6,7 @@
     read         batches of all datasets
     read:NAME    batches of one dataset
     stats        /stats, /metrics and the dashboard
-    admin        all of these, and loading in the server's own process, which blocks other clients
+    admin        all of these, and loading in the server process itself, which blocks other clients
 """
 
 from __future__ import annotations
@@ -26,57 +26,59 @@ ANY: Final = "any"
 OPEN: Final = "open"
 """Requirement of an endpoint: no token, but the request must not come from a page of another site."""
 UNCHECKED: Final = "unchecked"
-"""Requirement of an endpoint: none, because it discloses and changes nothing (health checks, dashboard files)."""
+"""Requirement of an endpoint: none, because the endpoint discloses and changes nothing (health checks, dashboard)."""
 
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 
 class Principal(NamedTuple):
-    """The owner of a token: identity of a client, its scopes and its share of memory."""
+    """Authenticated identity of a client: name of its token, scopes, and share of the memory budget."""
 
     name: str
     """Name of the token."""
     scopes: frozenset[str]
     memory_share: float
-    """Fraction of the memory budget that all its consumers may fill together, in (0, 1]."""
+    """Fraction of the memory budget that all consumers of the principal may use together, in (0, 1]."""
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
-        """Return the principal itself if its scopes suffice: a principal is the `Caller` whose token never ends.
+        """Return this principal if its scopes permit an operation.
+
+        A principal thereby implements `Caller`, for operations without a request.
 
         Args:
-            need: A scope, or `ANY`.
-            dataset: The dataset to be used; None stands for an operation that uses none.
+            need: Required scope, or `ANY`.
+            dataset: Dataset that the operation uses; None if it uses none.
 
         Raises:
-            Forbidden: The scopes do not suffice.
+            Forbidden: The scopes do not permit the operation.
         """
         if allows(self.scopes, need, dataset):
             return self
         wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
         raise Forbidden(
-            f"insufficient scope: the token {self.name!r} has {said_scopes(self.scopes)}, and the request requires "
+            f"insufficient scope: the token {self.name!r} has {format_scopes(self.scopes)}, and the request requires "
             f"{wanted[:200]!r}. Ask the server's operator to add the scope"
         )
 
 
 class Caller(Protocol):
-    """The sender of a request.
+    """Interface of the client that sent a request, for authorization.
 
-    A caller is kept instead of its principal because a token can expire, be revoked or lose a scope while the request
-    waits: `authorize` looks it up each time.
+    Code that waits keeps the caller and not its principal: a token can expire, be revoked or lose a scope meanwhile,
+    and `authorize` looks it up again on each call.
     """
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
-        """Return the caller's principal if its token is valid now and its scopes suffice.
+        """Return the caller's principal if its token is currently valid and its scopes permit an operation.
 
         Args:
-            need: A scope, or `ANY`.
-            dataset: The dataset to be used; None stands for an operation that uses none.
+            need: Required scope, or `ANY`.
+            dataset: Dataset that the operation uses; None if it uses none.
 
         Raises:
             Unauthorized: The request has no token, or its token is not valid any more.
-            Forbidden: The scopes do not suffice.
+            Forbidden: The scopes do not permit the operation.
         """
 
 
@@ -88,7 +90,10 @@ ANYONE: Final = Principal("anyone", ALL_SCOPES, 1.0)
 
 
 def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
-    """Declare the requirement of an endpoint: a scope, `ANY`, `OPEN` or `UNCHECKED`; without one it is not served."""
+    """Declare the scope that an endpoint requires: a scope, `ANY`, `OPEN` or `UNCHECKED`.
+
+    An endpoint without this decorator is rejected at start-up.
+    """
 
     def declare(endpoint: _Endpoint) -> _Endpoint:
         endpoint.needs = scope  # type: ignore[attr-defined]
@@ -98,10 +103,10 @@ def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
 
 
 def need_of(endpoint: object) -> str:
-    """Return the declared requirement of an endpoint.
+    """Return the scope that an endpoint requires, as declared with `needs`.
 
     Raises:
-        LookupError: The endpoint declares none.
+        LookupError: The endpoint was not decorated with `needs`.
     """
     need = getattr(endpoint, "needs", None)
     if not isinstance(need, str):
@@ -110,12 +115,12 @@ def need_of(endpoint: object) -> str:
 
 
 def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> bool:
-    """Return True if the scopes meet a requirement.
+    """Return True if the scopes of a token permit an operation.
 
     Args:
         scopes: Scopes of a token.
-        need: Declared requirement of the endpoint.
-        dataset: The requested dataset; None is any.
+        need: Required scope, `ANY`, `OPEN` or `UNCHECKED`.
+        dataset: Requested dataset; None if at least one permitted dataset suffices.
     """
     if ADMIN in scopes or need in scopes or need in (ANY, OPEN, UNCHECKED):
         return True
@@ -124,6 +129,6 @@ def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> boo
     return any(s.startswith("read:") for s in scopes) if dataset is None else f"{READ}:{dataset}" in scopes
 
 
-def said_scopes(scopes: Sequence[str] | frozenset[str]) -> str:
-    """Return the scopes as a sorted list for messages."""
+def format_scopes(scopes: Sequence[str] | frozenset[str]) -> str:
+    """Format scopes for messages: sorted, separated by commas."""
     return ", ".join(sorted(scopes))

@@ -1,4 +1,4 @@
-"""HTTP error responses as application/problem+json (RFC 9457), with cause and remedy in one sentence."""
+"""Exceptions and headers of HTTP error responses (application/problem+json, RFC 9457)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class HttpProblem(Exception):
-    """A rejected request, for a reason specific to HTTP."""
+    """Exception that rejects a request for a reason specific to HTTP, such as a body that is too large."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -21,12 +21,12 @@ class HttpProblem(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
+        """Additional headers of the error response."""
         return headers_for(self.status)
 
 
 def headers_for(status: HTTPStatus | int) -> dict[str, str]:
-    """Return the additional headers of a response with this status."""
+    """Return the additional headers of an error response with this status: WWW-Authenticate, Retry-After or none."""
     if status == HTTPStatus.UNAUTHORIZED:
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": RETRY_AFTER} if status in RETRIED else {}

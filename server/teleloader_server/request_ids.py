@@ -1,4 +1,4 @@
-"""Request IDs: in the response, in its error body, and in log lines that the request causes."""
+"""Request IDs, which connect a response with the log lines of its request."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:  # workers import this module for their log, and must not impo
 
 HEADER: Final = b"x-request-id"
 _HARMLESS: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-"""IDs that are accepted from clients; they are written to logs and headers."""
+"""IDs accepted from clients: only characters that cannot forge log lines or headers."""
 _START: Final = secrets.token_hex(4)
-"""Prefix of the IDs of this process, which distinguishes them from those of other processes."""
+"""Random prefix of this process, which makes request IDs unique among processes."""
 _numbers: Final = itertools.count(1)
 _current: Final[ContextVar[str | None]] = ContextVar("request_id", default=None)
 
 
 def new_id() -> str:
-    """Return a new, unique ID."""
+    """Return a new, unique request ID."""
     return f"{_START}-{next(_numbers):x}"
 
 
 def current() -> str | None:
-    """Return the ID of the current request; None outside of requests."""
+    """Return the ID of the request that is being processed in this context; None outside of requests."""
     return _current.get()
 
 
 @contextmanager
 def on_behalf_of(request: str | None) -> Iterator[None]:
-    """Attribute work outside of requests to a request: in this context, its ID is the current one."""
+    """Set the current request ID within a ``with`` block, for background work that a request caused."""
     before = _current.set(request)
     try:
         yield
@@ -50,17 +50,17 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 class Identified:
-    """ASGI middleware that assigns request IDs: the client's ``X-Request-ID`` if it is valid, else a new one."""
+    """ASGI middleware that assigns a request ID: the client's ``X-Request-ID`` if it is valid, else a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application and add the ID to its response."""
+        """Run the application, and add the request ID to its response headers."""
         request = _id_of(scope["headers"])
         _current.set(request)  # each request is a task of its own
 
-        # not a coroutine: only the first of possibly many messages is changed
+        # a plain function and not a coroutine function, which would cost each of many messages a coroutine
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
                 message["headers"] = [*message["headers"], (HEADER, request.encode())]

@@ -1,4 +1,4 @@
-"""``serve(object)``: a local server for a dataset object of this process, for notebooks and tests."""
+"""The function ``serve``: a server in a thread of this process for a dataset object, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -51,35 +51,38 @@ def serve(
     insecure: bool = False,
     limits: ClientLimits = DEFAULT_LIMITS,
 ) -> Iterator[str]:
-    """Host a dataset object of this process; workers are forked, so lambdas and closures are allowed.
+    """Start a server in this process that hosts a dataset object.
 
-    A loader of this process has private workers, forked when an epoch starts, as in torch: they see the object as it is
-    then (with ``persistent_workers=True``, as it was in the first epoch). Loaders with a `seed` and those of other
-    processes share workers, which see the object as it was when the first of these loaders registered.
+    Workers are forked from this process, so the dataset may contain lambdas and closures.
+
+    A loader in this process has private workers, forked when an epoch starts, as in torch: they get the object's state
+    at that time (with ``persistent_workers=True``, its state in the first epoch). Loaders with a `seed` and loaders in
+    other processes share workers, which get the object's state at the registration of the first of these loaders.
 
         with serve(my_dataset, num_workers=2) as url:
             loader = DataLoader(RemoteDataset(url), batch_size=32)
 
     Args:
         dataset: A map-style or iterable-style dataset, a function or class that returns one, or a mapping from names
-            to these.
+            to datasets.
         name: Name of the dataset for clients; ignored for a mapping.
-        num_workers: Worker processes; 0 loads in a thread of this process, for debugging. The thread shares the global
-            random generators with a training loop in this process: pass the object to `DataLoader` instead.
-        collate_fn: Collates a list of samples to a batch, in the workers; None is torch's default_collate.
-        worker_init_fn: Called in each worker with its worker ID, before its first batch.
+        num_workers: Number of worker processes; 0 loads in a thread of this process, for debugging. The thread shares
+            the global random generators with a training loop in this process: pass the object to `DataLoader` instead.
+        collate_fn: Function that collates a list of samples to a batch, called in the workers; None is torch's
+            default_collate.
+        worker_init_fn: Function that each worker calls with its worker ID before its first batch.
         version: Version of the data; see `DatasetConfig.version`.
         seeding: See `DatasetConfig.seeding`.
-        memory_budget: Bytes of memory for computed batches; None is 2 GiB, or a quarter of the memory if that is less.
-        max_batch_bytes: Maximum bytes of a batch.
-        batch_timeout: Seconds per batch, and for the start of a worker; then the worker is killed and the batch fails.
-            0 disables the limit; with ``num_workers=0`` there is none.
+        memory_budget: Memory for computed batches, in bytes; None is 2 GiB, or a quarter of the memory if that is less.
+        max_batch_bytes: Maximum size of an encoded batch, in bytes.
+        batch_timeout: Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds it is
+            killed, and its batch fails. 0 disables the timeout; ``num_workers=0`` has none.
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
         token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such
             as ``secrets.token_urlsafe()``. None disables authentication, which requires a loopback address.
         insecure: Disable authentication on a non-loopback `host_address`.
-        limits: Limits for clients.
+        limits: Resource limits for clients.
 
     Yields:
         The server's URL.
@@ -88,7 +91,7 @@ def serve(
         ConfigError: The object is not a dataset, or `host_address` is non-loopback without `token` and `insecure`.
         OSError: The address is in use or not available.
     """
-    token = None if token is None else Secret(token)  # first: the frame of an error must not show it
+    token = None if token is None else Secret(token)  # first: tracebacks that show local variables must not show it
     of_workers = Limits(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
@@ -130,14 +133,14 @@ def _hosted(
 def _served(server: _LocalServer, objects: dict[str, Any]) -> Iterator[str]:
     url = server.start()
     local.begin_serving(url, server.thread)
-    # if the block is never left, the server stops at interpreter exit, while its thread can still be joined
+    # if the with block never ends, the server stops at interpreter exit, while its thread can still be joined
     ending = weakref.finalize(server, server.stop)
     try:
         yield url
     finally:
         local.end_serving(url)
         ending()
-        objects.clear()  # reference cycles of the server refer to it until the next garbage collection
+        objects.clear()  # reference cycles of the server would keep the datasets until the next garbage collection
 
 
 class _LocalServer:
@@ -167,7 +170,7 @@ class _LocalServer:
         self.thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
 
     def start(self) -> str:
-        """Start the server and wait until it listens; return its URL."""
+        """Start the server's thread, wait until the server listens, and return its URL."""
         self.thread.start()
         try:
             return self._started.result()
@@ -176,9 +179,9 @@ class _LocalServer:
             raise
 
     def stop(self) -> None:
-        """Stop the server and wait for its end."""
+        """Stop the server, and wait for its thread to exit."""
         if os.getpid() != self._pid:
-            return  # a forked copy: the server is the parent's
+            return  # this is a forked child, and the server belongs to its parent
         self._stop()
         self.thread.join()
 
@@ -186,7 +189,7 @@ class _LocalServer:
         try:
             import uvloop
 
-            import teleloader_server.web.app  # noqa: F401 - all that `_serve` needs is loaded here, or missed
+            import teleloader_server.web.app  # noqa: F401 - fails here if a package that `_serve` needs is missing
         except ModuleNotFoundError as error:
             self._started.set_exception(
                 ConfigError(f"serve() requires {error.name}, which is not installed: pip install 'teleloader[server]'")
@@ -202,11 +205,11 @@ class _LocalServer:
             loop.run_until_complete(_cancel_others())
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
-            # without asyncio.Runner, which starts a thread to shut down the executor: too late at interpreter exit
+            # not asyncio.Runner: it starts a thread to shut down the executor, which fails at interpreter exit
             loop.close()
 
     async def _serve(self) -> None:
-        # imported here, so that processes that only define datasets do not load fastapi
+        # imported here, so that a process that only defines datasets does not import fastapi
         from teleloader_server.auth.authenticator import Authenticator
         from teleloader_server.dispatch.service import LoaderService
         from teleloader_server.web.app import Server, bind, url_of

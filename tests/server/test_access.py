@@ -287,7 +287,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def look_twice(authenticator: Authenticator) -> None:
     """Let an authenticator look at its files as a server does every second, until a change that is over was applied."""
     for _ in range(2):
-        authenticator.look()
+        authenticator.reload_if_changed()
 
 
 def gate_of(tmp_path: Path, text: str) -> Authenticator:
@@ -354,9 +354,9 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest
         for part in ("", "# a long\n", LATER.partition("scopes")[0], "scopes" + LATER.partition("scopes")[2]):
             writing.write(part)
             writing.flush()
-            authenticator.look()
+            authenticator.reload_if_changed()
             assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
-    authenticator.look()
+    authenticator.reload_if_changed()
     assert RequestCaller(authenticator, scope("Bearer another-token-of-it")).admit("read").name == "later"
     assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -366,7 +366,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     file.write_text("# revoked: all")
-    authenticator.look()
+    authenticator.reload_if_changed()
     read = token_file.read_text
 
     def interrupted(path: Path) -> token_file.TokenText:
@@ -375,7 +375,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(token_file, "read_text", interrupted)
-    authenticator.look()
+    authenticator.reload_if_changed()
     assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     monkeypatch.setattr(token_file, "read_text", read)
     look_twice(authenticator)
@@ -460,12 +460,12 @@ def test_changed_and_expired_tokens_are_reported(tmp_path: Path, clock: list[flo
     authenticator.on_change = lambda: calls.append(clock[0])
     for _ in range(10):
         clock[0] += 2
-        authenticator.look()
+        authenticator.reload_if_changed()
     assert calls == [1_000_010.0]
     (tmp_path / "tokens.toml").write_text(LATER)
     for _ in range(3):
         clock[0] += 2
-        authenticator.look()
+        authenticator.reload_if_changed()
     assert calls == [1_000_010.0, 1_000_024.0]
 
 
@@ -590,7 +590,7 @@ def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: li
     clock[0] += 12 * 3600 - 1
     assert RequestCaller(authenticator, first).admit("stats").name == "trainer"
     clock[0] += 2
-    authenticator.look()
+    authenticator.reload_if_changed()
     with pytest.raises(Unauthorized):
         RequestCaller(authenticator, first).admit("stats")
     third = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))

@@ -356,7 +356,7 @@ async def test_principals_are_started_by_turns() -> None:
     turns, order = FairQueue(), []
 
     async def come(name: str) -> None:
-        await turns.come(name, 0.0)
+        await turns.wait_turn(name, 0.0)
         order.append(name)
 
     many = [asyncio.create_task(come("many")) for _ in range(20 * TOGETHER)]
@@ -376,7 +376,7 @@ async def test_principals_are_started_by_turns() -> None:
 async def test_who_waits_for_a_turn_may_leave() -> None:
     """The others go on."""
     turns = FairQueue()
-    tasks = [asyncio.create_task(turns.come("p", 0.0)) for _ in range(3 * TOGETHER)]
+    tasks = [asyncio.create_task(turns.wait_turn("p", 0.0)) for _ in range(3 * TOGETHER)]
     await asyncio.sleep(0)
     for task in tasks[TOGETHER::2]:
         task.cancel()

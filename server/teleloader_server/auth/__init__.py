@@ -1,5 +1,5 @@
-"""Authentication: from credentials to a principal, rate limits, and the server's certificate.
+"""Authentication of clients by token or session cookie, rate limits, and the server's TLS certificate.
 
-May import `dispatch` and what lies below it, and nothing of the web application. What a principal may do is decided in
-`permissions`. Start reading in `authenticator`.
+Imports `dispatch` and the layers below it, never the web application. Authorization is in `permissions`. Entry point:
+`authenticator`.
 """

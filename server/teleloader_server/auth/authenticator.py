@@ -1,7 +1,7 @@
-"""Authentication of requests by token or session cookie, and protection from pages of other sites.
+"""Authentication of requests by token or session cookie, and protection against cross-site requests.
 
-The principal of a token is looked up once and cached by its Authorization header, until the token expires or the token
-file changes, because a loader sends many requests.
+Because a loader sends many requests, the principal of a token is cached by Authorization header until the token expires
+or a token file changes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from teleloader_shared.errors import AccessDenied, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
 
 MAX_REMEMBERED: Final = 1024
-"""Cached Authorization headers; one token may have several spellings."""
+"""Maximum number of cached Authorization headers; differently written headers can contain the same token."""
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
-"""Maximum of browser sessions; one more ends the oldest session."""
+"""Maximum number of browser sessions; a further sign-in ends the oldest session."""
 MAX_SESSIONS_PER_TOKEN: Final = 128
-"""Maximum of browser sessions of one token; one more ends the oldest of them."""
+"""Maximum number of browser sessions of one token; a further sign-in ends the oldest of them."""
 LOG_EVERY: Final = 10.0
-"""Seconds between two log lines about rejected requests, because a client can send millions."""
+"""Minimum seconds between two log lines about rejected requests, because a client can send millions."""
 
 
 _NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
@@ -54,21 +54,21 @@ class _Known(NamedTuple):
 
 class _Session(NamedTuple):
     digest: bytes
-    """Digest of its token."""
+    """SHA-256 of the token with which the user signed in."""
     expires: float
 
 
 class Authenticator:
-    """Authenticator of a server's requests.
+    """Authentication of all requests to a server.
 
     Args:
-        sources: Token files; without tokens, authentication is disabled.
+        sources: Token files. Without `sources` and `fixed`, authentication is disabled.
         fixed: Tokens that do not come from a file.
         host: Name or IP address on which the server listens.
         allowed_hosts: Further host names of the server.
 
     Raises:
-        ConfigError: Two tokens or their names are equal.
+        ConfigError: Two tokens, or two token names, are equal.
     """
 
     def __init__(
@@ -86,27 +86,26 @@ class Authenticator:
         self._refused: Counter[str] = Counter()
         self._told = -LOG_EVERY
         self.on_change: Callable[[], object] = lambda: None
-        """Called after tokens were added, removed or changed, and after one has expired."""
+        """Callback, called after tokens were added, removed or changed, and after a token has expired."""
         self._tokens = self._all()
         self._next_expiry = self._expiry_after(time.time())
 
     @property
     def has_tokens(self) -> bool:
-        """True if clients must authenticate. Still true when all tokens were revoked: then no client can."""
+        """True if clients must authenticate, even if all tokens were revoked and no client can."""
         return bool(self._sources or self._fixed)
 
     @property
     def tokens(self) -> Tokens:
-        """Current tokens."""
+        """Tokens that are currently configured."""
         return self._tokens
 
-    def look(self) -> None:
-        """Replace the tokens if one of their files changed; the server calls this every second.
+    def reload_if_changed(self) -> None:
+        """Reload the token files that changed, and replace the tokens; the server calls this method every second.
 
-        All requests after this call see all of the new tokens and none of the old ones. Tokens of several files that
-        contradict each other change nothing.
+        The replacement is atomic. If the files contain duplicate tokens or names, the previous tokens stay valid.
         """
-        changed = bool([source for source in self._sources if source.look()])
+        changed = bool([source for source in self._sources if source.reload_if_changed()])
         if changed:
             try:
                 self._tokens = self._all()
@@ -120,21 +119,21 @@ class Authenticator:
             self.on_change()
 
     def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
-        """Return the principal whose token or session cookie came with a request.
+        """Return the principal of a request, identified by the token or session cookie in its headers.
 
         Args:
-            headers: The request's headers, as far as `RequestCaller` keeps them.
+            headers: Headers of the request that `RequestCaller` selected.
             scope: ASGI scope of the request.
 
         Raises:
-            Unauthorized: There is none, or it is not valid, or not any more.
+            Unauthorized: The request has no valid token or session cookie.
         """
         if not self.has_tokens:
             return ANYONE
         authorization = headers.get(b"authorization")
         if authorization is None:
             return self._of_session(scope, headers.get(b"cookie", b""))
-        # a lookup by keyed hash, whose time discloses nothing about the entries
+        # a dictionary lookup uses a keyed hash, so its duration discloses nothing about the entries
         known = self._known.get(authorization)
         if known is None:
             scheme, _, token = authorization.partition(b" ")
@@ -148,10 +147,10 @@ class Authenticator:
             raise _expired(known.principal)
         return known.principal
 
-    # -- browsers, which receive a session cookie instead of the token
+    # -- sessions of browsers, which store a cookie and not the token
 
     def sign_in(self, token: str, scope: Scope) -> tuple[Principal, str]:
-        """Open a session for a browser; return its principal and the Set-Cookie header.
+        """Open a browser session; return its principal and the value of the Set-Cookie header.
 
         Raises:
             Unauthorized: The token is not valid.
@@ -168,7 +167,7 @@ class Authenticator:
         return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
 
     def sign_out(self, scope: Scope) -> str:
-        """End the session of a request, if it has one; return the Set-Cookie header that removes its cookie."""
+        """End the browser session of a request, if any; return the Set-Cookie header that removes the cookie."""
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
         return self._cookie(scope, "", 0)
@@ -188,7 +187,7 @@ class Authenticator:
         return token.principal
 
     def _cookie_name(self, scope: Scope) -> str:
-        # browsers share cookies among all ports of a host, so the name contains the port
+        # browsers share cookies among all ports of a host, so the cookie's name contains the port
         server = scope.get("server") or ("", 0)
         name = f"teleloader-{server[1]}"
         return f"__Host-{name}" if scope["scheme"] == "https" else name
@@ -197,17 +196,17 @@ class Authenticator:
         secure = "; Secure" if scope["scheme"] == "https" else ""
         return f"{self._cookie_name(scope)}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{secure}"
 
-    # -- parts
+    # -- checks of single parts
 
     def check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Check that a request is meant for this server, and not caused by a page of another site.
+        """Reject a request with a foreign Host header or from a page of another site (DNS rebinding, CSRF).
 
         Args:
-            method: The request's method; GET for a WebSocket.
-            headers: The request's headers, as far as `RequestCaller` keeps them.
+            method: HTTP method of the request; GET for a WebSocket.
+            headers: Headers of the request that `RequestCaller` selected.
 
         Raises:
-            HttpProblem: With 421 or 403, if it is not.
+            HttpProblem: With status 421 for the Host header, 403 for a cross-site request.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
@@ -240,7 +239,7 @@ class Authenticator:
         return found
 
     def _expiry_after(self, now: float) -> float:
-        """Return the time at which the next token expires; infinity if none does."""
+        """Return the time (seconds since 1970) at which the next token expires; infinity if no token expires."""
         return min((entry.expires for entry in self._tokens.entries if entry.expires > now), default=math.inf)
 
     def _all(self) -> Tokens:
@@ -257,7 +256,7 @@ class Authenticator:
         return Tokens(tuple(entries))
 
     def note(self, error: Exception, scope: Scope) -> None:
-        """Count a rejected request for the log, which has at most one line per 10 s."""
+        """Count a rejected request, and log the counts at most every `LOG_EVERY` seconds."""
         self._refused[error.code if isinstance(error, HttpProblem) else type(error).__name__] += 1
         now = time.monotonic()
         if now - self._told >= LOG_EVERY:
@@ -269,7 +268,7 @@ class Authenticator:
 
 
 class RequestCaller:
-    """The `Caller` of one HTTP request or WebSocket.
+    """`Caller` of one HTTP request or WebSocket: authenticates and authorizes its client.
 
     Args:
         authenticator: The server's authenticator.
@@ -285,14 +284,14 @@ class RequestCaller:
 
     @property
     def principal(self) -> Principal | None:
-        """The principal now, `ANYONE` on a server without tokens; None if the request has no valid token."""
+        """Current principal of the client: `ANYONE` on a server without tokens, None without a valid token."""
         try:
             return self._authenticator.authenticate(self._headers, self._scope)
         except Unauthorized:
             return None
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
-        """See `Caller.authorize`."""
+        """Return the client's principal if its scopes permit an operation; see `Caller.authorize`."""
         try:
             return self._authenticator.authenticate(self._headers, self._scope).authorize(need, dataset)
         except AccessDenied as error:
@@ -300,18 +299,18 @@ class RequestCaller:
             raise
 
     def admit(self, need: str) -> Principal:
-        """Authorize a request for an endpoint; datasets are authorized when they are used.
+        """Authorize a request to an endpoint; the dataset is authorized separately, when it is used.
 
         Args:
             need: Declared requirement of the endpoint.
 
         Returns:
-            Its principal; `ANYONE` for an endpoint that is open to all.
+            The client's principal; `ANYONE` for an endpoint without a required token.
 
         Raises:
-            HttpProblem: The request is meant for another server, or a page of another site has caused it.
+            HttpProblem: The Host header is foreign, or a page of another site caused the request.
             Unauthorized: The request has no valid token.
-            Forbidden: The token's scopes do not suffice.
+            Forbidden: The token's scopes do not permit the request.
         """
         try:
             self._authenticator.check_site(self._scope.get("method", "GET"), self._headers)
@@ -330,6 +329,6 @@ def _digest_of(name: str) -> bytes:
 
 
 def _value(cookies: bytes, name: str) -> str:
-    # one search: splitting the header would block the event loop for too long
+    # a regular expression, because splitting a long header would block the event loop
     found = re.search(rb"(?:^|;)[ ]*%b=([^;]*)" % re.escape(name.encode()), cookies)
     return found[1].strip().decode("latin-1") if found else ""

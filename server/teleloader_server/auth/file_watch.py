@@ -1,4 +1,4 @@
-"""Changes of files that a server reads again while it runs."""
+"""Detection of changed files by polling, for token files and certificates that a running server reloads."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from pathlib import Path
 
 
 class FileWatch:
-    """Report files that changed and are complete.
+    """Detector of changed files that waits until they are completely written.
 
-    A file counts as complete when two looks in a row find it alike, so that a file that is being written is not read.
-    The caller looks at intervals, reads the files after `look` returned True, and discards what it read if
-    `has_changed` then returns True: a later look reports the files again.
+    Files count as completely written when two consecutive polls find them equal. The caller polls at intervals and
+    reads the files after `poll` returned True. If `has_changed` then returns True, the caller discards the content: a
+    later poll reports the files again.
 
     Args:
-        paths: The files; the caller reads them for the first time after this.
+        paths: Files to watch. The caller reads them for the first time after it created this object.
     """
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
         self._reported = self._seen = self._states()
 
-    def look(self) -> bool:
-        """Return True once for each change of the files, when they have not changed since the look before."""
+    def poll(self) -> bool:
+        """Return True, once per change, if the files changed and have been stable since the previous poll."""
         before, self._seen = self._seen, self._states()
         if self._seen != before or self._seen == self._reported:
             return False
@@ -29,7 +29,7 @@ class FileWatch:
         return True
 
     def has_changed(self) -> bool:
-        """Return True if the files changed since the last look."""
+        """Return True if the files changed since the last poll."""
         return self._states() != self._seen
 
     def _states(self) -> list[tuple[int, int, int] | None]:

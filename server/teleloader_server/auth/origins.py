@@ -1,4 +1,4 @@
-"""Checks of the listening address, the Host header, and the origin of browser requests."""
+"""Checks of the listening address, of the Host header, and of the origin of browser requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final
 from teleloader_server.config import ConfigError
 
 MAX_HOST: Final = 300
-"""Characters of a ``Host`` header: a DNS name has at most 253, and a port follows."""
+"""Maximum length of a Host header in characters: a DNS name has at most 253, and a port follows."""
 
 
 def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> None:
-    """Reject a non-loopback address without authentication.
+    """Raise an error if a server without authentication listens on a non-loopback address.
 
     Args:
-        address: The IP address that was bound.
+        address: IP address of the listening socket.
         has_tokens: True if clients must authenticate.
-        insecure: True if the user disabled authentication explicitly.
+        insecure: True if the operator disabled authentication explicitly.
 
     Raises:
         ConfigError: Clients on other machines could load data without a token.
@@ -34,24 +34,24 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if an IP address is reachable from this machine only."""
+    """Return True if an IP address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def known_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Return names in the form that `is_known_host` expects: lower case, without final dot."""
+    """Normalize host names for `is_known_host`: lower case, without final dot."""
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 
 def is_known_host(header: str, known: frozenset[str]) -> bool:
-    """Return True if a Host header names this server (protection from DNS rebinding).
+    """Return True if a Host header names this server (protection against DNS rebinding).
 
-    If evil.example resolves to this server's IP address, browsers send the header ``Host: evil.example`` with requests
-    of its pages. IP addresses are always accepted, because they are not resolved.
+    If evil.example resolves to this server's IP address, a browser sends the header ``Host: evil.example`` with the
+    requests of pages from there. IP addresses are always accepted, because they are not resolved.
 
     Args:
-        header: The header, with or without a port.
-        known: Names; ``*.example.com`` matches its subdomains, and ``*`` any name.
+        header: Value of the Host header, with or without a port.
+        known: Accepted names; ``*.example.com`` matches its subdomains, and ``*`` any name.
     """
     if len(header) > MAX_HOST:
         return False  # the lookup of parent domains below takes quadratic time
@@ -74,16 +74,16 @@ def _without_port(header: str) -> str:
 
 
 def is_of_another_site(method: str, host: str, origin: str | None, site: str | None, mode: str | None) -> bool:
-    """Return True if a page of another site caused a request, according to the headers that browsers add.
+    """Return True if the headers of a request show that a page of another site caused it (protection against CSRF).
 
     Navigation is allowed, because any page may link to this server.
 
     Args:
-        method: The request's method.
-        host: Its Host header, which proxies must not change.
-        origin: Its Origin header, or None.
-        site: Its Sec-Fetch-Site header, or None; browsers send it only over HTTPS and to their own machine.
-        mode: Its Sec-Fetch-Mode header, or None.
+        method: HTTP method of the request.
+        host: Host header, which proxies must not change.
+        origin: Origin header, or None.
+        site: Sec-Fetch-Site header, or None; browsers send it only over HTTPS and to localhost.
+        mode: Sec-Fetch-Mode header, or None.
     """
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
         return True

@@ -16,15 +16,15 @@ from teleloader_server.problems import HttpProblem
 from teleloader_shared.units import number
 
 TOGETHER: Final = 16
-"""Requests started per iteration of the event loop if there is one principal; with several, one of each."""
+"""Requests started per iteration of the event loop while one principal is active; with several, one per principal."""
 MAX_NETWORKS: Final = 4096
-"""Network addresses with a counter of their own; others share one, which bounds the memory."""
+"""Maximum number of networks with a counter of their own; further networks share one, which bounds the memory."""
 RECENT: Final = 1.0
-"""Seconds after its last request for which a principal counts as active."""
+"""Seconds for which a principal counts as active after its last request."""
 
 
 class RateLimiter:
-    """Delay of requests beyond their principal's rate, and round robin among principals.
+    """Rate limiter that delays requests beyond the rate of their principal, and schedules principals in round robin.
 
     Args:
         quotas: Quotas of all principals.
@@ -36,11 +36,13 @@ class RateLimiter:
         self._rate = rate
         self._turns = FairQueue()
 
-    async def come(self, scope: Scope, principal: Principal) -> None:
-        """Wait until a request may start, and store the principal's quota in its scope.
+    async def acquire(self, scope: Scope, principal: Principal) -> None:
+        """Wait until the rate limit admits a request of a principal.
+
+        Stores the principal's quota in the ASGI scope of the request.
 
         Raises:
-            HttpProblem: With 429, if the delay would exceed `PATIENCE`.
+            HttpProblem: With status 429, if the delay would exceed `PATIENCE`.
         """
         quota = self._quotas.of(principal)
         note(scope, quota)
@@ -50,11 +52,11 @@ class RateLimiter:
             f"{quota.name!r} exceeds {number(self._rate)} requests/s, its limit on this server "
             "(max_requests_per_second): send fewer requests",
         )
-        await self._turns.come(quota.name, now)
+        await self._turns.wait_turn(quota.name, now)
 
 
 class AddressLimit:
-    """Rate limit of requests without a valid token, by network address.
+    """Rate limiter for requests without a valid token, per IP address (IPv6: per /64 network).
 
     Args:
         rate: Maximum requests/s of each address.
@@ -63,18 +65,18 @@ class AddressLimit:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._due: dict[str, float] = {}
-        """Time of the next request of each network; see `delayed`."""
+        """Earliest time of the next request of each network; see `delayed`."""
         self._swept = 0.0
-        """The time at which networks without a recent request were removed."""
+        """Time of the last removal of networks without recent requests."""
 
-    async def come(self, address: str) -> None:
-        """Wait until a request may start.
+    async def acquire(self, address: str) -> None:
+        """Wait until the rate limit admits a request from an IP address.
 
         Args:
             address: IP address of the client.
 
         Raises:
-            HttpProblem: With 429, if the delay would exceed `PATIENCE`.
+            HttpProblem: With status 429, if the delay would exceed `PATIENCE`.
         """
         network = self._network(address)
         now = time.monotonic()
@@ -86,10 +88,10 @@ class AddressLimit:
         )
 
     def _network(self, address: str) -> str:
-        """Return the key of an address's counter: the address, the /64 network of IPv6, or the shared counter."""
+        """Return the key of an IP address in `_due`: the address, its /64 network (IPv6), or the shared key."""
         found = address.partition("%")[0]
         if ":" in found:
-            # an IPv6 host usually has a network of 2**64 addresses
+            # an IPv6 host usually owns a network of 2**64 addresses
             found = str(ipaddress.ip_network((found, 64), strict=False))
         now = time.monotonic()
         if len(self._due) >= MAX_NETWORKS and now - self._swept > RECENT:
@@ -99,10 +101,10 @@ class AddressLimit:
 
 
 async def _hold(seconds: float, sentence: str) -> None:
-    """Delay a request that exceeds a rate, by at most `PATIENCE`.
+    """Delay a request that exceeds its rate limit, by at most `PATIENCE`.
 
     Raises:
-        HttpProblem: With 429 and `sentence`, if the delay would be longer.
+        HttpProblem: With status 429 and the detail `sentence`, if the delay would be longer.
     """
     if seconds:
         # rejections are delayed as well: otherwise a client would retry at once
@@ -112,21 +114,21 @@ async def _hold(seconds: float, sentence: str) -> None:
 
 
 class FairQueue:
-    """Round robin: each iteration of the event loop starts some requests of each principal, oldest first."""
+    """Round-robin queue of requests: each iteration of the event loop starts some requests of each principal."""
 
     def __init__(self) -> None:
         self._started: Counter[str] = Counter()
-        """Requests started in this iteration, by principal."""
+        """Number of requests started in this iteration, by principal."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._last = ""
         """Principal of the last request."""
         self._several_until = 0.0
         """Time until which several principals count as active."""
         self._most = TOGETHER
-        """Maximum requests of a principal per iteration."""
+        """Maximum number of requests of a principal per iteration."""
 
-    async def come(self, name: str, now: float) -> None:
-        """Wait for the turn of a principal, if it is not its turn now."""
+    async def wait_turn(self, name: str, now: float) -> None:
+        """Wait until a principal may start its next request."""
         loop = asyncio.get_running_loop()
         if name != self._last:
             self._several_until = now + RECENT if self._last else 0.0

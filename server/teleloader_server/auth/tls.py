@@ -1,4 +1,4 @@
-"""The server's certificate: validated at start-up, and reloaded when it is renewed."""
+"""TLS certificate of the server: validated at start-up, reloaded after renewal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """Paths of certificate and key, named as uvicorn's options.
+    """Paths of the TLS certificate and its private key, with the field names of uvicorn's options.
 
     Raises:
         ConfigError: At construction, if the files are unreadable, invalid or do not match.
@@ -30,14 +30,14 @@ class TlsFiles:
     keyfile_password: str | None = None
     """Password of an encrypted key."""
     ca_certs: Path | None = None
-    """CAs of client certificates, which are then required; None disables mutual TLS."""
+    """CA certificates for mutual TLS: clients must then present a certificate of one of them. None disables it."""
 
     def __post_init__(self) -> None:
         """Validate the files."""
         self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Load the files into a context; open connections are not affected.
+        """Load certificate, key and CAs into an SSL context; established connections are not affected.
 
         Raises:
             ConfigError: The files are unreadable, invalid or do not match.
@@ -48,7 +48,7 @@ class TlsFiles:
             except OSError as error:
                 raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         try:
-            # always with a password: OpenSSL would prompt for one in the terminal
+            # always pass a password: otherwise OpenSSL prompts for it in the terminal
             context.load_cert_chain(self.certfile, self.keyfile, lambda: self.keyfile_password or "")
         except ssl.SSLError as error:
             raise ConfigError(self._sentence(error)) from None
@@ -61,7 +61,7 @@ class TlsFiles:
                 ) from None
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """Return the options for ``uvicorn.Config``."""
+        """Return the TLS options of ``uvicorn.Config`` as keyword arguments."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -71,7 +71,7 @@ class TlsFiles:
         }
 
     def paths(self) -> Iterator[Path]:
-        """Yield the files, which may change while the server runs."""
+        """Yield the paths of certificate, key and CA file, as far as they are configured."""
         yield from (path for path in (self.certfile, self.keyfile, self.ca_certs) if path is not None)
 
     def _sentence(self, error: ssl.SSLError) -> str:
@@ -87,16 +87,16 @@ class TlsFiles:
 
 
 class Renewal:
-    """Reload of the certificate when its files change."""
+    """Reloader of the TLS certificate, for renewal without a restart."""
 
     def __init__(self, files: TlsFiles, context: ssl.SSLContext) -> None:
         self._files = files
         self._context = context
         self._watch = FileWatch(*files.paths())
 
-    def look(self) -> None:
-        """Reload the files if they changed and are complete; ignore a pair that does not match."""
-        if not self._watch.look():
+    def reload_if_changed(self) -> None:
+        """Reload certificate and key if their files changed; keep the previous ones if the new files are invalid."""
+        if not self._watch.poll():
             return
         try:
             self._files.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))

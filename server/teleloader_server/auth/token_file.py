@@ -1,4 +1,4 @@
-"""Token files of a server: read when it starts, and again when they change."""
+"""Token files of a server: read at start-up, and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from teleloader_shared.secret import Secret
 from teleloader_shared.units import counted
 
 TOKENS_VARIABLE: Final = "TELELOADER_SERVER_TOKENS"
-"""The server's only environment variable for tokens: the path of its table."""
+"""Environment variable with the path of the server's token table (``--tokens``)."""
 MAX_TOKENS_BYTES: Final = 2**20
 
 logger = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """The tokens in a file, which may change.
+    """Token file that is reloaded when it changes.
 
     Args:
-        path: The file.
-        parse: Parses the file's content; the second argument is the file's name, for error messages.
+        path: Path of the file.
+        parse: Function that parses the content of the file (first argument); the second argument is the file's name,
+            for error messages.
 
     Raises:
         ConfigError: If the file is missing, unreadable or invalid, or lists no tokens.
@@ -46,21 +47,21 @@ class TokenFile:
 
     @classmethod
     def table(cls, path: Path) -> TokenFile:
-        """Return a file with a TOML table per token (``--tokens``)."""
+        """Open a file with one TOML table per token (``--tokens``)."""
         return cls(path, parse_tokens)
 
     @classmethod
     def single(cls, path: Path) -> TokenFile:
-        """Return a file that contains one token and nothing else (``--token-file``)."""
+        """Open a file that contains one token and nothing else (``--token-file``)."""
         return cls(path, _parse_single)
 
-    def look(self) -> bool:
-        """Replace the tokens if the file changed and is complete; return True if they were replaced.
+    def reload_if_changed(self) -> bool:
+        """Reload the tokens if the file changed; return True if they were replaced.
 
-        An empty or missing file has no tokens: with the last one revoked, no client can authenticate. A file that is
-        invalid or unreadable changes nothing, so that a typing error does not stop training.
+        An empty or missing file revokes all tokens of the file. If the file is invalid or unreadable, the previous
+        tokens stay valid, so that a typing error does not stop training.
         """
-        if not self._watch.look():
+        if not self._watch.poll():
             return False
         try:
             tokens = self._load()
@@ -71,7 +72,7 @@ class TokenFile:
             return False
         self.tokens = tokens
         if tokens.entries:
-            logger.info("reloaded %s: %s", self._path, said_tokens(tokens))
+            logger.info("reloaded %s: %s", self._path, format_tokens(tokens))
         else:
             logger.warning("%s is empty or missing: no client can authenticate with it any more", self._path)
         return True
@@ -85,15 +86,15 @@ class TokenFile:
 
 
 class TokenText(NamedTuple):
-    """The content of a token file."""
+    """Content and visibility of a token file."""
 
     text: Secret
     is_public: bool
-    """True if every user of the machine can read it."""
+    """True if every user of the machine can read the file."""
 
 
 def read_text(path: Path) -> TokenText:
-    """Read a token file; a missing one is empty.
+    """Read a token file; a missing file is treated as empty.
 
     Raises:
         ConfigError: If the file is unreadable, is not UTF-8 text, or exceeds `MAX_TOKENS_BYTES`.
@@ -113,8 +114,8 @@ def read_text(path: Path) -> TokenText:
     return TokenText(content, is_public)
 
 
-def said_tokens(tokens: Tokens) -> str:
-    """Return the number of tokens and the names of the first five, for the log."""
+def format_tokens(tokens: Tokens) -> str:
+    """Format the number of tokens and the first five token names, for log lines."""
     names = [entry.principal.name for entry in tokens.entries]
     more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
     return f"{counted(len(names), 'token')} ({', '.join(names[:5])}{more})"

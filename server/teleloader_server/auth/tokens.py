@@ -1,4 +1,4 @@
-"""Tables of tokens: parsed and checked, without files or clocks."""
+"""Parsing and validation of token tables: pure functions, without I/O or clocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_SCOPES: Final = (READ, STATS)
 
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""Form of a token: the characters that RFC 6750 allows, and long enough not to be guessed."""
+"""Valid tokens: the characters that RFC 6750 allows, and at least 16 of them, against guessing."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -41,25 +41,25 @@ _ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
 
 
 class Token(NamedTuple):
-    """An entry of the table of tokens; the token itself is not kept."""
+    """Entry of the token table: principal, expiry, and digest of the token, which is not stored itself."""
 
     principal: Principal
     digest: bytes
     """SHA-256 of the token."""
     expires: float
-    """Expiry in seconds since 1970; infinity is never."""
+    """Expiry in seconds since 1970; infinity if the token never expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A table of tokens; immutable, so that a server replaces it in one step."""
+    """Immutable table of tokens; a reload replaces the table as a whole."""
 
     entries: tuple[Token, ...]
     holds_secrets: bool = False
     """True if the source contains tokens in plain text."""
 
     def find(self, token: bytes) -> Token | None:
-        """Return the entry of a token, or None; the time is the same for all tokens, valid or not."""
+        """Return the entry of a token, or None if the token is unknown; runs in constant time."""
         digest = hashlib.sha256(token).digest()
         found = None
         for entry in self.entries:
@@ -68,7 +68,7 @@ class Tokens:
         return found
 
     def has(self, digest: bytes) -> Token | None:
-        """Return the entry with a digest, or None."""
+        """Return the entry with the given SHA-256 of a token, or None."""
         return next((entry for entry in self.entries if entry.digest == digest), None)
 
 
@@ -104,11 +104,11 @@ def parse_tokens(text: str, where: str) -> Tokens:
 
 
 def single_token(token: str, where: str) -> Tokens:
-    """Return the table of a server with one token, which has the scopes of `DEFAULT_SCOPES`.
+    """Return a token table that contains one token, with `DEFAULT_SCOPES`.
 
     Args:
         token: The token.
-        where: Where the token was given, for error messages.
+        where: Origin of the token, for error messages.
 
     Raises:
         ConfigError: If the token has a wrong length or characters.
@@ -154,7 +154,7 @@ def _stated_digest(stated: object, at: str) -> bytes:
 
 
 def _scopes(stated: object, at: str) -> frozenset[str]:
-    # No default: an entry that a truncated or mistyped file leaves without scopes must not gain access by it.
+    # No default: an entry whose scopes are missing in a truncated or mistyped file must not get any.
     if not isinstance(stated, list) or not stated:
         got = "none" if stated is None else _shown(stated)
         raise ConfigError(f'{at}: expected a list of scopes, got {got}. Add scopes = ["read", "stats"], for example')

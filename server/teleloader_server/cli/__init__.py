@@ -1,4 +1,4 @@
-"""The command ``teleloader-server``."""
+"""Command-line interface of the server: the command ``teleloader-server``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or name the package that is missing."""
+    """Run the command ``teleloader-server``; exit with an installation hint if a required package is missing."""
     _open_standard_streams()
     try:
-        if sys.argv[1:2] == ["token"]:  # first: it must not wait for imports that only a server needs
+        if sys.argv[1:2] == ["token"]:  # first: this command needs none of the server's slow imports
             from teleloader_server.cli.token_commands import token
 
             token(sys.argv[2:], prog_name="teleloader-server token")
         from teleloader_server.cli.commands import check, server
     except ModuleNotFoundError as error:
         sys.exit(f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[server]'")
-    # not a click group: any other first argument is a dataset, whose name contains a colon
+    # not a click group: any other first argument is a dataset, which contains a colon
     if sys.argv[1:2] == ["check"]:
         check(sys.argv[2:], prog_name="teleloader-server check", auto_envvar_prefix="TELELOADER")
     server(auto_envvar_prefix="TELELOADER")
@@ -26,12 +26,12 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open stdin, stdout and stderr on /dev/null if they were closed when the command started.
 
-    Otherwise the server's sockets would get their descriptor numbers, and libuv aborts when it closes one of these.
+    Otherwise sockets of the server would get the descriptors 0 to 2, and libuv aborts when it closes one of these.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # returns the lowest free descriptor, which is `number`
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))

@@ -1,4 +1,4 @@
-"""The start banner: URL, datasets, resources, access, and how to connect."""
+"""Start-up banner of the server: URL, datasets, resources, authentication, and example commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import click
 
 from teleloader_server import logs
-from teleloader_server.auth.token_file import said_tokens
+from teleloader_server.auth.token_file import format_tokens
 from teleloader_server.config import default_num_workers
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.web.app import Server
@@ -19,7 +19,7 @@ logger = logging.getLogger("teleloader_server")
 
 
 async def announce(web: Server, service: LoaderService, url: str) -> None:
-    """Print the banner in a terminal, or log its lines elsewhere, once the server listens."""
+    """Print the start-up banner once the server listens, or log its lines if stderr is not a terminal."""
     await web.listening.wait()
     heading = f"teleloader-server {VERSION} is ready at {url} (Ctrl-C stops it)"
     if _is_interactive():
@@ -34,13 +34,13 @@ async def announce(web: Server, service: LoaderService, url: str) -> None:
 
 
 def _is_interactive() -> bool:
-    """Return True if the log is written to a terminal as text, at level info."""
+    """Return True if text lines of level info are logged to a terminal."""
     json_lines = any(isinstance(handler.formatter, logs.JsonFormatter) for handler in logging.getLogger().handlers)
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO) and not json_lines
 
 
 def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str]]:
-    """Return labels and texts of the banner."""
+    """Return the labels and texts of the banner's lines."""
     facts = []
     for info in service.datasets.values():
         length = "unknown length" if info.length is None else counted(info.length, "sample")
@@ -54,7 +54,7 @@ def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str
     facts.append(
         (
             "access",
-            said_tokens(web.authenticator.tokens) if web.authenticator.has_tokens else "without authentication",
+            format_tokens(web.authenticator.tokens) if web.authenticator.has_tokens else "without authentication",
         )
     )
     first = next(iter(service.datasets))

@@ -1,4 +1,4 @@
-"""``teleloader-server check``: run the probe of a dataset in a child process, and print its report."""
+"""Implementation of ``teleloader-server check``: run `probe` in a child process, and print its report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from teleloader_shared.units import counted, number, seconds, size
 def check(
     config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
 ) -> Checked:
-    """Check a dataset in a process of its own, so that a crash does not end this one.
+    """Check a dataset in a child process, so that a crash of its code does not end this process.
 
     Args:
-        config: The dataset.
-        limits: Limits of the server that would host it.
+        config: Configuration of the dataset.
+        limits: Worker limits of the server that will host the dataset.
         batch_size: Samples per batch.
         batches: Batches per pass.
-        on_step: Called with the name of each step.
+        on_step: Callback, called with the name of each step.
     """
     program = "from teleloader_server.cli.probe import main; main()"
     request = {
@@ -57,7 +57,7 @@ def check(
 
 
 def _checked(fields: dict[str, Any]) -> Checked:
-    """Return the report from its JSON."""
+    """Decode the report from its JSON fields."""
     parts = [Part(**{**part, "shape": part["shape"] and tuple(part["shape"])}) for part in fields.pop("parts")]
     problems = [Problem(**problem) for problem in fields.pop("problems")]
     sample = fields.pop("sample")
@@ -74,7 +74,7 @@ def _ended(status: int, step: str) -> Problem:
 
 
 def _lines(found: Checked) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts of the report; continuation lines have an empty label."""
+    """Yield the labels and texts of the report's lines; continuation lines have an empty label."""
     if found.kind is not None:
         length = "unknown length" if found.length is None else counted(found.length, "sample")
         yield "dataset", f"{found.kind}-style, {found.type}, {length}"
@@ -97,7 +97,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
 
 
 def progress_of(name: str) -> Callable[[str], None]:
-    """Return a function that shows the current step in a terminal, on one line that it overwrites."""
+    """Return a callback that shows the current step on one line of the terminal, overwriting the previous step."""
 
     def show_step(step: str) -> None:
         if sys.stderr.isatty():
@@ -107,7 +107,7 @@ def progress_of(name: str) -> Callable[[str], None]:
 
 
 def show(found: Checked) -> None:
-    """Print the report."""
+    """Print the report on a dataset to stdout."""
     if sys.stderr.isatty():
         click.echo("\r\x1b[2K", nl=False, err=True)
     warnings = sum(problem.severity == "warning" for problem in found.problems)
@@ -126,7 +126,7 @@ def show(found: Checked) -> None:
 
 
 def _advice(problem: Problem) -> str:
-    """Return the advice, wrapped at words for a terminal."""
+    """Format the advice of a problem, wrapped at the width of the terminal."""
     line = f"-> {problem.advice}"
     width = shutil.get_terminal_size().columns
     return click.wrap_text(line, width, "    ", "       ") if sys.stdout.isatty() else f"    {line}"

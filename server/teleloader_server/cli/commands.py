@@ -1,4 +1,4 @@
-"""The commands ``teleloader-server`` and ``teleloader-server check``."""
+"""Definitions of the commands ``teleloader-server`` and ``teleloader-server check``."""
 
 from __future__ import annotations
 
@@ -69,36 +69,36 @@ class ConfigFile(NamedTuple):
 
 
 class Listener(NamedTuple):
-    """IP address, authentication and TLS of the listening socket."""
+    """Settings of the listening socket: address, authentication and TLS."""
 
     host: str
     port: int
     insecure: bool
-    """Disables authentication."""
+    """True if authentication is disabled explicitly."""
     authenticator: Authenticator
     tls: TlsFiles | None
 
 
-class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older ones do
-    """A limit and its value, written ``NAME=VALUE``."""
+class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older versions are supported
+    """click parameter type of ``--limit``: a limit and its value, written ``NAME=VALUE``."""
 
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Parse the option's value."""
+        """Parse ``NAME=VALUE`` to a tuple of name and value."""
         name, equals, stated = str(value).partition("=")
         if not equals:
             self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
         return name.strip(), stated.strip()
 
 
-class Size(click.ParamType):  # type: ignore[type-arg] # the same
-    """A number of bytes, written ``512MiB`` or ``2GiB``."""
+class Size(click.ParamType):  # type: ignore[type-arg] # as above
+    """click parameter type of sizes: a number of bytes, or a size such as ``512MiB`` or ``2GiB``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the option's value."""
+        """Parse a size to a number of bytes."""
         if isinstance(value, int):
             return value
         try:
@@ -109,7 +109,7 @@ class Size(click.ParamType):  # type: ignore[type-arg] # the same
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Report errors of the configuration as click reports invalid arguments: exit code 2."""
+    """Convert `ConfigError` to click's usage error, which exits with code 2."""
     try:
         yield
     except ConfigError as error:
@@ -117,7 +117,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> ConfigFile | None:
-    """Use the file's ``[server]`` table as defaults, which the command line and the environment override."""
+    """Read a configuration file, and use its ``[server]`` table as defaults of the command-line options."""
     if path is None:
         return None
     with _usage_errors():
@@ -153,8 +153,8 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 def _listener_options(command: _Command) -> _Command:
     """Add the options for authentication and TLS."""
     for option in reversed((
-        # without the variables that click derives: TELELOADER_TOKEN_FILE is the client's credential, and a server that
-        # starts in an environment with this variable must not accept it
+        # without the environment variables that click derives: TELELOADER_TOKEN_FILE is the client's credential, and a
+        # server that starts in an environment with this variable must not accept it
         click.option(
             "--tokens", type=_FILE, envvar=TOKENS_VARIABLE, allow_from_autoenv=False, help="TOML file with a table per "
             f"token: see teleloader-server token --help. Reloaded when it changes. Default: {TOKENS_VARIABLE}.",
@@ -209,7 +209,7 @@ def _listener(
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
-    """Return the datasets of command line and configuration file, and make the current folder importable."""
+    """Return the datasets of the command line and the configuration file; add the current folder to `sys.path`."""
     # users keep their datasets in the folder where they start the server
     sys.path.insert(0, str(Path.cwd()))
     from_file = [] if config is None else config.datasets
@@ -406,7 +406,7 @@ def check(
 
 
 def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
-    """Run the server as a child process that restarts; a free port is selected once, so that clients reconnect."""
+    """Run the server as a child process that is restarted; port 0 is resolved once, so that clients can reconnect."""
     arguments = [*sys.argv[1:], "--no-reload"]
     if port == 0:
         with bind(host, 0) as free:
@@ -422,7 +422,7 @@ def _run(
 
 
 def _bound(listener: Listener) -> socket.socket:
-    """Bind a socket; without tokens, only to a loopback address unless authentication is disabled."""
+    """Bind the listening socket; reject a non-loopback address without tokens unless `insecure` is set."""
     try:
         bound = bind(listener.host, listener.port)
     except OSError as error:
@@ -464,7 +464,7 @@ async def _serve(
     starting = asyncio.create_task(service.start())
 
     def stop() -> None:
-        # the first signal lets pending requests complete, the second does not
+        # the first signal completes pending requests, the second aborts them
         if not web.should_exit:
             logger.info("stopping: completing pending requests for up to %g s; signal again to stop at once", grace)
         web.force_exit = web.should_exit

@@ -1,7 +1,7 @@
-"""The child process of ``teleloader-server check``, which probes one dataset and reports what it finds.
+"""Child process of ``teleloader-server check``: builds a dataset, computes some batches, and reports problems.
 
-It builds the dataset as a server does, and forked workers compute batches. Problems of production appear here: an
-exception, a worker that dies or hangs, samples that differ when they are loaded again.
+The dataset is built as in a server, and forked workers compute the batches. This finds problems before production:
+exceptions, workers that die or hang, and samples that differ when they are loaded again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from teleloader_shared.summary import Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
-"""Time limit of a pass."""
+"""Time limit of a pass over batches."""
 SEVERAL: Final = 4
-"""Workers of the pass that detects interference between workers."""
+"""Number of workers in the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3
 
 Severity = Literal["error", "warning"]
@@ -52,10 +52,10 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of a dataset, with advice."""
+    """Problem found in a dataset, with advice on how to fix it."""
 
     severity: Severity
-    """``error``: batches fail or are wrong. ``warning``: they may not be what the user expects."""
+    """``error``: batches fail or are wrong. ``warning``: batches may differ from the user's intent."""
     what: str
     advice: str
     """One sentence."""
@@ -63,35 +63,35 @@ class Problem:
 
 @dataclass(slots=True)
 class Checked:
-    """Report on a dataset. Times are in seconds, sizes in bytes; None means unknown."""
+    """Report of ``teleloader-server check`` on a dataset: times in seconds, sizes in bytes, None if unknown."""
 
     dataset: str
     kind: Literal["map", "iterable"] | None = None
     type: str | None = None
-    """Name of its class."""
+    """Name of the dataset's class."""
     length: int | None = None
     built_in: float | None = None
-    """Time to import its module and build it."""
+    """Time to import the dataset's module and build the dataset."""
     memory: int | None = None
-    """Resident memory of building it, its imports included."""
+    """Growth of resident memory while the dataset was built, including imports."""
     pickled: int | None = None
-    """Size of its pickle; None if it cannot be pickled."""
+    """Size of the pickled dataset; None if the dataset cannot be pickled."""
     sample: Latency | None = None
-    """Time of a worker to fetch one sample."""
+    """Time in which a worker fetches one sample."""
     batch_size: int | None = None
     batch_bytes: int | None = None
-    """Mean size of a batch on the wire."""
+    """Mean size of an encoded batch."""
     parts: list[Part] = field(default_factory=list)
     """Content of the first batch."""
     samples_per_second: float | None = None
-    """Throughput of one worker, collating and encoding included."""
+    """Throughput of one worker, including collation and encoding."""
     repeatable: bool | None = None
-    """True if batches are equal bit for bit when they are computed again."""
+    """True if batches are bit-for-bit equal when they are computed again."""
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
-        """True if any problem is an error."""
+        """True if at least one problem has the severity ``error``."""
         return any(problem.severity == "error" for problem in self.problems)
 
 
@@ -100,23 +100,23 @@ class PassResult:
     """Result of a pass over some batches."""
 
     batches: dict[int, Any]
-    """By batch number; arrays are leaves."""
+    """Decoded batches by batch number; arrays are replaced by `ArrayLeaf` objects."""
     failure: Failure | None
-    """The exception that ended it."""
+    """Exception that ended the pass."""
     nbytes: int
-    """Total size of the frames."""
+    """Total size of the frames in bytes."""
     stages: Mapping[str, Latency]
-    """Time of each stage."""
+    """Time per stage of loading."""
 
 
 def main() -> None:
-    """Read the request from stdin as JSON, and write steps and report to stdout, one JSON object per line."""
-    # output of user code must not mix with the report
+    """Run the probe: read its arguments from stdin as JSON, and write steps and report to stdout as JSON lines."""
+    # output of user code goes to stderr, to keep it out of the report
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     end_with_parent()
     leave_signals_to_the_server()
-    # the report contains failed batches and dead workers; the log need not repeat them
+    # the report lists failed batches and dead workers, so they need not be logged
     logging.getLogger("teleloader_server").setLevel(logging.ERROR)
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
@@ -131,19 +131,19 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(probe.run())
     report(checked=asdict(probe.found))
-    # without the interpreter's shutdown, which would wait for threads that user code started
+    # skip the interpreter's shutdown, which would wait for threads that user code started
     os._exit(0)
 
 
 class Probe:
-    """Probe of one dataset.
+    """Check of one dataset: builds it, loads batches with workers, and collects problems in `found`.
 
     Args:
-        config: The dataset.
-        limits: Limits of the server that would host it.
+        config: Configuration of the dataset.
+        limits: Worker limits of the server that will host the dataset.
         batch_size: Samples per batch.
         batches: Batches per pass.
-        on_step: Called with the name of each step.
+        on_step: Callback, called with the name of each step.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Probe:
         self.found = Checked(config.name)
 
     async def run(self) -> None:
-        """Fill `found`."""
+        """Run all checks of the dataset, and store the results in `found`."""
         hosted = self._build()
         if hosted is None:
             return
@@ -223,7 +223,7 @@ class Probe:
     def _pickle(self, hosted: HostedDataset) -> None:
         self._on_step("pickling the dataset")
         counter = _Counter()
-        with suppress(Exception):  # any exception of user code: pickling is not required
+        with suppress(Exception):  # user code can raise any exception, and pickling is optional
             pickle.Pickler(counter, pickle.HIGHEST_PROTOCOL).dump(hosted.dataset)
             self.found.pickled = counter.nbytes
 
@@ -262,7 +262,7 @@ class Probe:
 
     async def _compare(self, hosted: HostedDataset, first: PassResult) -> None:
         self._on_step("computing batches again")
-        # in reverse: a generator that continues from batch to batch must not pass for a seeded one
+        # in reverse order: otherwise a generator that continues from batch to batch would look seeded per batch
         again = await self._compute(hosted, self._batch_size, range(len(first.batches))[::-1])
         self.found.repeatable = _equal(first, again)
         if not self.found.repeatable:
@@ -302,7 +302,7 @@ class Probe:
         )
 
     async def _compute(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> PassResult:
-        """Compute these batches with new workers, or as many of them as fit into `PASS_SECONDS`."""
+        """Compute batches with new workers, for at most `PASS_SECONDS`."""
         service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
         await service.start()
         try:
@@ -319,7 +319,7 @@ class Probe:
 
 
 async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArray[np.uint8]]:
-    """Return the frames of these batches; ascending ones are requested at once, so that all workers get some."""
+    """Return the frames of batches; ascending batches are requested together, so that all workers compute some."""
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for wanted in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
@@ -334,7 +334,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
 
 
 class _LeafMemory(Bits):
-    """Memory of a frame whose arrays are only compared and described."""
+    """Memory of a frame, decoded without converting its arrays, which are only compared and described."""
 
     __slots__ = ()
 
@@ -354,7 +354,7 @@ def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]
 
 
 def _equal(one: PassResult, other: PassResult) -> bool:
-    """Return True if the batches that both passes have are equal."""
+    """Return True if all batches that both passes computed are equal."""
     both = one.batches.keys() & other.batches.keys()
     return all(_encoded(one.batches[k]) == _encoded(other.batches[k]) for k in both)
 
@@ -379,10 +379,10 @@ def _advice_on(failure: Failure) -> str:
 
 
 def _open_files() -> set[str]:
-    """Return the paths of the regular files that this process has open."""
+    """Return the paths of the regular files that are open in this process."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of the listing itself is closed already
+        with suppress(OSError):  # the descriptor of the directory listing itself is already closed
             target = entry.readlink()
             if target.is_absolute() and target.is_file():
                 found.add(str(target))
@@ -390,13 +390,13 @@ def _open_files() -> set[str]:
 
 
 class _Counter:
-    """A file that only counts the bytes written to it."""
+    """File object that counts the bytes written to it, and discards them."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def write(self, piece: bytes | memoryview) -> int:
-        """Count the bytes of a piece and return their number."""
+        """Add the size of a piece to `nbytes`; return the number of bytes written."""
         size = memoryview(piece).nbytes
         self.nbytes += size
         return size

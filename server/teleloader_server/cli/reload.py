@@ -1,4 +1,4 @@
-"""``--reload``: a parent process that restarts the server when code or configuration changes."""
+"""Implementation of ``--reload``: a parent process that restarts the server when code or configuration changes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def folders_of(configs: Iterable[DatasetConfig]) -> set[Path]:
-    """Return the folders with the code of datasets and their functions, without importing it.
+    """Return the folders that contain the code of datasets and of their functions, without importing the code.
 
-    For a package these are all its folders; for a single module, the folder that contains it.
+    Includes all folders of a package; for a single module, the folder that contains the module.
     """
     folders: set[Path] = set()
     for config in configs:
@@ -41,24 +41,24 @@ def folders_of(configs: Iterable[DatasetConfig]) -> set[Path]:
 
 
 class _Interesting(DefaultFilter):
-    """Filter for Python files and the configuration file."""
+    """watchfiles filter that selects Python files and the configuration file."""
 
     def __init__(self, config: Path | None) -> None:
         super().__init__()
         self._config = config
 
     def __call__(self, change: Change, path: str) -> bool:
-        """Return True if the change requires a restart."""
+        """Return True if a change requires a restart of the server."""
         return (path.endswith(".py") or Path(path) == self._config) and super().__call__(change, path)
 
 
 class Reloader:
-    """Runs the server as a child process.
+    """Parent process of the server, which it restarts when files change.
 
     Args:
-        arguments: The child's command line.
-        configs: The datasets that it hosts.
-        config: The configuration file.
+        arguments: Command-line arguments of the server.
+        configs: Datasets that the server hosts.
+        config: Path of the configuration file, if any.
     """
 
     def __init__(self, arguments: Sequence[str], configs: Sequence[DatasetConfig], config: Path | None) -> None:
@@ -69,7 +69,7 @@ class Reloader:
         self._child: subprocess.Popen[bytes]
 
     def run(self) -> int:
-        """Restart the server at each change until a signal arrives; return its last exit code."""
+        """Run the server and restart it after each change, until SIGINT or SIGTERM; return the server's exit code."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         logger.info("the server restarts when code of its datasets or its configuration changes, until Ctrl-C")
         self._child = self._start()
@@ -84,18 +84,18 @@ class Reloader:
             if self._stopping.is_set():
                 return code
             self._child = self._start()
-            if self._stopping.is_set():  # the signal went to the previous child
+            if self._stopping.is_set():  # the signal was sent to the previous child
                 self._child.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(self._command)  # noqa: S603 - it is this program
 
     def _await_change(self) -> list[str]:
-        """Return the changed files; none when the server is stopping."""
+        """Wait for changes and return the changed files; an empty list when the server is stopping."""
         folders = folders_of(self._configs)
         if self._config is not None:
             folders.add(self._config.parent)
-        # not recursive: subfolders may contain data in very many folders
+        # not recursive: subfolders may contain data in a very large number of folders
         changes = watch(
             *folders, recursive=False, watch_filter=_Interesting(self._config), stop_event=self._stopping,
             raise_interrupt=False, ignore_permission_denied=True,

@@ -1,4 +1,4 @@
-"""``teleloader-server token``: generate, list, revoke and rotate the tokens of a server."""
+"""Definition of ``teleloader-server token``: generate, list, revoke and rotate the tokens of a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from teleloader_server.auth.tokens import (
     parse_tokens,
 )
 from teleloader_server.config import ConfigError
-from teleloader_server.permissions import said_scopes
+from teleloader_server.permissions import format_scopes
 from teleloader_shared.secret import Secret
 
 MAX_DAYS: Final = 36_500
@@ -40,12 +40,12 @@ _PATH: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4
-    """Text of a given form.
+    """click parameter type of text that matches a regular expression.
 
     Args:
-        name: The parameter's kind, for usage messages.
-        pattern: The form.
-        rule: The form in words, for error messages.
+        name: Name of the type, for usage messages.
+        pattern: Regular expression for the whole text.
+        rule: Description of valid text, for error messages.
     """
 
     def __init__(self, name: str, pattern: re.Pattern[str], rule: str) -> None:
@@ -54,10 +54,10 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
         self._rule = rule
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the value if it has the form.
+        """Return the value if it matches the pattern.
 
         Raises:
-            click.BadParameter: If it has another form.
+            click.BadParameter: The value does not match.
         """
         if not self._pattern.fullmatch(str(value)):
             self.fail(f"{value!r}: expected {self._rule}", param, ctx)
@@ -76,17 +76,17 @@ _days = click.option(
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def token() -> None:
-    """Manage the tokens with which clients authenticate.
+    """Manage the tokens of clients.
 
     \b
       teleloader-server token add trainer --file tokens.toml
       teleloader-server my_package.data:train --host 10.0.0.5 --tokens tokens.toml
 
-    A client has its token in TELELOADER_TOKEN, or in a file that TELELOADER_TOKEN_FILE names. The token file has the
-    SHA-256 of each token, so that nobody can authenticate by reading it. Running servers apply changes within two
-    seconds.
+    A client reads its token from TELELOADER_TOKEN, or from the file named by TELELOADER_TOKEN_FILE. The server's token
+    file contains only the SHA-256 of each token, which cannot be used to authenticate. Running servers apply changes
+    within two seconds.
 
-    Commands that change the file replace it in one step, readable by its owner only (mode 0600). They keep comments
+    Commands that change the file replace it atomically, with mode 0600 (readable by its owner only). They keep comments
     and other entries.
     """  # noqa: D301 - the escapes are click's
 
@@ -102,9 +102,10 @@ def token() -> None:
 @_days
 @click.option("--out", type=_PATH, help="Write the token to this new file (mode 0600) instead of stdout.")
 def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
-    """Generate a token and add it to the file.
+    """Generate a token and add it to the token file.
 
-    A missing file is created. The token is written to stdout, this once; all other text goes to stderr.
+    A missing file is created. The token is printed to stdout and cannot be displayed again; all other output goes to
+    stderr.
     """
     if out is not None and out.exists():
         raise click.UsageError(f"cannot write the token to {out}: the file exists. Choose another file")
@@ -129,7 +130,7 @@ def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out:
 @token.command("list")
 @_file
 def list_(path: Path) -> None:
-    """List names, scopes and expiry of the tokens."""
+    """List the names, scopes and expiry of all tokens."""
     if not path.exists():
         raise click.UsageError(f"cannot read token file {path}: no such file")
     try:
@@ -146,7 +147,10 @@ def list_(path: Path) -> None:
 @_name
 @_file
 def revoke(name: str, path: Path) -> None:
-    """Remove a token from the file. Servers then refuse it; with the last one, they refuse all clients."""
+    """Remove a token from the token file.
+
+    Servers then reject the token. After the last token is removed, servers reject all clients.
+    """
     with _editing(path) as (document, tokens):
         _entry(tokens, name, path)
         _remove(document, name)
@@ -161,8 +165,8 @@ def revoke(name: str, path: Path) -> None:
 def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
     """Replace a token by a new one with the same name and scopes.
 
-    Servers refuse the old token at once, and clients that use it fail. To replace a token without an interruption, add
-    one under another name, give it to the clients, then revoke the old one.
+    Servers then reject the old token, and clients that use it fail. To replace a token without interruption, add a
+    token with another name, configure the clients to use it, then revoke the old token.
     """
     made = _generated()
     with _editing(path, made, out) as (document, tokens):
@@ -197,7 +201,7 @@ def _entry(tokens: Tokens, name: str, path: Path) -> Token:
 
 def _remove(document: tomlkit.TOMLDocument, name: str) -> None:
     place = next(i for i, (key, _) in enumerate(document.body) if key is not None and key.key == name)
-    # tomlkit counts the comments above the next entry as this one's
+    # tomlkit attributes the comments above the next entry to this entry
     lines = document.body[place][1].as_string().splitlines(keepends=True)
     kept = list(takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), reversed(lines)))
     del document[name]
@@ -209,7 +213,7 @@ def _row(entry: Token) -> tuple[str, str, str]:
     if entry.expires < float("inf"):
         ended = " (expired)" if entry.expires <= time.time() else ""
         expires = f"{datetime.fromtimestamp(entry.expires, UTC):%Y-%m-%dT%H:%M:%SZ}{ended}"
-    return entry.principal.name, said_scopes(entry.principal.scopes), expires
+    return entry.principal.name, format_scopes(entry.principal.scopes), expires
 
 
 def _report(done: str, made: Secret, out: Path | None) -> None:
@@ -222,14 +226,14 @@ def _report(done: str, made: Secret, out: Path | None) -> None:
 
 @contextmanager
 def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tuple[tomlkit.TOMLDocument, Tokens]]:
-    """Yield the content of a token file, and write it back with the changes of the body: all of them or none.
+    """Yield the content of a token file; write it back atomically when the ``with`` block ends without an error.
 
-    Other commands that edit files of the same folder wait meanwhile; they would lose each other's changes.
+    A lock on the folder makes concurrent commands wait, so that no command overwrites the changes of another.
 
     Args:
-        path: The token file.
-        made: A new token.
-        out: File to write it to.
+        path: Path of the token file.
+        made: Generated token, if any.
+        out: File to which the generated token is written.
 
     Raises:
         click.UsageError: If the file is invalid, or a file cannot be read or written.
@@ -245,7 +249,7 @@ def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tu
             yield document, tokens
             edited = tomlkit.dumps(document)
             parse_tokens(edited, str(path))
-            # both are written before the first is put in place: a full disk changes neither
+            # both files are written completely before either is renamed: a full disk changes neither
             with ExitStack() as written:
                 written.enter_context(_replacing(path, edited))
                 if out is not None:
@@ -270,7 +274,7 @@ def _locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _replacing(path: Path, text: str) -> Iterator[None]:
-    """Write a file with mode 0600 beside `path`, and put it in its place when the body ends without an error."""
+    """Write a temporary file with mode 0600, and rename it to `path` when the ``with`` block ends without an error."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:

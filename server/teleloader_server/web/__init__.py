@@ -1,5 +1,5 @@
-"""HTTP and WebSocket endpoints, the dashboard, and the limits around uvicorn.
+"""HTTP and WebSocket endpoints, the dashboard, and connection limits around uvicorn.
 
-May import everything but the command line. Start reading in `app`: it assembles the application. `batches` and `stream`
-send batches, `status` serves /stats and metrics, `guard` enforces limits on connections.
+Imports all other packages except the command line. Entry point: `app`, which assembles the application. `batches` and
+`stream` send batches, `status` serves /stats and metrics, `guard` enforces limits on connections.
 """

@@ -1,4 +1,4 @@
-"""The ASGI application, and the uvicorn server that runs it."""
+"""ASGI application of the server, and the uvicorn server that runs it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
-"""Seconds that an idle connection stays open: training steps may be long."""
+"""Timeout of idle connections in seconds, long because training steps may be long."""
 TICK: Final = 1.0
-"""Seconds between updates of the Date header, and between checks of token and certificate files for changes."""
+"""Interval in seconds at which the Date header is updated, and token and certificate files are polled for changes."""
 HANDSHAKE: Final = 10.0
 """Timeout of the TLS handshake in seconds."""
 GOODBYE: Final = 2.0
 """Timeout of the TLS shutdown in seconds."""
 DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""TCP keep-alive: the kernel closes an idle connection whose peer has not responded for 20 s. (TCP_USER_TIMEOUT would
-disable the count of probes; the connection itself detects a peer that does not read its response.)"""
+"""TCP keep-alive: the kernel closes an idle connection whose peer has not responded for 20 s.
+
+Not TCP_USER_TIMEOUT, which overrides TCP_KEEPCNT. Peers that do not read their response are detected by `Connection`.
+"""
 
 HEADERS: Final = {
     "x-content-type-options": "nosniff",
@@ -59,10 +61,10 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(service: LoaderService, authenticator: Authenticator | None = None) -> FastAPI:
-    """Return the ASGI application of a service, which the caller starts and closes.
+    """Create the ASGI application of a server.
 
     Args:
-        service: The service.
+        service: Loader service of the application; the caller starts and closes it.
         authenticator: The server's authenticator; None disables authentication.
     """
     app = FastAPI(
@@ -93,15 +95,15 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
 
 
 class Server(uvicorn.Server):
-    """uvicorn server with limits for connections, an event `listening`, and graceful shutdown.
+    """uvicorn server with connection limits, an event `listening`, and graceful shutdown.
 
     Args:
-        service: The service; the caller starts and closes it.
+        service: Loader service of the application; the caller starts and closes it.
         host: Name or IP address of the listening socket.
         port: Port of the listening socket.
         grace: Seconds to complete pending requests at shutdown.
         authenticator: The server's authenticator; None disables authentication.
-        tls: The certificate; None serves plain HTTP.
+        tls: Certificate and key; None serves plain HTTP.
 
     Raises:
         ConfigError: The limit of open files is too low, or the installed uvicorn lacks a required member.
@@ -134,7 +136,7 @@ class Server(uvicorn.Server):
                 http="httptools",
                 ws=cast("type[asyncio.Protocol]", functools.partial(WebSocketConnection, self._connections)),
                 ws_max_size=MAX_MESSAGE_BYTES,
-                # TCP keep-alive detects dead peers, and a peer that reads a large batch slowly is not dead
+                # TCP keep-alive detects dead peers; pings would also disconnect a peer that reads a large batch slowly
                 ws_ping_interval=None,
                 ws_per_message_deflate=False,
                 lifespan="off",
@@ -161,7 +163,7 @@ class Server(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """True once the server was asked to stop; set it in the server's event loop."""
+        """True once shutdown was requested; to be set in the server's event loop."""
         return self._told_to_exit.is_set()
 
     @should_exit.setter
@@ -171,25 +173,28 @@ class Server(uvicorn.Server):
 
     @property
     def scheme(self) -> str:
-        """Scheme of the server's URL."""
+        """URL scheme of the server: http or https."""
         return "http" if self._tls is None else "https"
 
     async def main_loop(self) -> None:
-        """Wait for the stop signal. uvicorn polls ten times a second, which was most of an idle server's CPU time."""
+        """Run periodic tasks until shutdown is requested.
+
+        Replaces uvicorn's loop, whose ten iterations per second took most of an idle server's CPU time.
+        """
         while not await self.on_tick(0):
-            self.authenticator.look()
+            self.authenticator.reload_if_changed()
             if self._renewal is not None:
-                self._renewal.look()
+                self._renewal.reload_if_changed()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK):
                     await self._told_to_exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and set `listening`."""
+        """Start to accept connections, and set the event `listening`."""
         await self.lifespan.startup()
         config, loop = self.config, asyncio.get_running_loop()
         self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
-        # uvicorn allows a minute for the handshake, during which the connection is not counted
+        # uvicorn allows a minute for the TLS handshake, during which the connection is not counted
         is_tls = config.ssl is not None
         self.servers = [
             await loop.create_server(
@@ -206,14 +211,14 @@ class Server(uvicorn.Server):
         return Connection(self._connections, self.config, self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Complete pending requests, reject new ones, then close.
+        """Shut down gracefully: complete pending requests, reject new ones, then close all connections.
 
-        Until then the server still listens and responds that it is stopping, so that clients switch to another server
-        at once. Responses that are incomplete after the grace period are aborted.
+        Meanwhile the server still listens, and responds to new requests with an error, so that clients switch to
+        another server immediately. Responses that are incomplete after the grace period are aborted.
         """
         self._service.drain()
         self._connections.drain()
-        # shortly before the end of the grace period, requests that still wait get an error response
+        # at 80 % of the grace period, pending requests get an error response
         if not await self._all_sent(0.8 * self._grace):
             self._service.give_up(ServerUnavailable("the server is stopping: use another server, or retry later"))
             await self._all_sent(0.1 * self._grace)
@@ -225,7 +230,7 @@ class Server(uvicorn.Server):
                 await task
 
     async def _all_sent(self, seconds: float) -> bool:
-        """Wait until all responses are sent, the time is over or `force_exit` is set; return True if all are sent."""
+        """Wait until all responses are sent, for at most `seconds` or until `force_exit`; return True if all are."""
         answered = asyncio.create_task(self._connections.wait_responded(seconds))
         while not answered.done() and not self.force_exit:
             await asyncio.wait({answered}, timeout=0.05)
@@ -234,7 +239,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet, so that its port is known before the server starts.
+    """Create a bound socket that does not listen yet, so that its port is known before the server starts.
 
     Raises:
         OSError: The address is in use or not available.
@@ -248,7 +253,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in DEAD_PEER.items():
             if hasattr(socket, option):
-                # accepted connections inherit it from the listening socket
+                # accepted connections inherit the option from the listening socket
                 bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         bound.bind(address)
     except OSError:
@@ -258,7 +263,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket, scheme: str = "http") -> str:
-    """Return the URL at which this machine reaches a bound socket."""
+    """Return the URL of a bound socket, with a loopback address in place of a wildcard address."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104

@@ -1,4 +1,4 @@
-"""Authentication of HTTP requests and WebSockets: ASGI middleware, and routes that declare what they need."""
+"""Authentication and authorization of HTTP requests and WebSockets: ASGI middleware and a route class."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MAX_QUERY_BYTES: Final = 4096
 
 
 def caller_of(connection: HTTPConnection) -> RequestCaller:
-    """Return the caller of a request that has passed `Authentication`."""
+    """Return the `RequestCaller` that the `Authentication` middleware attached to a request."""
     return cast("RequestCaller", connection.scope["state"]["caller"])
 
 
 class Authentication:
-    """ASGI middleware that identifies the caller of each request, and limits requests without a valid token by address.
+    """ASGI middleware that attaches a `RequestCaller` to each request, and rate-limits requests without a valid token.
 
-    It runs before all routes, so it also covers endpoints without a required token and unknown paths.
+    The middleware runs before routing, so it also covers unknown paths and endpoints without a required token.
 
     Args:
-        app: Receives the requests that pass.
+        app: Next ASGI application.
         authenticator: The server's authenticator.
-        limit: Limits the requests without a valid token.
+        limit: Rate limiter for requests without a valid token.
     """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, limit: AddressLimit) -> None:
@@ -41,14 +41,14 @@ class Authentication:
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or respond with 414 or 429."""
+        """Pass a request to the next application, or respond with status 414 or 429."""
         if scope["type"] in ("http", "websocket"):
             caller = RequestCaller(self._authenticator, scope)
             scope.setdefault("state", {})["caller"] = caller
             try:
                 _check_query(scope)
                 if caller.principal is None:
-                    await self._limit.come((scope.get("client") or ("unknown", 0))[0])
+                    await self._limit.acquire((scope.get("client") or ("unknown", 0))[0])
             except HttpProblem as refusal:
                 self._authenticator.note(refusal, scope)
                 await problem_of(refusal)(scope, receive, send)
@@ -60,7 +60,7 @@ def _check_query(scope: Scope) -> None:
     """Reject a long query string, whose parsing would block the event loop.
 
     Raises:
-        HttpProblem: With 414.
+        HttpProblem: With status 414.
     """
     if (nbytes := len(scope["query_string"])) > MAX_QUERY_BYTES:
         raise HttpProblem(
@@ -71,14 +71,14 @@ def _check_query(scope: Scope) -> None:
 
 
 class GuardedRoute(APIRoute):
-    """Route that authorizes requests by the declared requirement of its endpoint.
+    """FastAPI route that authorizes each request by the scope that its endpoint declares with `needs`.
 
     Raises:
-        LookupError: At construction, if the endpoint declares none.
+        LookupError: At construction, if the endpoint declares no scope.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, wrapped in authorization."""
+        """Return the request handler of the endpoint, wrapped in authorization."""
         handle = super().get_route_handler()
         need = need_of(self.endpoint)
         if need == UNCHECKED:
@@ -92,7 +92,7 @@ class GuardedRoute(APIRoute):
 
 
 async def enter(connection: HTTPConnection, need: str) -> None:
-    """Authorize a request, and delay it as the rate limit requires.
+    """Authorize a request, and wait until the rate limit admits it.
 
     Args:
         connection: A request or WebSocket.
@@ -101,7 +101,7 @@ async def enter(connection: HTTPConnection, need: str) -> None:
     Raises:
         HttpProblem: The Host header is not allowed, the request is cross-site, or the rate limit is exceeded.
         Unauthorized: The request has no valid token.
-        Forbidden: The token's scopes do not suffice.
+        Forbidden: The token's scopes do not permit the request.
     """
     rate_limiter: RateLimiter = connection.app.state.rate_limiter
-    await rate_limiter.come(connection.scope, caller_of(connection).admit(need))
+    await rate_limiter.acquire(connection.scope, caller_of(connection).admit(need))

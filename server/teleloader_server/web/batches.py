@@ -1,4 +1,4 @@
-"""The HTTP endpoints; docs/protocol.md describes them."""
+"""HTTP endpoints for datasets, loaders and batches, as specified in docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ from teleloader_shared.tracing import TRACE_HEADER
 _Result = TypeVar("_Result")
 
 LINGER: Final = 0.005
-"""Seconds for which a response of several small batches waits to be complete: it costs more than the batches."""
+"""Seconds for which a response waits for further small batches: a response costs more than a small batch."""
 WRITE_BYTES: Final = 512 * 1024
-"""Small frames are joined into writes of about this size: one write costs more than copying it."""
+"""Approximate size of the writes into which small frames are joined: a write costs more than copying the bytes."""
 
 MAX_STRINGS: Final = 2048
-"""Limit of the strings of a spec: its fields, and the states of up to 1,024 shards."""
+"""Maximum number of strings in a spec: its fields, and the states of up to 1,024 shards."""
 MAX_BESIDES_STRINGS: Final = 16 * 1024
-"""Limit of a spec without its strings, in bytes."""
+"""Maximum size of a spec without its strings, in bytes."""
 LARGE_SPEC_BYTES: Final = 64 * 1024
-"""Size from which specs are parsed in a thread: those with the states of many shards."""
+"""Size above which a spec is parsed in a thread: specs with the states of many shards."""
 MAX_ESCAPES: Final = 16 * 1024
-"""Limit of backslashes in a spec: escapes take many times as long to parse as other characters."""
+"""Maximum number of backslashes in a spec: escapes take many times as long to parse as other characters."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MUTABLE: Final = {"cache-control": "no-store"}
-"""Headers of failures and of parts of a range: the next response may differ."""
+"""Headers of failed batches and of partial ranges, whose next response may differ."""
 
 Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
 Ahead = Annotated[int, Query(ge=0, description="number of batches after these that the client will request later")]
@@ -76,7 +76,7 @@ Report = Annotated[
 
 
 class FrameResponse(Response):
-    """Response with frames as the body, which are written from shared memory without a copy."""
+    """HTTP response whose body is a sequence of frames, written from shared memory without a copy."""
 
     def __init__(
         self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: dict[str, str]
@@ -88,17 +88,17 @@ class FrameResponse(Response):
         super().__init__(headers={**headers, "content-length": str(self._size)}, media_type=FRAME_MEDIA_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send headers and frames."""
+        """Send the headers and all frames."""
         with self._service.sending(self._size, self._stream):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # TLS copies each piece
+            # split for TLS, which copies each piece
             for piece in joined(self._frames, split=scope["scheme"] == "https"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class StreamResponse(Response):
-    """Response with all batches of a request, each sent when it is ready and the client reads."""
+    """HTTP response that streams all requested batches, each as soon as it is ready and the client reads."""
 
     def __init__(self, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]) -> None:
         super().__init__(media_type=FRAME_MEDIA_TYPE)
@@ -107,7 +107,7 @@ class StreamResponse(Response):
         self._batches = batches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send headers, then frames as they become ready."""
+        """Send the headers, then each frame as soon as it is ready."""
         async with self._batches as stream, departure(receive) as gone:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # a response that has begun can only be aborted
@@ -124,7 +124,7 @@ class StreamResponse(Response):
 
 @asynccontextmanager
 async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Provide a task that ends when the client disconnects, which uvicorn does not report to senders."""
+    """Yield a task that completes when the client disconnects, which uvicorn does not report to senders."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -138,11 +138,14 @@ async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, which is cancelled when the client disconnects.
+    """Run a coroutine, and cancel it when the client disconnects.
 
     Args:
         gone: Task of `departure`.
-        work: The coroutine.
+        work: Coroutine to run.
+
+    Returns:
+        The result of the coroutine.
 
     Raises:
         ClientDisconnect: The client disconnected.
@@ -155,20 +158,20 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         return working.result()
     finally:
         working.cancel()
-        # otherwise asyncio logs an exception that was not retrieved
+        # retrieve the exception: otherwise asyncio logs that it was never retrieved
         working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def ready_answer(
     request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
 ) -> FrameResponse:
-    """Return a response with the first of `batches` that are ready, at least one."""
+    """Wait for the first batch of a request; return a response with it and the following batches that are ready."""
     async with batches as stream, departure(request.receive) as gone:
         return FrameResponse(service, stream, await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """Wait for the next frame; return it, and those after it that are ready soon."""
+    """Wait for the next frame of a stream; return it with the following frames that are ready within `LINGER`."""
     frames = [(await stream.take()).raw]
     size = len(frames[0])
     if size < READY_BYTES and not stream.exhausted:
@@ -180,10 +183,10 @@ async def ready_frames(stream: BatchStream) -> list[Lease]:
 
 
 def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of frames in few writes.
+    """Yield the bytes of frames in few pieces, each to be sent with one write.
 
-    Large frames are passed on as they are; small ones are joined. With `split`, large ones come in pieces of 1 MiB:
-    uvicorn copies each piece of a chunked body to prefix its size.
+    Small frames are joined; large frames are not copied. With `split`, large frames are split into pieces of 1 MiB,
+    because uvicorn copies each piece of a chunked body to prefix its size.
     """
     small: list[NDArray[np.uint8]] = []
     gathered = 0
@@ -215,16 +218,19 @@ def _concatenated(frames: list[Lease]) -> memoryview:
 
 
 def service_of(connection: HTTPConnection) -> LoaderService:
-    """Return the service of the application that handles a request.
+    """Return the `LoaderService` of the application that handles a request.
 
-    Endpoints find their state here and not in a closure: FastAPI keeps endpoint functions in caches of its modules,
-    which outlive the server, and a closure would keep the hosted dataset in memory with them.
+    Endpoints get their state from the application and not from a closure: FastAPI keeps endpoint functions in
+    module-level caches, which outlive the server, so a closure would keep the hosted dataset in memory.
     """
     return cast("LoaderService", connection.app.state.service)
 
 
 def make_router() -> APIRouter:
-    """Return the endpoints for loaders and batches; they use `service` and `body_budget` of the application's state."""
+    """Create the router of the endpoints for loaders and batches.
+
+    The endpoints use `service` and `body_budget` of the application's state.
+    """
     router = APIRouter(route_class=GuardedRoute)
     _add_loaders(router)
     _add_batches(router)
@@ -302,7 +308,7 @@ def _add_batches(router: APIRouter) -> None:
         service, caller = service_of(request), caller_of(request)
         service.loader(caller, key, epoch, k)
         etag = f'"{key}-{epoch}-{k}"'
-        # a batch never changes, so a client that has it needs no other response
+        # batches are immutable, so a client that has this one need not receive it again
         shared = "private" if request.app.state.authenticator.has_tokens else "public"
         immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
         if etag in request.headers.get("if-none-match", ""):
@@ -388,7 +394,7 @@ def _add_listed_batches(router: APIRouter) -> None:
 
 
 class BodyReader:
-    """Reads bodies of requests, whose total size is limited: each connection may send one."""
+    """Reader of request bodies that limits the size of each body and the memory of all bodies together."""
 
     def __init__(self, limits: ClientLimits, body_budget: BodyBudget) -> None:
         self._limits = limits
@@ -398,15 +404,15 @@ class BodyReader:
     async def read(
         self, request: Request, name: Literal["max_body_bytes", "max_spec_bytes"]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Provide the pieces of a body, which count for the budget until the context ends.
+        """Yield the pieces of a request body, which count toward the memory budget until the ``with`` block ends.
 
         Args:
             request: The request.
-            name: Name of the limit for its body.
+            name: Field of `ClientLimits` that limits the body's size.
 
         Raises:
-            HttpProblem: The body exceeds the limit.
-            ServerUnavailable: The bodies of all principals, or of this one, exceed the budget.
+            HttpProblem: The body exceeds its size limit.
+            ServerUnavailable: The bodies of all principals, or of this principal, exceed the budget.
         """
         limit = getattr(self._limits, name)
         too_large = HttpProblem(
@@ -433,25 +439,25 @@ class BodyReader:
 
 
 def body_reader_of(request: Request) -> BodyReader:
-    """Return the reader of request bodies of the application that handles a request."""
+    """Return a `BodyReader` with the limits and the budget of the application that handles a request."""
     state = request.app.state
     return BodyReader(state.service.client_limits, state.body_budget)
 
 
 def parsed_spec(body: bytes) -> LoaderSpec:
-    """Return the spec that a body holds as JSON.
+    """Parse a request body with a loader spec in JSON.
 
     Raises:
-        InvalidSpec: The body is not a valid spec.
+        InvalidSpec: The body is not a valid loader spec.
     """
     return LoaderSpec.from_json(_parsed_json(body))
 
 
 def _parsed_json(body: bytes) -> object:
-    """Return the value of a JSON text.
+    """Parse JSON of limited complexity.
 
-    A spec consists of some fields and a string for each shard. To parse text with more values would block the event
-    loop, so strings are counted, and removed to measure the rest.
+    A spec consists of some fields and one string per shard. Parsing JSON with many more values would block the event
+    loop, so its strings are counted first, and the size of the rest is checked.
 
     Raises:
         InvalidSpec: The text is not JSON, or has more values than a spec.
@@ -480,12 +486,12 @@ class _Client(TypedDict):
 
 
 def client_of(request: Request, consumer: str, report: str) -> _Client:
-    """Return the fields of a request that describe its client.
+    """Return the fields of a `RangeRequest` that describe the client of an HTTP request.
 
     Args:
-        request: The request.
-        consumer: Its consumer header, "" if it has none.
-        report: Its report header, "" if it has none.
+        request: The HTTP request.
+        consumer: Value of its consumer header, or "".
+        report: Value of its report header, or "".
     """
     return {
         "consumer": consumer or address_of(request),
@@ -495,6 +501,6 @@ def client_of(request: Request, consumer: str, report: str) -> _Client:
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """Return the name of a consumer whose client sends none: its IP address and port."""
+    """Return the default consumer name of a client: its IP address and port."""
     client = connection.client
     return f"{client.host}:{client.port}" if client else "unknown"

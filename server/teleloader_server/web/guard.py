@@ -1,21 +1,21 @@
 """HTTP/1.1 connections with limits on time, size and number, composed around uvicorn's protocol.
 
-uvicorn waits for a request as long as it takes, reads heads and bodies of any size, and waits forever for a client that
-does not read. A `Connection` parses what arrives first, enforces the limits (docs/limits.md), and passes each request
-on to an instance of uvicorn's protocol in a canonical form:
+uvicorn has no timeout for receiving a request, no size limit for headers and bodies, and no timeout for a client that
+does not read its response. A `Connection` parses received data first, enforces the limits (docs/limits.md), and
+forwards each request to an instance of uvicorn's protocol in a canonical form:
 
-- Trailers and chunk extensions are not passed on, and neither is an upgrade to another protocol than WebSocket.
-- uvicorn has one request at a time. Pipelined requests wait here, so that the running request learns of the loss of its
-  connection. (With a pipeline of its own, uvicorn tells the last request, which has not begun.)
-- The beginning and the end of responses are observed by `observed`, a piece of ASGI middleware.
+- Trailers, chunk extensions, and upgrades to protocols other than WebSocket are not forwarded.
+- uvicorn receives one request at a time. Pipelined requests are queued here, so that the running request is notified
+  when its connection is lost. (With its own pipeline, uvicorn notifies the last request, which has not started.)
+- `observed`, an ASGI middleware, detects the start and the end of responses.
 
-A request that breaks a limit is answered with a problem if its response has not begun, and its connection is closed.
-uvicorn closes connections that are idle between two requests; the kernel finds dead peers of idle connections.
+A request that exceeds a limit gets an error response unless its response has started, and its connection is closed.
+uvicorn closes connections that are idle between two requests; TCP keep-alive detects dead peers of idle connections.
 
 Rejected: a subclass of uvicorn's HttpToolsProtocol. It overrode and used 34 members that uvicorn does not document, and
-a renamed one could have disabled a limit without an error. The price is that heads are parsed twice: 4 to 5 us of CPU
-time a request (least of many rounds: GET 26 -> 30 us, POST of 4 KB 29 -> 34 us in this layer), about 1 % of a request
-for a small batch, and nothing that could be measured for a response of 38 MB.
+a renamed member could have disabled a limit without an error. The price is that headers are parsed twice: 4 to 5 us of
+CPU time per request (minimum of many rounds: GET 26 -> 30 us, POST of 4 KB 29 -> 34 us in this layer), about 1 % of a
+request for a small batch, and no measurable difference for a response of 38 MB.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from teleloader_server.web.guard_rules import (
 from teleloader_server.web.guard_transport import break_off, final_response, unread_bytes
 
 _KEY: Final = "teleloader.connection"
-"""Entry of an ASGI scope's state: the connection of a request."""
+"""Key of an ASGI scope's state whose value is the `Connection` of the request."""
 
 
 class _Exchange:
-    """A request whose response is incomplete."""
+    """Exchange of a request and its response, until the response is complete."""
 
     __slots__ = ("has_response_begun", "unpassed")
 
     def __init__(self) -> None:
         self.has_response_begun = False
         self.unpassed: list[bytes] = []
-        """Parts of the request that uvicorn has not received."""
+        """Parts of the request that were not forwarded to uvicorn yet."""
 
 
 class Connection(asyncio.Protocol):
-    """Protocol of one connection.
+    """asyncio protocol of one HTTP/1.1 connection, which enforces limits and forwards requests to uvicorn.
 
     Args:
-        manager: Manages all connections of the server.
+        manager: Manager of all connections of the server.
         config: Loaded configuration of uvicorn, whose application is wrapped in `observed`.
         server_state: State of uvicorn's server.
     """
 
-    # connections are many: a dictionary of attributes would take 1 KB of each
+    # slots, because there are many connections, and a dictionary of attributes takes 1 KB each
     __slots__ = (
         "_default_headers", "_exchanges", "_head", "_headers", "_limits", "_loop", "_manager", "_parser", "_progress",
         "_receiving", "_scope", "_slow_reader", "_state", "_transport", "_url", "_uvicorn", "address", "has_requested",
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
         self._default_headers = server_state.default_headers
         self._loop = asyncio.get_running_loop()
         self._parser: Any = httptools.HttpRequestParser(self)
-        # a request with `Connection: close` gets its response although another one follows it
+        # a request with `Connection: close` gets its response even if another request follows
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -93,11 +93,11 @@ class Connection(asyncio.Protocol):
         self._progress = RequestProgress(self._limits, self._loop.time())
         self._slow_reader = SlowReader(self._limits)
         self._exchanges: list[_Exchange] = []
-        """Incomplete exchanges, the oldest first; uvicorn has that one."""
+        """Incomplete exchanges, oldest first; the first one is being processed by uvicorn."""
         self._receiving = _Exchange()
-        """Exchange of the last request, which may be complete before the request is."""
+        """Exchange of the last request; its response may be complete before the request is."""
         self._scope: Scope | None = None
-        """Scope of the last request that the application received."""
+        """ASGI scope of the last request that the application received."""
         self.has_requested = False
         """True if the client has sent a request."""
 
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, or refuse the connection if there is no room for it."""
+        """Admit a new connection, or reject it with status 503 if a connection limit is reached."""
         self._transport = cast("asyncio.Transport", transport)
         self._uvicorn.connection_made(transport)
         peer = transport.get_extra_info("peername")
@@ -122,17 +122,17 @@ class Connection(asyncio.Protocol):
         reason = self._manager.admit(self)
         if reason is not None:
             self._refuse(HttpProblem(503, "ServerUnavailable", reason))
-            self._transport.close()  # without lingering: descriptors are scarce
+            self._transport.close()  # without waiting for the client to read: descriptors are scarce
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the running request, and break reference cycles."""
+        """Notify the running request that the connection is closed, and break reference cycles."""
         self._manager.leave(self)
         self._uvicorn.connection_lost(exc)
         self._parser = self._scope = None
         self._state.clear()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, and pass on what the limits allow."""
+        """Parse received data, enforce the limits, and forward requests to uvicorn."""
         if self._progress.phase is Phase.REFUSED:
             return
         if self._progress.phase is Phase.IDLE:
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade:
-            pass  # either a WebSocket protocol has taken over, or the connection closes after the response
+            pass  # either `WebSocketConnection` has taken over, or the connection closes after the response
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, HttpProblem):
@@ -150,29 +150,30 @@ class Connection(asyncio.Protocol):
             self._refuse(problem)
 
     def eof_received(self) -> None:
-        """Close after the client has: asyncio does it."""
+        """Handle end of file from the client; asyncio closes the transport."""
         self._uvicorn.eof_received()
 
     def pause_writing(self) -> None:
-        """Wait for the client to read, and count what waits to be sent."""
+        """Pause the response until the client reads, and count the unsent bytes."""
         self._uvicorn.pause_writing()
         self._manager.charge(self, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Continue to send."""
+        """Resume sending the response."""
         self._uvicorn.resume_writing()
         self._settle()
 
     def _feed(self, data: bytes) -> None:
         progress, start = self._progress, 0
         while start < len(data):
-            # a piece may hold the end of one request and the head of the next, so none is larger than a head may be
+            # a piece may contain the end of one request and the headers of the next, so it is not larger than headers
+            # may be
             piece = data[start : start + progress.allowance]
             if not piece:
                 raise progress.too_much_framing(
                     is_request_line=not self._headers and len(self._url) > self._limits.max_header_bytes // 2
                 )
-            if progress.phase is not Phase.BODY or self._exchanges:  # otherwise the body is discarded
+            if progress.phase is not Phase.BODY or self._exchanges:  # a body after the response is discarded
                 self._manager.charge(self, len(piece))
             progress.add_framing(len(piece))
             self._parser.feed_data(piece)
@@ -185,7 +186,7 @@ class Connection(asyncio.Protocol):
     # -- called by the parser; an exception ends parsing
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Start a request (callback of the parser)."""
         if self._progress.phase is not Phase.HEAD:
             self._enter(Phase.HEAD)
         self._manager.charge(self, REQUEST_BYTES)
@@ -193,12 +194,15 @@ class Connection(asyncio.Protocol):
         self._headers = []
 
     def on_url(self, url: bytes) -> None:
-        """Append a part of the URL."""
+        """Append a part of the request's URL (callback of the parser)."""
         self._url += url
         check_url_size(len(self._url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Append a header field; trailer fields are dropped, because RFC 9110, 6.5.1 forbids to use them as headers."""
+        """Append a header field (callback of the parser).
+
+        Trailer fields are dropped, because RFC 9110, 6.5.1 forbids merging them into the headers.
+        """
         if self._progress.phase is Phase.BODY:
             return
         limit = self._limits.max_headers
@@ -208,7 +212,7 @@ class Connection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Begin an exchange, or refuse the request."""
+        """Check the headers, and start an exchange or reject the request (callback of the parser)."""
         check_pipelined(len(self._exchanges), self._limits)
         version, method = self._parser.get_http_version(), self._parser.get_method()
         self._head = head = check_head(version, self._url, self._headers, self._limits)
@@ -229,7 +233,7 @@ class Connection(asyncio.Protocol):
         exchange.unpassed.append(b"\r\n")
 
     def _check_target(self, method: bytes) -> None:
-        """Refuse what uvicorn cannot decode."""
+        """Reject a request target that uvicorn cannot decode."""
         try:
             path = httptools.parse_url(self._url).path
             is_path = method != b"CONNECT" and path is not None and path.isascii()
@@ -241,28 +245,28 @@ class Connection(asyncio.Protocol):
             )
 
     def _canonicalize(self) -> None:
-        """Replace the header fields that would let uvicorn decide otherwise than this class."""
+        """Replace header fields that uvicorn would interpret differently from this class."""
         if self._parser.should_upgrade():
             if self._head.upgrade == WEBSOCKET:
                 self._replace({b"connection": b"upgrade", b"upgrade": WEBSOCKET})
-                # the WebSocket's protocol takes over: the manager counts it in place of this one
+                # `WebSocketConnection` takes over: the manager counts it in place of this connection
                 self._manager.leave(self)
                 self._state.clear()
                 return
-            # the parser has taken the body for the other protocol's data
+            # the parser has treated the body as data of the other protocol
             self._replace({b"content-length": b"", b"transfer-encoding": b""})
             self._head = Head()
         if self._head.upgrade or self._parser.should_upgrade() or self._manager.draining:
-            # what follows could be of the other protocol
+            # further data may belong to the other protocol
             self._replace({b"connection": b"close", b"upgrade": b""})
 
     def _replace(self, fields: dict[bytes, bytes]) -> None:
-        """Replace header fields; those without a value are removed."""
+        """Replace header fields; fields with an empty value are removed."""
         self._headers = [field for field in self._headers if field[0] not in fields]
         self._headers += [field for field in fields.items() if field[1]]
 
     def on_body(self, body: bytes) -> None:
-        """Append a part of the body."""
+        """Append a part of the request's body (callback of the parser)."""
         self._progress.add_content(len(body))
         if self._head.is_chunked:
             self._receiving.unpassed += [b"%x\r\n" % len(body), body, b"\r\n"]
@@ -270,7 +274,7 @@ class Connection(asyncio.Protocol):
             self._receiving.unpassed.append(body)
 
     def on_message_complete(self) -> None:
-        """End a request."""
+        """Complete a request (callback of the parser)."""
         if self._head.is_chunked:
             self._receiving.unpassed.append(b"0\r\n\r\n")
         self._pass_on()
@@ -278,10 +282,10 @@ class Connection(asyncio.Protocol):
         self._progress.phase = Phase.IDLE
         self._settle()
 
-    # -- the application's side
+    # -- called by the application
 
     def _pass_on(self) -> None:
-        """Pass on what was received of a request, unless requests before it wait for their responses."""
+        """Forward the received part of a request to uvicorn, unless earlier requests wait for their responses."""
         if not self._exchanges or self._exchanges[0] is self._receiving:
             self._pass(self._receiving)
 
@@ -292,7 +296,7 @@ class Connection(asyncio.Protocol):
             self._uvicorn.data_received(data)
 
     async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application respond, and observe the beginning and the end of its response."""
+        """Run the application for a request, and detect the start and the end of its response."""
         exchange = self._exchanges[0]
         self._scope = scope
 
@@ -300,7 +304,7 @@ class Connection(asyncio.Protocol):
             await send(message)
             self._complete(exchange)
 
-        # not a coroutine function: a response may have many messages, and only the last one is awaited here
+        # a plain function and not a coroutine function, which would cost each of many messages a coroutine
         def observe(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 exchange.has_response_begun = True
@@ -314,9 +318,9 @@ class Connection(asyncio.Protocol):
             self._complete(exchange)
 
     def _complete(self, exchange: _Exchange) -> None:
-        """End an exchange, and pass on the next request."""
+        """End an exchange, and forward the next request to uvicorn."""
         if not self._exchanges or self._exchanges[0] is not exchange:
-            return  # it has ended before
+            return  # already ended
         del self._exchanges[0]
         if self._progress.phase is Phase.REFUSED or self._transport.is_closing():
             return
@@ -328,26 +332,29 @@ class Connection(asyncio.Protocol):
         self._settle()
 
     def _is_out_of_step(self) -> bool:
-        """Return True when the next data may be a body or a request: the client need not send a body any more."""
+        """Return True if the next data may be a body or a new request.
+
+        This happens when the response was sent before ``100 Continue``: the client may then omit the body.
+        """
         progress = self._progress
         return progress.phase is Phase.BODY and self._head.expects_continue and not progress.received
 
     def _settle(self) -> None:
-        """Release the memory that is counted for requests once all of them are received and have responses."""
+        """Release the memory counted for requests once all requests are received and have their responses."""
         if self._progress.phase is Phase.IDLE and not self._exchanges:
             self._manager.settle(self, CONNECTION_BYTES + self._transport.get_write_buffer_size())
 
     # -- called by the manager
 
     def shutdown(self) -> None:
-        """Close once all requests have their responses."""
+        """Close the connection once all its requests have their responses."""
         if not self._exchanges:
             self._transport.close()
         elif len(self._exchanges) == 1:
-            self._uvicorn.shutdown()  # the response announces it
+            self._uvicorn.shutdown()  # the response then has the header `Connection: close`
 
     def check(self, now: float) -> None:
-        """Enforce the limits of time and rate."""
+        """Enforce timeouts and minimum rates."""
         quota, progress = self.quota, self._progress
         patience = self._limits.send_timeout if quota is None else quota.patience(self._limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self._transport), patience):
@@ -364,18 +371,21 @@ class Connection(asyncio.Protocol):
             self._refuse(problem)
 
     def break_off(self) -> None:
-        """Close and discard what was not sent."""
+        """Close the connection immediately, and discard unsent data."""
         break_off(self._transport)
 
-    # -- refusal
+    # -- rejection
 
     def _enter(self, phase: Phase) -> None:
         self._progress.enter(phase, self._loop.time())
 
     def _refuse(self, problem: HttpProblem) -> None:
-        """Report a problem, unless its response could be taken for another one, and discard what follows."""
+        """Reject the request that is being received: send an error response, and discard further data.
+
+        No response is sent if the client could mistake it for the response to another request.
+        """
         self._manager.count(f"{problem.status} {problem.code}")
-        # a client that has sent nothing in time gets no response
+        # a client that sent nothing within the timeout gets no response
         is_reported = (self._progress.has_begun or problem.status != 408) and self._is_next_response()
         self._enter(Phase.REFUSED)
         self._uvicorn.connection_lost(ConnectionAbortedError(problem.detail))
@@ -387,17 +397,17 @@ class Connection(asyncio.Protocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
-            self._transport.close()  # TLS: asyncio discards what arrives until the client has closed
+            self._transport.close()  # TLS: asyncio discards received data until the client has closed
 
     def _is_next_response(self) -> bool:
-        """Return True when the next bytes to be sent are the response to the request that is being received."""
+        """Return True if the next response to be sent belongs to the request that is being received."""
         if self._progress.phase is not Phase.BODY:
             return not self._exchanges
         return self._exchanges == [self._receiving] and not self._receiving.has_response_begun
 
 
 def observed(app: ASGIApp) -> ASGIApp:
-    """Return an ASGI application whose responses are observed by their `Connection`."""
+    """Wrap an ASGI application so that each `Connection` detects the start and the end of its responses."""
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

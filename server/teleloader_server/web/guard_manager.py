@@ -1,4 +1,4 @@
-"""All connections of a server: their number, the memory of unauthenticated ones, and regular checks of each."""
+"""Management of all connections of a server: limits of their number and memory, and periodic checks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from teleloader_server.dispatch.quotas import BodyBudget, Quota
 from teleloader_shared.units import counted
 
 OWN_FILES: Final = 64
-"""Descriptors for the event loop, the files of datasets, and anything else."""
+"""File descriptors reserved for the event loop, for files of datasets, and for other uses."""
 FILES_PER_WORKER: Final = 4
-"""Descriptors for a worker's channel and the memory that passes through it."""
+"""File descriptors per worker: its channel, and shared memory that is passed through the channel."""
 MIN_CONNECTIONS: Final = 64
-"""Connections without which a server is not useful."""
+"""Minimum number of connections with which a server starts."""
 
 CONNECTION_BYTES: Final = 16 * 2**10
-"""Memory of an idle connection, rounded up: transport, parsers, protocols and the last request."""
+"""Estimated memory of an idle connection, rounded up: transport, parsers, protocols and the last request."""
 REQUEST_BYTES: Final = 8 * 2**10
-"""Memory of a request besides its received bytes, rounded up: scope, task and response."""
+"""Estimated memory of a request besides its received bytes, rounded up: scope, task and response."""
 FIELD_BYTES: Final = 256
-"""Memory of a header field besides its bytes, rounded up: a tuple and two bytes objects."""
+"""Estimated memory of a header field besides its bytes, rounded up: a tuple and two bytes objects."""
 LOG_INTERVAL_S: Final = 10.0
-"""Seconds between two log lines about closed connections."""
+"""Minimum seconds between two log lines about closed connections."""
 
 logger = logging.getLogger(__name__)
 
 
 class ManagedConnection(Protocol):
-    """Interface of a connection, HTTP or WebSocket, to the `ConnectionManager`."""
+    """Interface of an HTTP or WebSocket connection for the `ConnectionManager`."""
 
     @property
     def is_responding(self) -> bool:
@@ -53,21 +53,21 @@ class ManagedConnection(Protocol):
         """Quota of the principal of the last request; None if that request was not authenticated."""
 
     def check(self, now: float) -> None:
-        """Enforce the limits of time and rate."""
+        """Enforce timeouts and minimum rates."""
 
     def shutdown(self) -> None:
-        """Close once all requests have their responses."""
+        """Close the connection once all its requests have their responses."""
 
     def break_off(self) -> None:
-        """Close and discard what was not sent."""
+        """Close the connection immediately, and discard unsent data."""
 
 
 class ConnectionManager:
-    """Connections of one server.
+    """Manager of all connections of a server, which enforces limits of their number and memory.
 
     Args:
         limits: Limits of the server.
-        authenticator: Knows the tokens. On a server without tokens, every request counts as authenticated.
+        authenticator: Authenticator of the server; without tokens, every request counts as authenticated.
     """
 
     def __init__(self, limits: ClientLimits, authenticator: Authenticator) -> None:
@@ -75,24 +75,24 @@ class ConnectionManager:
         self.unfinished = BodyBudget(
             limits.max_buffered_request_bytes // 4, lambda: len(authenticator.tokens.entries) > 1
         )
-        """Memory of WebSocket messages that have not been received completely."""
+        """Memory budget of incompletely received WebSocket messages."""
         self._authenticator = authenticator
         self.draining = False
-        """True if connections close after their response."""
+        """True during shutdown: connections close after their response."""
         self.connections: set[ManagedConnection] = set()
         self._unauthenticated: dict[ManagedConnection, int] = {}
-        """Bytes of memory of each connection without an authenticated request, the oldest connection first."""
+        """Estimated memory in bytes of each connection without an authenticated request, oldest connection first."""
         self._unauthenticated_bytes = 0
         self._closed: Counter[str] = Counter()
-        """Number of connections closed for each reason since the last log line."""
+        """Number of closed connections by reason, since the last log line."""
         self._logged_at = -LOG_INTERVAL_S
         self._by_address: Counter[str] = Counter()
         shortest = min(limits.header_timeout, limits.body_timeout, limits.send_timeout, limits.lingering_time)
         self._interval = min(1.0, shortest / 4)
-        """Seconds between two checks."""
+        """Seconds between two checks of all connections."""
 
     def admit(self, connection: ManagedConnection) -> str | None:
-        """Manage a new connection; return the reason to refuse it if there is no room."""
+        """Add a new connection; return the reason for its rejection if a connection limit is reached, else None."""
         self.connections.add(connection)
         address = connection.address
         self._by_address[address] += 1
@@ -108,7 +108,7 @@ class ConnectionManager:
         return None
 
     def leave(self, connection: ManagedConnection) -> None:
-        """Forget a closed connection."""
+        """Remove a closed connection."""
         if connection in self.connections:
             self.connections.discard(connection)
             self._stop_counting(connection)
@@ -117,13 +117,13 @@ class ConnectionManager:
                 del self._by_address[connection.address]
 
     def charge(self, connection: ManagedConnection, nbytes: int) -> None:
-        """Count memory of an unauthenticated connection, and close the oldest ones beyond the limit.
+        """Add to the memory of an unauthenticated connection; close the oldest such connections beyond the limit.
 
-        Authenticated connections are not counted here: the quotas of their principals apply.
+        Authenticated connections are not counted: the quotas of their principals apply instead.
 
         Args:
             connection: The connection.
-            nbytes: Additional bytes; less than 0 for bytes that were released.
+            nbytes: Additional bytes; negative for released memory.
         """
         if connection not in self._unauthenticated:
             return
@@ -147,14 +147,14 @@ class ConnectionManager:
         self._unauthenticated_bytes -= self._unauthenticated.pop(connection, 0)
 
     def _evict(self, newcomer: ManagedConnection | None = None, address: str | None = None) -> bool:
-        """Close the oldest unauthenticated connection, so that idle strangers cannot keep clients out.
+        """Close the oldest unauthenticated connection, so that idle unauthenticated peers cannot block clients.
 
         Args:
-            newcomer: The connection that needs room, which is not closed.
-            address: IP address whose connections may be closed; None means any.
+            newcomer: New connection that requires the space; it is not closed.
+            address: IP address whose connections may be closed; None allows any.
 
         Returns:
-            False if there is no such connection.
+            True if a connection was closed.
         """
         while found := next(
             (one for one in self._unauthenticated if one is not newcomer and address in (None, one.address)), None
@@ -163,23 +163,23 @@ class ConnectionManager:
                 self._stop_counting(found)
                 continue
             self.count("unauthenticated connection closed to make room")
-            self.leave(found)  # now: the event loop reports the loss of a connection later
+            self.leave(found)  # now, because the event loop calls connection_lost later
             found.break_off()
             return True
         return False
 
     async def run(self) -> None:
-        """Check all connections regularly, until cancelled."""
+        """Check all connections periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             self.check(asyncio.get_running_loop().time())
 
     def check(self, now: float) -> None:
-        """Enforce the limits on all connections, and log how many were closed."""
+        """Enforce the limits on all connections, and log the number of closed connections."""
         for connection in list(self.connections):
             try:
                 connection.check(now)
-            except Exception:  # the limits of all other connections must be enforced nevertheless
+            except Exception:  # an error in one connection must not disable the limits of all others
                 logger.exception("cannot enforce the limits of a connection: the server closed it")
                 connection.break_off()
         if self._closed and now - self._logged_at >= LOG_INTERVAL_S:
@@ -189,18 +189,18 @@ class ConnectionManager:
             self._closed.clear()
 
     def count(self, reason: str) -> None:
-        """Count a closed connection for the log, which has one line for all of them: clients can cause millions."""
+        """Count a closed connection by reason; `check` logs the counts, because clients can cause millions."""
         self._closed[reason] += 1
 
     def drain(self) -> None:
-        """Close idle connections, and all others after their responses."""
+        """Close idle connections now, and all others after their responses."""
         self.draining = True
         for connection in list(self.connections):
             if connection.has_requested:
                 connection.shutdown()
 
     async def wait_responded(self, timeout: float) -> bool:
-        """Wait for all responses to be sent; return False if `timeout` seconds do not suffice."""
+        """Wait until all responses are sent, for at most `timeout` seconds; return True if all are sent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while any(connection.is_responding for connection in self.connections):
@@ -209,20 +209,20 @@ class ConnectionManager:
         return False
 
     def abort(self) -> None:
-        """Break off all connections."""
+        """Close all connections immediately, and discard unsent data."""
         for connection in list(self.connections):
             connection.break_off()
 
 
 def raise_file_limit() -> None:
-    """Raise this process' limit of open files to the hard limit: each connection needs a descriptor."""
+    """Raise the soft limit of open files to the hard limit, because each connection requires a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_for(num_workers: int) -> int:
-    """Return the number of connections that leave enough descriptors for the rest of the server.
+    """Return the maximum number of connections that leaves enough file descriptors for the rest of the server.
 
     Raises:
         ConfigError: The limit of open files is too low.
@@ -230,7 +230,7 @@ def connections_for(num_workers: int) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 2**20
-    # sessions have workers of their own: the higher the limit, the more descriptors are reserved
+    # at least an eighth of the limit, for the workers of sessions
     reserved = max(OWN_FILES + FILES_PER_WORKER * num_workers, limit // 8)
     if limit - reserved < MIN_CONNECTIONS:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Limits of one connection as pure decisions over bytes, counts and times; `guard` and `websocket` carry them out.
+"""Rules that enforce the limits of one connection: pure functions of bytes, counts and times, without I/O or clocks.
 
-Nothing here reads a clock or touches a socket. A rule that is broken is an `HttpProblem`, which names the limit.
+`guard` and `websocket` apply the rules. A violated rule is reported as an `HttpProblem` that names the limit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from teleloader_server.problems import HttpProblem
 from teleloader_shared.messages import STREAM_PATH
 
 MAX_URL_BYTES: Final = 8 * 2**10
-"""Size of a request's URL. uvicorn decodes the path while it holds the event loop."""
+"""Maximum size of a request's URL, because uvicorn's decoding of the path blocks the event loop."""
 MIN_CHUNK_BYTES: Final = 64
-"""Mean size of the chunks of a body. Each chunk takes the event loop as long as a kilobyte of content."""
+"""Minimum mean size of a body's chunks, because each chunk takes as much time as a kilobyte of content."""
 MAX_SMALL_CHUNKS: Final = 256
 """Number of chunks of a body that may be smaller than `MIN_CHUNK_BYTES`."""
 WEBSOCKET: Final = b"websocket"
@@ -27,7 +27,7 @@ _CHECKED: Final = frozenset({
 
 
 class Phase(enum.Enum):
-    """Next part of a request that the client sends."""
+    """Part of a request that a connection expects next."""
 
     HEAD = "request line and headers"
     BODY = "body"
@@ -36,25 +36,25 @@ class Phase(enum.Enum):
 
 
 class Head(NamedTuple):
-    """Properties of a request that its headers determine."""
+    """Properties of a request that were parsed from its headers."""
 
     is_chunked: bool = False
     expects_continue: bool = False
     upgrade: bytes = b""
-    """Protocol of the Upgrade header, in lower case; empty without one."""
+    """Value of the Upgrade header in lower case; empty without the header."""
 
 
 def check_head(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]], limits: ClientLimits) -> Head:
-    """Return the properties of a request that the server accepts.
+    """Validate the request line and the headers of a request, and return its properties.
 
     Args:
         version: HTTP version of the request line.
         url: Target of the request line.
-        headers: Header fields, their names in lower case.
+        headers: Header fields with names in lower case.
         limits: Limits of the server.
 
     Raises:
-        HttpProblem: The server does not accept the request.
+        HttpProblem: The request is invalid or exceeds a limit.
     """
     if version not in _VERSIONS:
         raise HttpProblem(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
@@ -101,13 +101,13 @@ def _check_encoding(encoding: bytes) -> None:
 
 
 def check_url_size(nbytes: int) -> None:
-    """Raise the problem of a URL that exceeds `MAX_URL_BYTES`."""
+    """Raise `HttpProblem` (status 414) if a URL exceeds `MAX_URL_BYTES`."""
     if nbytes > MAX_URL_BYTES:
         raise HttpProblem(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
 
 
 def check_body_size(nbytes: int, limits: ClientLimits) -> None:
-    """Raise the problem of a body that exceeds `max_body_bytes`."""
+    """Raise `HttpProblem` (status 413) if a request body exceeds `max_body_bytes`."""
     if nbytes > limits.max_body_bytes:
         raise HttpProblem(
             413,
@@ -117,7 +117,7 @@ def check_body_size(nbytes: int, limits: ClientLimits) -> None:
 
 
 def check_pipelined(waiting: int, limits: ClientLimits) -> None:
-    """Raise the problem of one more request on a connection where `waiting` requests have no complete response."""
+    """Raise `HttpProblem` (status 400) if `waiting` pipelined requests have reached the limit of a connection."""
     if waiting >= limits.max_pipelined:
         raise HttpProblem(
             400,
@@ -128,11 +128,11 @@ def check_pipelined(waiting: int, limits: ClientLimits) -> None:
 
 
 class ArrivalRate:
-    """Rate at which a body or a message arrives, measured over intervals of `body_timeout`.
+    """Rate at which a request body or WebSocket message arrives, measured over intervals of `body_timeout`.
 
     Args:
         limits: Limits of the server.
-        now: Start of the first interval.
+        now: Start of the first interval, in seconds of the event loop's clock.
     """
 
     __slots__ = ("_limits", "_received", "_since")
@@ -142,20 +142,20 @@ class ArrivalRate:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Begin an interval."""
+        """Start a new measurement interval."""
         self._since = now
         self._received = 0
 
     def add(self, nbytes: int) -> None:
-        """Count received bytes."""
+        """Add received bytes to the current interval."""
         self._received += nbytes
 
     def problem(self, now: float, what: str) -> HttpProblem | None:
-        """Return the problem of an interval that ended below `min_body_rate`; begin the next one when it ended.
+        """Check the rate if the interval is over: return an error (status 408) below `min_body_rate`, else None.
 
         Args:
             now: Current time.
-            what: The body or message, for the problem's text.
+            what: Name of the body or message, for the error message.
         """
         seconds = now - self._since
         if seconds <= self._limits.body_timeout:
@@ -171,11 +171,11 @@ class ArrivalRate:
 
 
 class RequestProgress:
-    """Part of a request that a client has sent, held to the limits of sizes and times.
+    """Progress of receiving a request, checked against the limits of size and time.
 
     Args:
         limits: Limits of the server.
-        now: Time at which the connection was made, from which its first head has `header_timeout`.
+        now: Time at which the connection was established; `header_timeout` of its first request starts then.
     """
 
     __slots__ = ("_chunks", "_framing", "_limits", "_rate", "_since", "phase", "received")
@@ -186,18 +186,18 @@ class RequestProgress:
         self.enter(Phase.HEAD, now)
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Begin a phase."""
+        """Enter the next phase of receiving a request, and reset the counters."""
         self.phase = phase
         self.received = 0
-        """Bytes of the body's content."""
+        """Received bytes of the body's content, without chunk framing."""
         self._chunks = 0
-        """Parts in which the parser reported the body: one for each chunk, or more."""
+        """Number of parts in which the parser reported the body: at least one per chunk."""
         self._framing = 0
-        """Bytes since the beginning of the head, or since the last byte of the body's content."""
+        """Bytes received since the start of the request line, or since the last byte of the body's content."""
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Measure times from now on: until now, the server did not read."""
+        """Restart the timeouts of the current phase, because the server has not read from the connection until now."""
         self._since = now
         self._rate.restart(now)
 
@@ -208,15 +208,15 @@ class RequestProgress:
 
     @property
     def allowance(self) -> int:
-        """Number of bytes that may be parsed before the limit of framing is to be checked again."""
+        """Number of bytes that may be parsed before `max_header_bytes` must be checked again."""
         return self._limits.max_header_bytes - self._framing
 
     def add_framing(self, nbytes: int) -> None:
-        """Count bytes that are about to be parsed; those of content are counted again by `add_content`."""
+        """Count bytes as headers or chunk framing before they are parsed; `add_content` resets this count."""
         self._framing += nbytes
 
     def add_content(self, nbytes: int) -> None:
-        """Count content of a body.
+        """Count received content of a request body.
 
         Raises:
             HttpProblem: The body is too large, or its chunks are too small.
@@ -235,10 +235,10 @@ class RequestProgress:
             )
 
     def too_much_framing(self, *, is_request_line: bool) -> HttpProblem:
-        """Return the problem of a client that has used up its `allowance`.
+        """Return the error of a request whose headers or chunk framing exceed `max_header_bytes`.
 
         Args:
-            is_request_line: Whether the head consists of little else than its request line.
+            is_request_line: True if most of the bytes belong to the request line.
         """
         limit = f"the limit of {self._limits.max_header_bytes:,} bytes (max_header_bytes)"
         if self.phase is Phase.BODY:
@@ -250,7 +250,7 @@ class RequestProgress:
         return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer or shorter ones")
 
     def problem(self, now: float) -> HttpProblem | None:
-        """Return the problem of a request that has not arrived in time."""
+        """Return the error of a request that exceeds a timeout (status 408), or None."""
         if self.phase is Phase.BODY:
             return self._rate.problem(now, "the body")
         limit = self._limits.header_timeout
@@ -260,12 +260,12 @@ class RequestProgress:
         return HttpProblem(408, "RequestTimeout", detail)
 
     def has_lingered(self, now: float) -> bool:
-        """Return True when a refused client has had `lingering_time` to read the response."""
+        """Return True if `lingering_time` has passed since the request was rejected."""
         return self.phase is Phase.REFUSED and now - self._since > self._limits.lingering_time
 
 
 class SlowReader:
-    """Decides whether a client reads its responses too slowly.
+    """Detector of clients that read their responses too slowly.
 
     Args:
         limits: Limits of the server.
@@ -279,16 +279,17 @@ class SlowReader:
         self._since = 0.0
         """Time at which the number of unread bytes changed."""
         self._interval = (0.0, 0)
-        """Time, and unread bytes then, from which the rate is measured."""
+        """Start of the interval over which the rate is measured: time, and unread bytes at that time."""
 
     def is_too_slow(self, now: float, unread: int, patience: float) -> bool:
-        """Return True when the client must be disconnected.
+        """Return True if the client reads too slowly and must be disconnected.
 
         Args:
             now: Current time.
             unread: Bytes of responses that the client has not read.
-            patience: Seconds in which it must read something. Less than `send_timeout` means that its principal leaves
-                too much unread; then it must also read at `pressure_min_send_rate`.
+            patience: Seconds within which the client must read at least one byte. A value below `send_timeout` means
+                that the principal's unread responses exceed its memory share; then `pressure_min_send_rate` applies
+                as well.
         """
         if unread != self._unread:
             self._unread, self._since = unread, now

@@ -1,4 +1,4 @@
-"""Operations on a transport that asyncio does not provide, and the response that ends a connection."""
+"""Operations on asyncio transports that asyncio does not provide, and the last response of a closed connection."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _AT_ONCE: Final = struct.pack("ii", 1, 0)
 
 
 def break_off(transport: asyncio.Transport) -> None:
-    """Close a connection and discard what was not sent."""
+    """Close a connection immediately, and discard unsent data."""
     if transport.get_write_buffer_size():
-        # otherwise the kernel goes on offering its part to a peer that does not read, for minutes and megabytes
+        # otherwise the kernel keeps its part, up to megabytes, and offers it for minutes to a peer that does not read
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
     transport.abort()
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:
-    """Return how much the peer has not read of what was written; 0 once the kernel has accepted all of it.
+    """Return the number of written bytes that the peer has not acknowledged; 0 if the transport's buffer is empty.
 
-    The bytes that the kernel holds show that a slow peer reads, while the transport's own buffer stays as it is.
+    Includes the kernel's send buffer, which shows the progress of a slow peer while the transport's buffer is constant.
     """
     buffered = transport.get_write_buffer_size()
     if not buffered:
@@ -41,12 +41,12 @@ def unread_bytes(transport: asyncio.Transport) -> int:
     try:
         in_kernel: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
     except (OSError, ValueError):
-        in_kernel = 0  # the socket was closed meanwhile
+        in_kernel = 0  # the socket was closed concurrently
     return buffered + in_kernel
 
 
 def final_response(problem: HttpProblem, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return a response that reports a problem, after which the server closes the connection."""
+    """Encode an error response after which the server closes the connection."""
     request = request_ids.new_id()
     content = encoded(problem.status, problem.code, problem.detail, request)
     headers = [

@@ -1,4 +1,4 @@
-"""Request bodies that list the indices of batches: split into frames, without blocking the event loop."""
+"""Parsing of request bodies that contain index lists of batches, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from teleloader_shared.codec import Address
 from teleloader_shared.errors import InvalidSpec, ProtocolError
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
-"""Bytes of one list: 2**20 packed integers take 8 MiB."""
+"""Maximum size of one index list; 2**20 packed integers take 8 MiB."""
 
 
 LISTS_TOGETHER: Final = 64
-"""Lists that are checked in one iteration of the event loop."""
+"""Maximum number of index lists that are checked in one iteration of the event loop."""
 
 
 BYTES_TOGETHER: Final = 256 * 2**10
-"""Bytes of such lists; further ones are checked in the next iteration."""
+"""Size of an index list after which the event loop runs other tasks."""
 
 
 async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, dict[int, bytes]]:
-    """Split a body into frames with the index lists of consecutive batches.
+    """Split a request body into the index lists of consecutive batches, each encoded as a frame.
 
-    Other tasks of the event loop run between large or many lists.
+    Yields to the event loop after large index lists, and after every `LISTS_TOGETHER` lists.
 
     Args:
-        pieces: The body.
+        pieces: Pieces of the body.
         rules: Limits and types of index lists.
 
     Returns:
-        The first batch ID, and the frames by batch number.
+        The ID of the first batch, and the frames by batch number.
 
     Raises:
         InvalidSpec: The lists are invalid, out of order or too many.
@@ -57,7 +57,7 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
 
 
 async def _frames(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the frames of a body, without joining its pieces: that would block the event loop for too long."""
+    """Yield the frames of a body without joining all its pieces, which would block the event loop."""
     waiting = bytearray()
     async for piece in pieces:
         waiting += piece

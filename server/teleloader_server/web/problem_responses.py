@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: application/problem+json (RFC 9457)."""
+"""Conversion of exceptions to HTTP error responses: application/problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
 
 
 REFUSED: Final = "teleloader.refused"
-"""Key of an ASGI message from a WebSocket: the error to report to the client before the connection is closed."""
+"""Key of an ASGI WebSocket message whose value is the error to report to the client before closing."""
 
 
 MAX_DETAIL: Final = 2000
-"""Maximum characters of `detail`, which may quote client input."""
+"""Maximum length of `detail` in characters, because it may quote client input."""
 
 
 class Problem(Response):
-    """An error response, with a machine-readable ``code`` and a human-readable ``detail``."""
+    """HTTP error response with a machine-readable ``code`` and a human-readable ``detail``."""
 
     media_type = PROBLEM_MEDIA_TYPE
 
@@ -95,7 +95,7 @@ class Problem(Response):
 
 
 def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:
-    """Return the body of an error response; `request` is the request ID, which the log contains as well."""
+    """Encode the body of an error response; `request` is the request ID, which log lines contain as well."""
     if len(detail) > MAX_DETAIL:
         detail = detail[:MAX_DETAIL] + " ..."
     content = {
@@ -111,7 +111,7 @@ def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | Non
 
 
 def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
-    """Return the response for an error."""
+    """Convert an exception to an HTTP error response."""
     if isinstance(error, HttpProblem):
         return Problem(error.status, error.code, error.detail)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.BAD_REQUEST)
@@ -119,7 +119,7 @@ def problem_of(error: TeleloaderError | HttpProblem) -> Problem:
 
 
 def handle_problems(app: FastAPI) -> None:
-    """Make all error responses of `app` problem+json."""
+    """Register exception handlers that convert all errors of an application to problem+json responses."""
 
     @app.exception_handler(TeleloaderError)
     async def refused(request: Request, error: TeleloaderError) -> Problem:

@@ -1,4 +1,4 @@
-"""Endpoints for browser sign-in and for the API description."""
+"""Endpoints for browser sign-in and for the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from teleloader_shared.errors import Unauthorized
 SESSION_PATH: Final = "/session"
 MAX_SIGN_IN_BYTES: Final = 4096
 FAILED_SECONDS: Final = 0.5
-"""Delay of the response to an invalid token; valid ones are not delayed."""
+"""Delay in seconds of the response to an invalid token, against guessing."""
 MAX_DELAYED: Final = 64
-"""Maximum number of delayed responses; further ones are sent at once."""
+"""Maximum number of concurrently delayed responses, which bounds the memory; further responses are not delayed."""
 
 
 def make_access_router() -> APIRouter:
-    """Return the endpoints for signing in and for the API's description.
+    """Create the router of the endpoints for browser sign-in and for the OpenAPI description.
 
-    They use the `authenticator` of the application's state, and its `delayed_sign_ins`: the number of responses to
-    wrong tokens that are delayed now.
+    The endpoints use `authenticator` of the application's state, and `delayed_sign_ins`: the current number of delayed
+    responses to invalid tokens.
     """
     router = APIRouter(route_class=GuardedRoute)
     _add_sessions(router)
@@ -90,7 +90,7 @@ def _add_descriptions(router: APIRouter) -> None:
 
 
 def _session_record(principal: Principal | None, *, required: bool) -> dict[str, Any]:
-    """Return the session record: the principal's name and scopes."""
+    """Return the JSON record of a browser session: the principal's name and scopes."""
     scopes = [] if principal is None else sorted(principal.scopes)
     return {"required": required, "name": None if principal is None else principal.name, "scopes": scopes}
 

@@ -1,4 +1,4 @@
-"""Endpoints for monitoring: statistics, their event stream, Prometheus metrics and health checks."""
+"""Endpoints for monitoring: statistics, server-sent events, Prometheus metrics and health checks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
 from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
-"""Maximum consumers in one response, about 1 MB."""
+"""Maximum number of consumers in one response; they take about 1 MB."""
 MAX_ACCEPT: Final = 1000
-"""Characters of the Accept header that are parsed."""
+"""Number of characters of the Accept header that are parsed."""
 MAX_WATCHERS: Final = 16
 """Maximum number of open event streams."""
 
@@ -37,7 +37,7 @@ _records: Final = TypeAdapter(Stats)
 
 
 class StatsStream(Response):
-    """Statistics as server-sent events, until the client disconnects or the server stops."""
+    """HTTP response that streams statistics as server-sent events until the client disconnects or the server stops."""
 
     media_type = "text/event-stream"
 
@@ -62,7 +62,7 @@ class StatsStream(Response):
         self._every = every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send headers, then events."""
+        """Send the headers, then an event per interval."""
         self._watchers[self] = self._caller.authorize(STATS).name
         revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         drained = asyncio.create_task(self._service.drained())
@@ -92,10 +92,10 @@ class StatsStream(Response):
 
 
 def make_status_router() -> APIRouter:
-    """Return the endpoints for statistics and health checks.
+    """Create the router of the endpoints for statistics and health checks.
 
-    They use the `service` and the `collector` of the application's state, and its `stats_streams`: the open streams of
-    ``/stats``, with the names of their principals.
+    The endpoints use `service` and `collector` of the application's state, and `stats_streams`: the open event streams
+    with the names of their principals.
     """
     router = APIRouter(route_class=GuardedRoute)
     _add_stats(router)
@@ -148,10 +148,10 @@ def _add_stats(router: APIRouter) -> None:
 
 
 async def _stats_for(collector: StatsCollector, caller: RequestCaller, limit: int, offset: int) -> Stats:
-    """Return the records, unless the caller has lost its scope while they were collected.
+    """Collect the statistics for a caller, and authorize the caller again afterwards.
 
     Raises:
-        AccessDenied: If the caller may not see them.
+        AccessDenied: The caller's token was revoked, has expired or has lost the scope meanwhile.
     """
     records = await collector.stats(limit, offset)
     caller.authorize(STATS)

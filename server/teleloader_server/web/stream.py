@@ -1,7 +1,7 @@
-"""Batches over a WebSocket: the client sends requests, the server frames; docs/protocol.md describes the messages.
+"""WebSocket endpoint for batches: the client sends requests, the server responds with frames (docs/protocol.md).
 
-The connection bears the cost of authentication and headers once. Open requests are the credit for flow control: no
-batch is computed before it is requested.
+A WebSocket saves the headers of each request. Flow control is credit-based: open requests are the credit, and no batch
+is computed before it is requested.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PAT
 from teleloader_shared.spec import MAX_EPOCH
 
 POLICY_VIOLATION: Final = 1008
-"""Close code after a request that the server refuses."""
+"""WebSocket close code after a rejected request."""
 MAX_RANGE_BYTES: Final = 64
-"""Limit of a request for a range, which consists of three ints."""
+"""Maximum size of a message that requests a range, which consists of three ints."""
 SERVICE_RESTART: Final = 1012
-"""Close code of a server that is stopping or cannot compute batches."""
+"""WebSocket close code of a server that is stopping or cannot compute batches."""
 
 
 class RequestedRange(NamedTuple):
-    """The batches that a message requests."""
+    """Range of batches that a WebSocket message requests."""
 
     epoch: int
     start: int
     stop: int
     indices: dict[int, bytes] | None = None
-    """With a client-side sampler: the index list of each batch, as a frame."""
+    """Index list of each batch as a frame, for a client-side sampler; None for seeded order."""
 
 
 def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
-    """Return the range that a message requests in seeded order.
+    """Parse a WebSocket message that requests a range of batches in seeded order.
 
     Raises:
         InvalidSpec: The message is not a valid request.
@@ -69,7 +69,7 @@ def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
 
 
 async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRange:
-    """Return the range that a message requests by index lists.
+    """Parse a WebSocket message that requests batches by their index lists (client-side sampler).
 
     Raises:
         InvalidSpec: The message is not a valid request.
@@ -85,13 +85,13 @@ async def _pieces(message: bytes) -> AsyncIterator[bytes]:
 
 
 class Conversation:
-    """One connection: batches are computed when they are requested, and sent in the order of the requests.
+    """Handler of one WebSocket connection, which sends batches in the order of their requests.
 
     Args:
-        socket: The accepted connection.
-        service: Computes the batches.
+        socket: Accepted WebSocket.
+        service: Loader service that computes the batches.
         loader: Key of the connection's loader.
-        body_budget: Budget of received bytes; index lists count until their batches are sent.
+        body_budget: Memory budget of received bytes; index lists count until their batches are sent.
     """
 
     def __init__(self, socket: WebSocket, service: LoaderService, loader: str, body_budget: BodyBudget) -> None:
@@ -102,17 +102,17 @@ class Conversation:
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises the reason once the caller is not authorized any more."""
+        """Future whose exception is set once the caller is not authorized any more."""
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
-        """Streams to be sent, each with the stack that closes it; None after the last one."""
+        """Streams to be sent, each with the stack that closes the stream; None after the last stream."""
         self._outstanding = 0
-        """Batches that were requested and not sent."""
+        """Number of batches that were requested and not sent yet."""
         self._kept = 0
-        """Bytes of their index lists."""
+        """Memory of the index lists of outstanding batches, in bytes."""
         self._sent = asyncio.Event()
 
     async def run(self) -> None:
-        """Respond until the client disconnects or sends an invalid request, or the server stops."""
+        """Serve requests until the client disconnects or sends an invalid request, or until the server stops."""
         try:
             self._service.refuse_when_draining()
             spec = self._service.loader(self._caller, self._loader, 0).spec
@@ -181,7 +181,7 @@ class Conversation:
                 raise
 
     def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
-        """Count bytes of index lists until their request ends."""
+        """Count the bytes of index lists toward the memory budget until their request ends."""
 
         def give_back() -> None:
             self._kept -= nbytes
@@ -216,7 +216,7 @@ class Conversation:
                     self._sent.set()
 
     async def _refuse(self, error: TeleloaderError | HttpProblem) -> None:
-        """Report an error, and close the connection."""
+        """Report an error to the client, and close the WebSocket."""
         try:
             await self._socket.send_text(bytes(problem_of(error).body).decode())
             await self._socket.close(SERVICE_RESTART if isinstance(error, ServerUnavailable) else POLICY_VIOLATION)
@@ -225,21 +225,24 @@ class Conversation:
 
 
 def make_stream_router() -> APIRouter:
-    """Return the WebSocket endpoint; it uses the `service` and `body_budget` of the application's state."""
+    """Create the router of the WebSocket endpoint.
+
+    The endpoint uses `service` and `body_budget` of the application's state.
+    """
     router = APIRouter()
 
     @router.websocket(LOADERS_PATH + "/{key}" + STREAM_PATH)
     @needs(READ)
     async def stream(socket: WebSocket, key: str) -> None:
         try:
-            # before the connection is accepted: the server reads no message of an unauthenticated client
+            # authorize before accepting the WebSocket: messages of unauthenticated clients are never read
             await enter(socket, READ)
-            with suppress(UnknownLoader):  # reported by a message, upon which the client registers the loader again
+            with suppress(UnknownLoader):  # later reported by a message, after which the client registers it again
                 service_of(socket).loader(caller_of(socket), key, 0)
         except (TeleloaderError, HttpProblem) as error:
             await socket.send_denial_response(problem_of(error))
             return
-        await socket.accept()  # later refusals are messages
+        await socket.accept()  # later errors are reported by messages
         await Conversation(socket, service_of(socket), key, socket.app.state.body_budget).run()
 
     return router

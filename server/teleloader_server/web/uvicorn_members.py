@@ -1,8 +1,8 @@
-"""Members of uvicorn and websockets that the server overrides or uses, although they are not documented for that.
+"""Start-up check of the undocumented members of uvicorn and websockets that the server overrides or uses.
 
-Another version may rename one. The override would never be called, and a limit would be disabled without an error, so
-each member is looked up by its name when the server starts. (`guard` overrides nothing: it calls the methods that
-asyncio defines, and `shutdown`, and a missing one raises an error for the first request.)
+Another version of these packages may rename a member. An override would then never be called, and a limit would be
+disabled without an error. (`guard` overrides no member: it calls methods that asyncio defines, and `shutdown`; if one
+is missing, the first request raises an error.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from websockets.server import ServerProtocol
 from teleloader_server.config import ConfigError
 
 TESTED: Final = {"uvicorn": "0.54.0", "websockets": "17.4"}
-"""Versions in the container images, with which the tests run."""
+"""Versions in the container images, which are also used in the tests."""
 
 MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
     WebSocketsSansIOProtocol: (
@@ -37,10 +37,10 @@ MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
 
 
 def check_members() -> None:
-    """Check that the installed versions have all `MEMBERS`.
+    """Check that the installed versions of uvicorn and websockets have all `MEMBERS`.
 
     Raises:
-        ConfigError: One is missing; the message names it.
+        ConfigError: A member is missing; the message names the member.
     """
     for owner, names in MEMBERS.items():
         known = members_of(owner)
@@ -54,7 +54,7 @@ def check_members() -> None:
 
 
 def members_of(owner: type) -> set[str]:
-    """Return the names of a class' members, and of the attributes that its methods assign."""
+    """Return the names of a class's members and of the attributes that its methods assign."""
     members = [item for base in owner.__mro__[:-1] for item in vars(base).items()]
     found = {name for name, _ in members}
     for _, member in members:

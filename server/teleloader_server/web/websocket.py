@@ -1,8 +1,8 @@
-"""WebSocket connections: uvicorn's protocol with limits, which sends frames without copying them.
+"""WebSocket protocol with limits, a subclass of uvicorn's protocol that sends frames without copying them.
 
-It remains a subclass. Limits on fragments, unfinished messages and pongs need the events of uvicorn's parser, and a
-parser in front of it, as in `guard`, would parse and mask every frame twice. `uvicorn_members` checks at start-up that
-all members exist that this class overrides or uses.
+Why a subclass: limits on fragments, unfinished messages and pongs require the events of uvicorn's parser, and a parser
+in front of it, as in `guard`, would parse and unmask every frame twice. `uvicorn_members` checks at start-up that all
+members exist that this class overrides or uses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024
-"""Size of a message from a client: each of many connections may send one."""
+"""Maximum size of a message from a client, small because each of many connections may send one."""
 MAX_FRAGMENTS: Final = 64
-"""Number of fragments of a message: an empty one takes memory too."""
+"""Maximum number of fragments of a message, because even an empty fragment takes memory."""
 PIECE_BYTES: Final = 4096
-"""Bytes that are parsed at a time: up to 680 frames, which take the event loop some milliseconds."""
+"""Number of bytes parsed per iteration of the event loop: up to 680 frames, which take some milliseconds."""
 _BINARY: Final = 0x80 | Opcode.BINARY
 _LENGTH_16: Final = 126
 _LENGTH_64: Final = 127
@@ -36,30 +36,30 @@ _MESSAGE_TOO_BIG: Final = 1009
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """Protocol of one connection, which takes over from the `Connection` that received the request.
+    """asyncio protocol of one WebSocket, which takes over from the `Connection` that received the request.
 
     Args:
-        manager: Manages all connections of the server.
-        of_uvicorn: Arguments of uvicorn.
+        manager: Manager of all connections of the server.
+        of_uvicorn: Keyword arguments that uvicorn passes.
     """
 
     def __init__(self, manager: ConnectionManager, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        # the library's debug lines show all headers, and with them tokens and cookies
+        # debug log lines of the websockets library contain all headers, including tokens and cookies
         self.conn.debug = False
         self._manager = manager
         self._fragments = 0
         self._assembled = 0
-        """Bytes of the fragments of an unfinished message."""
+        """Bytes of the received fragments of an unfinished message."""
         self._counted = ("", 0)
-        """Principal and bytes of an unfinished message that count in the server's limit."""
+        """Principal and size of the unfinished message, as counted in `ConnectionManager.unfinished`."""
         self._unparsed = bytearray()
-        """Received bytes that wait until the application has taken the messages before them: one read at most."""
+        """Received bytes of at most one read, not parsed until the application has taken the messages before them."""
         self._is_scheduled = False
         self._is_unfinished = False
-        """True if a message or frame has begun and is incomplete."""
+        """True if a message or frame is incomplete."""
         self._rate = ArrivalRate(manager.limits, 0.0)
-        """Rate of the unfinished message."""
+        """Rate at which the unfinished message arrives."""
         self._slow_reader = SlowReader(manager.limits)
         self._is_writable = asyncio.Event()
         self._is_writable.set()
@@ -67,13 +67,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take over the connection."""
+        """Take over an upgraded connection, and add it to the manager."""
         super().connection_made(transport)
         self.address = "" if self.client is None else self.client[0]
-        self._manager.admit(self)  # there is room: the `Connection` has just left
+        self._manager.admit(self)  # never rejected: the `Connection` that it replaces has just been removed
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release the memory of the connection."""
+        """Remove the closed connection from the manager, and release its memory."""
         self._manager.leave(self)
         self._unparsed.clear()
         self._manager.unfinished.give_back(*self._counted)
@@ -82,15 +82,15 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Hold back what the application sends."""
+        """Block `send` until the client reads."""
         self._is_writable.clear()
 
     def resume_writing(self) -> None:
-        """Continue to send."""
+        """Unblock `send`."""
         self._is_writable.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data; the first of it is the head of the request, which the library may refuse."""
+        """Parse received data: first the upgrade request, which the websockets library may reject, then messages."""
         if self.transport.is_closing():
             return
         if self.handshake_initiated:
@@ -100,22 +100,22 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().data_received(data)
         if not self.handshake_initiated:
             self._refuse(f"cannot open a WebSocket: {self.conn.handshake_exc or 'the head is incomplete'}")
-        # nothing more is read until the application has authenticated the client and accepts the WebSocket
+        # no further data is read until the application has authenticated the client and accepted the WebSocket
         self._continue()
 
     # -- messages from the client
 
     async def receive(self) -> Any:
-        """Return the next event for the application."""
+        """Return the next ASGI event for the application."""
         message = await self.queue.get()
         self._continue()
         return message
 
     def _parse(self) -> None:
-        """Parse a piece, unless messages wait for the application.
+        """Parse at most `PIECE_BYTES`, unless the application has not taken all earlier messages.
 
-        uvicorn parses all data of a read: 256 KiB can hold 40,000 messages, which block the event loop for half a
-        second and take 60 times their size in memory.
+        uvicorn would parse all data of a read at once: 256 KiB can contain 40,000 messages, which block the event loop
+        for half a second and take 60 times their size in memory.
         """
         self._is_scheduled = False
         if self._unparsed and self._is_taken and not self.transport.is_closing():
@@ -128,11 +128,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def _is_taken(self) -> bool:
-        """True if no message waits for the application, or the application takes none any more."""
+        """True if the application has taken all messages, or the WebSocket is closing and takes no more."""
         return self.queue.empty() or self.close_sent
 
     def _continue(self) -> None:
-        """Schedule the next piece; read more data when nothing is left of the last read."""
+        """Schedule parsing of the next piece; read from the socket again once all received data is parsed."""
         if self.transport.is_closing():
             return
         if self._unparsed and self._is_taken and not self._is_scheduled:
@@ -146,13 +146,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.read_paused = pause
 
     def _limit_unfinished(self) -> None:
-        """Count an unfinished message, and refuse it when the server holds too much of such messages."""
+        """Count the memory of an unfinished message, and reject the message if all of them exceed their budget."""
         nbytes = self._assembled + len(self.conn.reader.buffer)
         held = self._manager.unfinished
         held.give_back(*self._counted)
         self._counted = ("", 0)
         if nbytes <= PIECE_BYTES:
-            return  # no more than the connection itself takes
+            return  # included in the memory that is counted per connection
         name = "" if self.quota is None else self.quota.name
         if held.has_room(name, nbytes):
             held.take(name, nbytes)
@@ -170,13 +170,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         )
 
     def _refuse_message(self, error: ServerUnavailable | HttpProblem) -> None:
-        """Let the application refuse the message that is being received, and close."""
+        """Make the application report an error for the message that is being received, and close the WebSocket."""
         self._unparsed.clear()
         message: Any = {"type": "websocket.receive", REFUSED: error}
         self.queue.put_nowait(message)
 
     def _measure(self, nbytes: int) -> None:
-        """Measure the rate of an unfinished message or frame, from its first bytes on."""
+        """Measure the rate at which an unfinished message or frame arrives."""
         was_unfinished = self._is_unfinished
         self._is_unfinished = bool(self.frames or self.conn.reader.buffer)
         if was_unfinished:
@@ -191,13 +191,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_text(self, event: WebSocketFrame) -> None:
-        """Drop the text, so that it need not be UTF-8: the application refuses the message."""
+        """Discard the content of a text message without decoding it, because the application rejects text messages."""
         self._manager.count("WebSocket text message")
         self._begin()
         super().handle_text(dataclasses.replace(event, data=b""))
 
     def handle_bytes(self, event: WebSocketFrame) -> None:
-        """Begin a message."""
+        """Start a binary message, and count its bytes if further fragments follow."""
         self._begin()
         self._assembled = 0 if event.fin else len(event.data)
         super().handle_bytes(event)
@@ -206,7 +206,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._fragments = self._assembled = 0
 
     def handle_cont(self, event: WebSocketFrame) -> None:
-        """Add a fragment to a message."""
+        """Add a fragment to a message; fail the connection above `MAX_FRAGMENTS`."""
         self._fragments += 1
         if self._fragments == MAX_FRAGMENTS:
             self._manager.count("WebSocket message in too many fragments")
@@ -219,7 +219,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Send a pong, unless the client does not read: pongs would fill the memory."""
+        """Respond to a ping, unless the client does not read: unsent pongs would fill the memory."""
         if self._is_writable.is_set():
             super().handle_ping()
         else:
@@ -228,7 +228,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # -- messages from the application
 
     async def send(self, message: Any) -> None:
-        """Send a message; its bytes are not copied."""
+        """Send an ASGI message of the application, without copying its bytes."""
         if message["type"] == "websocket.http.response.start":  # uvicorn omits the server's headers here
             message = {**message, "headers": [*self.default_headers, *message["headers"]]}
         content = message.get("bytes")
@@ -243,21 +243,21 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def is_responding(self) -> bool:
-        """True if the WebSocket is open: the application closes it when the server stops."""
+        """True until the WebSocket is closed; at shutdown, the application closes it."""
         return not self.close_sent or self.transport.get_write_buffer_size() > 0
 
     @property
     def quota(self) -> Quota | None:
-        """Quota of the principal; None until the client is authenticated."""
-        return quota_of(getattr(self, "scope", {}))  # a request that the library refused has no scope
+        """Quota of the client's principal; None until the client is authenticated."""
+        return quota_of(getattr(self, "scope", {}))  # a request that the websockets library rejected has no scope
 
     @property
     def has_requested(self) -> bool:
-        """True if the manager may close the connection: never, the application does."""
+        """False: the application closes the WebSocket at shutdown, and the manager must not."""
         return False
 
     def check(self, now: float) -> None:
-        """Enforce the limits of time and rate."""
+        """Enforce timeouts and minimum rates."""
         quota, limits = self.quota, self._manager.limits
         patience = limits.send_timeout if quota is None else quota.patience(limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self.transport), patience):
@@ -267,7 +267,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._check_rate(now)
 
     def _check_rate(self, now: float) -> None:
-        """Refuse a message that arrives too slowly; the limits are those of a request's body."""
+        """Reject a message that arrives too slowly, by the limits for request bodies."""
         if self.read_paused:
             self._rate.restart(now)
         elif self._is_unfinished and (problem := self._rate.problem(now, "a message")) is not None:
@@ -276,12 +276,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._continue()
 
     def break_off(self) -> None:
-        """Close and discard what was not sent."""
+        """Close the connection immediately, and discard unsent data."""
         break_off(self.transport)
 
 
 def _frame_head(size: int) -> bytes:
-    """Return the head of a frame with a binary message (RFC 6455, section 5.2)."""
+    """Encode the header of a WebSocket frame that contains a whole binary message (RFC 6455, section 5.2)."""
     if size < _LENGTH_16:
         return bytes([_BINARY, size])
     if size < 2**16:

@@ -1,6 +1,6 @@
-"""The dashboard at ``/``: a page that shows the statistics of ``/stats`` and previews batches.
+"""Dashboard at ``/``: a web page that shows the statistics of ``/stats`` and previews batches.
 
-Its files are in ``static`` and served unchanged: there is no build step, and no third-party content.
+Its files in the folder ``static`` are served unchanged, without a build step and without third-party content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teleloader_server.permissions import UNCHECKED, needs
 STATIC: Final = Path(__file__).parent / "static"
 
 HEADERS: Final = {
-    # the page shows text of clients and datasets: even if some were interpreted as HTML, it could run nothing
+    # the page shows text from clients and datasets: even if a browser interpreted it as HTML, no script could run
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -33,18 +33,20 @@ MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
     "": "text/plain",
 }
-"""By the file's ending. Python's own table depends on the machine, and browsers run no script of another type."""
+"""Media types by file suffix. Not `mimetypes`, whose table depends on the machine: browsers reject scripts of another
+type.
+"""
 
 
 def add_dashboard(app: FastAPI) -> None:
-    """Let `app` answer ``GET /`` with the page, and ``GET /dashboard/...`` with its files.
+    """Add routes for the dashboard's page at ``/`` and its files at ``/dashboard/...`` to an application.
 
-    All of them are read now and kept in memory; they are about 250 KB.
+    All files are read immediately and kept in memory, about 250 KB.
     """
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
     answers = {name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for name, path in files.items()}
 
-    @needs(UNCHECKED)  # it says nothing of this server, and whoever is to sign in needs it
+    @needs(UNCHECKED)  # the page discloses nothing about this server, and is needed to sign in
     async def answer(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in answers:
@@ -56,6 +58,6 @@ def add_dashboard(app: FastAPI) -> None:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    # not a part of the API: these answer HEAD as well, and stay out of its description
+    # plain routes, which handle HEAD as well; not part of the API, so not in its OpenAPI description
     app.add_route("/", answer, include_in_schema=False)
     app.add_route("/dashboard/{name:path}", answer, include_in_schema=False)
