@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, settings
@@ -324,7 +325,7 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
     service.quota("p", max_consumers=3)
     for number in range(10):
         service.dispatcher.close(service.ask(f"idle {number}", TRAIN, 0, 1, of="p"))
-        assert service.quota("p").counts["consumers"] <= 3
+        assert len(service.quota("p").consumers) <= 3
     for number in range(3):
         service.ask(f"busy {number}", TRAIN, 0, 1, of="p")
     with pytest.raises(ServerUnavailable, match=r"'p' may have no more consumers .* than 3, .* max_consumers"):
@@ -400,16 +401,16 @@ def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
 
 def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
     """Each leaves as much as it has; what was given back can be taken again."""
-    body_budget = BodyBudget(1000, lambda: True)
+    body_budget, owners = BodyBudget(1000, lambda: True), {name: ExitStack() for name in "abc"}
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
         assert not body_budget.has_room(name, most + 1)
         with pytest.raises(
             ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(max_buffered_request_bytes\)"
         ):
-            body_budget.take(name, most + 1)
-        body_budget.take(name, most)
+            owners[name].enter_context(body_budget.hold(name, most + 1))
+        owners[name].enter_context(body_budget.hold(name, most))
         assert not body_budget.has_room(name, 1)
-    body_budget.give_back("a", 500)
+    owners["a"].close()
     assert body_budget.has_room("b", 180)
     assert not body_budget.has_room("b", 190)
 
@@ -417,9 +418,12 @@ def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
 def test_who_is_alone_may_send_as_much_as_is_kept() -> None:
     """There is nobody to leave it to."""
     body_budget = BodyBudget(1000, lambda: False)
-    body_budget.take("anyone", 1000)
-    with pytest.raises(ServerUnavailable):
-        body_budget.take("anyone", 1)
+    with body_budget.hold("anyone") as count:
+        count(1000)
+        with pytest.raises(ServerUnavailable):
+            count(1)
+    with body_budget.hold("anyone", 1000):
+        assert not body_budget.has_room("anyone", 1)
 
 
 # --- Sessions -----------------------------------------------------------------------------------------------------

@@ -120,7 +120,6 @@ class Dispatcher:
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
-        quota.counts["asking"] += not consumer.asks
         consumer.asks.append(asked)
         if consumer.sent_beyond:
             self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
@@ -153,7 +152,6 @@ class Dispatcher:
     def close(self, ask: PendingRange) -> None:
         """Close a request that is complete or whose client has disconnected."""
         ask.consumer.asks.remove(ask)
-        ask.consumer.principal_share.quota.counts["asking"] -= not ask.consumer.asks
         self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
@@ -165,14 +163,13 @@ class Dispatcher:
         return gone
 
     def _join(self, quota: Quota, name: str, run: Epoch, position: int, now: float) -> Consumer:
-        if quota.counts["consumers"] >= quota.max_consumers:
+        if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
         principal_share = self._principal_shares.get(quota.name)
         if principal_share is None:
             principal_share = self._principal_shares[quota.name] = PrincipalShare(quota, self._level)
         consumer = self._consumers[quota.name, name, run] = self.store.join(principal_share, name, run, position, now)
-        principal_share.consumers += 1
-        quota.counts["consumers"] += 1
+        quota.consumers[consumer] = consumer.asks
         return consumer
 
     def _forget_some(self, quota: Quota) -> None:
@@ -180,7 +177,7 @@ class Dispatcher:
         mine = [c for c in self._consumers.values() if c.principal_share.quota is quota]
         idle = [c for c in mine if not c.asks]
         if not idle:
-            if quota.counts["asking"] < quota.max_consumers:
+            if sum(map(bool, quota.consumers.values())) < quota.max_consumers:
                 return  # those of other dispatchers are idle
             raise too_many(quota, quota.max_consumers, "consumers with open requests", "max_consumers")
         idle.sort(key=lambda consumer: consumer.last_seen)
@@ -188,12 +185,10 @@ class Dispatcher:
 
     def _forget(self, gone: list[Consumer]) -> None:
         for consumer in gone:
-            principal_share = consumer.principal_share
-            del self._consumers[principal_share.quota.name, consumer.name, consumer.run]
-            principal_share.consumers -= 1
-            principal_share.quota.counts["consumers"] -= 1
-            if not principal_share.consumers:
-                del self._principal_shares[principal_share.quota.name]
+            quota = consumer.principal_share.quota
+            del self._consumers[quota.name, consumer.name, consumer.run], quota.consumers[consumer]
+        shares = (consumer.principal_share for consumer in self._consumers.values())
+        self._principal_shares = {share.quota.name: share for share in shares}
         self.store.leave(gone)
 
     # -- what happened: workers
@@ -282,8 +277,8 @@ class Dispatcher:
     def release(self) -> None:
         """Release all memory for other dispatchers; no batches follow."""
         self.store.release()
-        for principal_share in self._principal_shares.values():
-            principal_share.quota.counts["consumers"] -= principal_share.consumers
+        for consumer in self._consumers.values():
+            del consumer.principal_share.quota.consumers[consumer]
 
     # -- state
 

@@ -7,7 +7,8 @@ here, so that a principal that exceeds its share is refused more, and no other o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from teleloader_server.config import ClientLimits
@@ -49,7 +50,9 @@ class Quota:
         is_alone: True without tokens: all clients are this principal, and there are no others to share with.
     """
 
-    __slots__ = ("counts", "due", "frames", "is_alone", "max_consumers", "memory", "name", "sending")
+    __slots__ = (
+        "consumers", "due", "frames", "is_alone", "loaders", "max_consumers", "memory", "name", "sending", "sessions",
+    )  # fmt: skip
 
     def __init__(self, name: str, memory: int, max_consumers: int, *, is_alone: bool = False) -> None:
         self.name = name
@@ -62,8 +65,12 @@ class Quota:
         """Bytes of responses that are being sent to it."""
         self.due = 0.0
         """Time at which all its requests would have been due, had they come evenly at the limit of the rate."""
-        self.counts: Counter[str] = Counter()
-        """Numbers of consumers, loaders, sessions and so on."""
+        self.consumers: dict[object, Sequence[object]] = {}
+        """Consumers of all engines, each with its open requests."""
+        self.loaders: set[str] = set()
+        """Keys of the loaders that it registered."""
+        self.sessions: dict[str, int] = {}
+        """Numbers of private workers, by key of their loader."""
 
     @property
     def unread(self) -> float:
@@ -79,7 +86,7 @@ class Quota:
     @property
     def has_nothing(self) -> bool:
         """True if the quota holds no resources."""
-        return not (self.frames or self.sending or self.counts.total())
+        return not (self.frames or self.sending or self.consumers or self.loaders or self.sessions)
 
     def delay(self, now: float, rate: float) -> float:
         """Count a request; return the seconds to delay it, see `delayed`."""
@@ -165,25 +172,33 @@ class BodyBudget:
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 
-    def take(self, name: str, nbytes: int) -> None:
-        """Count bytes of a principal; the caller gives them back.
+    @contextmanager
+    def hold(self, name: str, nbytes: int = 0) -> Iterator[Callable[[int], None]]:
+        """Count bytes of a principal until the context ends; provide a function that counts more.
 
         Raises:
             ServerUnavailable: There is no room for them.
         """
-        if not self.has_room(name, nbytes):
-            raise ServerUnavailable(
-                f"the server holds {self._held.total():,} bytes of {self._what}, {self._held[name]:,} of them of "
-                f"{name!r}, and may hold {self._limit:,} ({self._option}); where there are several tokens, the owner "
-                "of each must leave as much as it takes: try again later"
-            )
-        self._held[name] += nbytes
+        held = 0
 
-    def give_back(self, name: str, nbytes: int) -> None:
-        """Release bytes of a principal."""
-        self._held[name] -= nbytes
-        if not self._held[name]:
-            del self._held[name]
+        def count(more: int) -> None:
+            nonlocal held
+            if not self.has_room(name, more):
+                raise ServerUnavailable(
+                    f"the server holds {self._held.total():,} bytes of {self._what}, {self._held[name]:,} of them of "
+                    f"{name!r}, and may hold {self._limit:,} ({self._option}); where there are several tokens, the "
+                    "owner of each must leave as much as it takes: try again later"
+                )
+            held += more
+            self._held[name] += more
+
+        count(nbytes)
+        try:
+            yield count
+        finally:
+            self._held[name] -= held
+            if not self._held[name]:
+                del self._held[name]
 
 
 def quota_of(scope: Mapping[str, Any]) -> Quota | None:

@@ -110,7 +110,6 @@ class PrincipalShare:
     """Seconds of worker time used for it."""
     level: float = 0.0
     """Seconds served to its consumer for which a batch was begun last: new consumers start there."""
-    consumers: int = 0
     scans_to_skip: int = 0
     was_begun: bool = False
     """True if the last batch that was tried for it was begun."""

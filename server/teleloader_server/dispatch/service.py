@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -47,8 +47,8 @@ class _Known(NamedTuple):
     """Length of its dataset; None if it has none."""
     quota: Quota
     """Quota of the principal that registered it."""
-    memory: int
-    """Bytes that are counted for its spec."""
+    held: ExitStack
+    """Releases what counts for the quota."""
 
 
 class LoaderService:
@@ -197,35 +197,27 @@ class LoaderService:
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
             batches = len(self._plan(spec, info.length, 0))
-        memory = spec.memory
-        self._reserve(quota, memory)
-        try:
+        self._make_room(quota, spec.memory)
+        with ExitStack() as held:
+            held.enter_context(self._specs.hold(quota.name, spec.memory))
             engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
-                self._loaders[key] = _Known(loader, info.length, quota, memory)
-                quota.counts["loaders"] += 1
-                memory = 0
-        finally:
-            self._specs.give_back(quota.name, memory)
+                quota.loaders.add(key)
+                held.callback(quota.loaders.remove, key)
+                self._loaders[key] = _Known(loader, info.length, quota, held.pop_all())
 
-    def _reserve(self, quota: Quota, nbytes: int) -> None:
-        """Make room for one more loader of a principal by forgetting idle ones of it.
-
-        Raises:
-            ServerUnavailable: The loaders in use leave no room for so many bytes.
-        """
+    def _make_room(self, quota: Quota, nbytes: int) -> None:
+        """Forget idle loaders of a principal that leave no room for one more with so many bytes."""
         most = self.client_limits.max_loaders
-        while quota.counts["loaders"] >= most or not self._specs.has_room(quota.name, nbytes):
+        while len(quota.loaders) >= most or not self._specs.has_room(quota.name, nbytes):
             if not self._forget_some_loaders(quota):
                 break
-        self._specs.take(quota.name, nbytes)
 
     def _drop_loader(self, key: str) -> None:
         known = self._loaders.pop(key)
-        known.quota.counts["loaders"] -= 1
-        self._specs.give_back(known.quota.name, known.memory)
+        known.held.close()
         if key not in self.engines.sessions:  # its workers end with the session
             known.loader.engine.forget_loader(key)
 

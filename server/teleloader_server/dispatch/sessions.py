@@ -90,8 +90,7 @@ class Engines:
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             engine = Engine(own, self._memory, self._counters, in_turn if own.num_workers else 0)
             self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
-            quota.counts["sessions"] += 1
-            quota.counts["session workers"] += own.num_workers
+            quota.sessions[key] = own.num_workers
         session = self.sessions[key]
         try:
             engine = await asyncio.shield(session.starting)
@@ -107,12 +106,12 @@ class Engines:
 
     def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
         """Raise `ServerUnavailable` if one more session with so many workers exceeds a limit."""
-        limits, counts = self._limits, quota.counts
+        limits, workers = self._limits, sum(quota.sessions.values())
         if not quota.is_alone:
-            if counts["sessions"] >= (most := limits.max_sessions_per_principal):
+            if len(quota.sessions) >= (most := limits.max_sessions_per_principal):
                 raise too_many(quota, most, "sessions", "max_sessions_per_principal")
-            if counts["session workers"] + num_workers > (most := limits.max_session_workers_per_principal):
-                what = f"workers of sessions ({counts['session workers']:,} now, {num_workers:,} more requested)"
+            if workers + num_workers > (most := limits.max_session_workers_per_principal):
+                what = f"workers of sessions ({workers:,} now, {num_workers:,} more requested)"
                 raise too_many(quota, most, what, "max_session_workers_per_principal")
         if len(self.sessions) >= limits.max_sessions:
             raise ServerUnavailable(
@@ -130,8 +129,7 @@ class Engines:
     def _drop(self, key: str) -> _Session | None:
         session = self.sessions.pop(key, None)
         if session is not None:
-            session.quota.counts["sessions"] -= 1
-            session.quota.counts["session workers"] -= session.num_workers
+            del session.quota.sessions[key]
         return session
 
     async def end_session(self, key: str) -> None:

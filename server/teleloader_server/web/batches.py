@@ -421,21 +421,18 @@ class BodyReader:
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         owner = caller_of(request).authorize(READ).name
-        held = 0
 
         async def pieces() -> AsyncIterator[bytes]:
-            nonlocal held
+            held = 0
             async for piece in request.stream():
-                if held + len(piece) > limit:
-                    raise too_large
-                self._body_budget.take(owner, len(piece))
                 held += len(piece)
+                if held > limit:
+                    raise too_large
+                count(len(piece))
                 yield piece
 
-        try:
+        with self._body_budget.hold(owner) as count:
             yield pieces()
-        finally:
-            self._body_budget.give_back(owner, held)
 
 
 def body_reader_of(request: Request) -> BodyReader:

@@ -183,14 +183,13 @@ class Conversation:
     def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
         """Count the bytes of index lists toward the memory budget until their request ends."""
 
-        def give_back() -> None:
+        def release() -> None:
             self._kept -= nbytes
-            self._body_budget.give_back(name, nbytes)
             self._sent.set()
 
-        self._body_budget.take(name, nbytes)
+        ending.enter_context(self._body_budget.hold(name, nbytes))
         self._kept += nbytes
-        ending.callback(give_back)
+        ending.callback(release)
 
     async def _message(self) -> bytes:
         message = await self._socket.receive()

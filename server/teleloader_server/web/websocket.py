@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import ExitStack
 from typing import Any, Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -51,8 +52,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._fragments = 0
         self._assembled = 0
         """Bytes of the received fragments of an unfinished message."""
-        self._counted = ("", 0)
-        """Principal and size of the unfinished message, as counted in `ConnectionManager.unfinished`."""
+        self._counted = ExitStack()
+        """Size of the unfinished message, as counted in `ConnectionManager.unfinished`."""
         self._unparsed = bytearray()
         """Received bytes of at most one read, not parsed until the application has taken the messages before them."""
         self._is_scheduled = False
@@ -76,8 +77,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Remove the closed connection from the manager, and release its memory."""
         self._manager.leave(self)
         self._unparsed.clear()
-        self._manager.unfinished.give_back(*self._counted)
-        self._counted = ("", 0)
+        self._counted.close()
         self._is_writable.set()
         super().connection_lost(exc)
 
@@ -149,14 +149,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Count the memory of an unfinished message, and reject the message if all of them exceed their budget."""
         nbytes = self._assembled + len(self.conn.reader.buffer)
         held = self._manager.unfinished
-        held.give_back(*self._counted)
-        self._counted = ("", 0)
+        self._counted.close()
         if nbytes <= PIECE_BYTES:
             return  # included in the memory that is counted per connection
         name = "" if self.quota is None else self.quota.name
         if held.has_room(name, nbytes):
-            held.take(name, nbytes)
-            self._counted = (name, nbytes)
+            self._counted.enter_context(held.hold(name, nbytes))
             return
         self._manager.count("WebSocket message refused for lack of memory")
         if self.close_sent:
