@@ -1,8 +1,8 @@
-"""Checks of arguments: the errors and warnings of torch's DataLoader, with its texts and in its order, without torch.
+"""Argument validation of `DataLoader`: the errors and warnings of torch's DataLoader, without importing torch.
 
-If several arguments are invalid, the first check determines the error. So `check` calls the functions in the order of
-the constructor of torch 2.13, which leaves some checks to the samplers that it creates last. Conditions are written as
-in torch, so that values of a wrong type raise the same error, too.
+If several arguments are invalid, the first check determines the error. `check` therefore runs the checks in the order
+of the constructor of torch 2.13, where some of them are in the samplers that it creates last. Conditions are written as
+in torch, so that values of a wrong type raise the same errors, too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Arguments that torch's constructor checks, under its names, and facts about the dataset.
+    """Arguments that torch's DataLoader constructor validates, under torch's names, and facts about the dataset.
 
-    It does not check collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device and in_order.
+    The constructor does not validate collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device and in_order.
     """
 
     dataset: Sized
-    """Its ``len()`` is called only where torch does: to shuffle."""
+    """``len(dataset)`` is called only where torch calls it: to shuffle."""
     batch_size: int | None
     shuffle: bool | None
     sampler: Iterable[Any] | None
@@ -41,17 +41,19 @@ class Arguments:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise and warn as torch's constructor does. Warnings show the caller of the function that calls this.
+    """Validate the arguments of a loader with the errors and warnings of torch's constructor.
+
+    Warnings point to the caller of the function that calls this one.
 
     Raises:
-        ValueError: For values that are out of range or exclude each other, and for some of a wrong type.
-        TypeError: For values of a wrong type.
+        ValueError: If values are out of range or mutually exclusive, and for some values of a wrong type.
+        TypeError: If a value has a wrong type.
     """
     _check_workers(arguments)
     _check_multiprocessing_context(arguments)
     if arguments.iterable:
         _check_iterable(arguments)
-    # for an iterable-style dataset, `_check_iterable` raised if it is true
+    # for an iterable-style dataset, `_check_iterable` raised an error if shuffle is true
     shuffle = not arguments.iterable and bool(arguments.shuffle)
     _check_exclusions(arguments, shuffle=shuffle)
     _check_samplers(arguments, shuffle=shuffle)
@@ -62,9 +64,9 @@ def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3
     """Warn if there are more workers than CPUs, as torch does in the constructor and at each ``iter()``.
 
     Args:
-        num_workers: Argument of the loader.
+        num_workers: The loader's `num_workers` argument.
         cpus: CPUs that the server's workers can use.
-        stacklevel: Stack level of the warning; the default shows the caller of the method that calls this.
+        stacklevel: Stack level of the warning; by default it points to the caller of the calling method.
     """
     if num_workers > cpus:
         warnings.warn(
@@ -77,7 +79,7 @@ def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3
 
 
 def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | None) -> None:
-    """Check the arguments that torch checks at ``iter()``.
+    """Validate the arguments that torch validates at ``iter()``.
 
     Raises:
         AssertionError: For a timeout without workers, or a `prefetch_factor` of 0 with workers.
@@ -89,12 +91,12 @@ def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | Non
 
 
 def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> None:
-    """Warn as torch does at ``iter()`` of a loader with ``pin_memory=True``.
+    """Issue torch's warnings at ``iter()`` of a loader with ``pin_memory=True``.
 
     Args:
-        device: The loader's pin_memory_device.
-        accelerator: The torch.device that torch would pin for; None if there is none.
-        stacklevel: Stack level of the warnings; the default shows the caller of the method that calls this.
+        device: The loader's `pin_memory_device` argument.
+        accelerator: The torch.device that torch would pin memory for; None if there is none.
+        stacklevel: Stack level of the warnings; by default they point to the caller of the calling method.
     """
     if device:
         warnings.warn(
@@ -118,10 +120,10 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
 def check_ranks(
     seed: int | None, rank: int | None, world_size: int | None, *, sampler: object, generator: object
 ) -> None:
-    """Check `seed`, `rank` and `world_size`, which torch does not have.
+    """Validate `seed`, `rank` and `world_size`, which torch's DataLoader does not have.
 
     Raises:
-        ValueError: If they exclude each other, or exclude an argument that determines the order.
+        ValueError: If they are inconsistent, or combined with a sampler or generator.
     """
     drawn = sampler is not None or generator is not None
     if rank and world_size is None:
@@ -138,7 +140,7 @@ def check_ranks(
 
 
 def as_context(context: Any) -> Any:
-    """Return `multiprocessing_context` as torch's attribute has it: a context object in place of a start method."""
+    """Return a multiprocessing context object for a start method, as torch does; return other values unchanged."""
     return get_context(context) if isinstance(context, str) else context
 
 
@@ -206,7 +208,7 @@ def _check_exclusions(arguments: Arguments, *, shuffle: bool) -> None:
 
 
 def _check_samplers(arguments: Arguments, *, shuffle: bool) -> None:
-    """Check as torch's RandomSampler does and, without a `batch_sampler`, as its BatchSampler."""
+    """Perform the checks of torch's RandomSampler and, without a `batch_sampler`, of its BatchSampler."""
     batch_size, drop_last = arguments.batch_size, arguments.drop_last
     if shuffle and len(arguments.dataset) == 0:
         raise ValueError("num_samples should be a positive integer value, but got num_samples=0")

@@ -1,4 +1,4 @@
-"""`RemoteDataset`: a dataset on loader servers."""
+"""`RemoteDataset`: a dataset hosted by one or more loader servers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _Result = TypeVar("_Result")
 
 
 class RemoteDataset:
-    """A dataset on a loader server, or on several servers that host the same dataset.
+    """Dataset on a loader server, or on several servers that host the same dataset.
 
     With several servers, consecutive batches are distributed over them: faster servers compute more batches, and a
-    request that takes too long is sent to a second server. A failed server is taken out of rotation and retried
-    periodically. (All shards of an iterable-style dataset are on one server at a time.)
+    request that takes too long is also sent to a second server. A failed server is taken out of rotation and retried
+    periodically. (All shards of an iterable-style dataset are loaded by one server at a time.)
 
     Args:
         url: URL of the server, such as ``"http://cpu-box:8000"``, or a sequence of URLs.
@@ -87,7 +87,7 @@ class RemoteDataset:
         reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
-        token = None if token is None else Secret(token)  # first: the frame of an error must not show it
+        token = None if token is None else Secret(token)  # first: tracebacks of later errors must not show it
         several: Any = url if isinstance(url, Sequence) and not isinstance(url, str) else [url]
         urls = list(dict.fromkeys(several))
         if not urls:
@@ -101,7 +101,7 @@ class RemoteDataset:
 
     @property
     def url(self) -> str:
-        """URL of the server; with several, that of the first."""
+        """URL of the server; with several servers, of the first one."""
         return self.servers[0].url
 
     @property
@@ -111,7 +111,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Description of the dataset when the client connected; of an object of this process, as it is now."""
+        """Description of the dataset as of connection; for a server in this process, the current one."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
@@ -140,7 +140,7 @@ class RemoteDataset:
     def __getitem__(self, index: SupportsIndex) -> Any:
         """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it.
 
-        Each call is a request, for inspection of a dataset. For training use a `DataLoader`.
+        Each call sends a request, so use it only to inspect a dataset. For training use a `DataLoader`.
 
         Args:
             index: Index of the sample; negative indices count from the end.
@@ -165,13 +165,13 @@ class RemoteDataset:
         return frame.content
 
     def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Frame:
-        """Return the frame of one batch, or of the failure in its place, for inspection of a dataset.
+        """Fetch the frame of one batch, for example to inspect the dataset; the content may be a failure.
 
         Args:
-            spec: The loader.
-            epoch: The epoch, from 0.
-            k: Number of the batch, from 0.
-            indices: Indices of the batch, if `spec` has a client-side sampler.
+            spec: Parameters of the loader.
+            epoch: Epoch number, from 0.
+            k: Batch number, from 0.
+            indices: Sample indices of the batch, if `spec` has ``order="client"``.
 
         Raises:
             BatchOutOfRange: If the epoch has no such batch.
@@ -196,7 +196,7 @@ class RemoteDataset:
         return frame
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_info"):  # an error report shows a dataset whose __init__ failed
+        if not hasattr(self, "_info"):  # __init__ failed, and an error reporter prints the object
             return "<RemoteDataset, not connected>"
         where = [server.url for server in self.servers]
         return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
@@ -205,11 +205,11 @@ class RemoteDataset:
         """Register a loader with the first server that responds.
 
         Returns:
-            Position of the server in `servers`, and its response.
+            Index of the server in `servers`, and its response.
 
         Raises:
             ServerUnavailable: If no server responds.
-            DatasetChanged: If the servers host other data than `spec` was made for.
+            DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             VersionMismatch: If the server uses another version of the protocol.
         """
         return self._persistently(lambda: self._register(spec))
@@ -218,7 +218,7 @@ class RemoteDataset:
         errors: list[TeleloaderError] = []
         news: list[TeleloaderError] = []
         count = len(self.servers)
-        in_turn = [(spec.rank + i) % count for i in range(count)]  # not the shards of all ranks on the same server
+        in_turn = [(spec.rank + i) % count for i in range(count)]  # distributes the shards of the ranks over servers
         for number in sorted(in_turn, key=lambda number: self.servers[number].last_error is not None):
             server = self.servers[number]
             try:
@@ -235,7 +235,7 @@ class RemoteDataset:
         raise _final(errors)
 
     def _found(self, name: str | None) -> DatasetInfo:
-        """Return the description of the dataset, which is equal on all servers that respond."""
+        """Return the description of the dataset; check that all servers that respond host the same data."""
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[TeleloaderError] = []
         for server, response in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
@@ -259,7 +259,7 @@ class RemoteDataset:
         return hosted[0][1]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
-        """Return the result of a request; retry while no server responds, for example because it is starting."""
+        """Send a request; retry while no server responds, for example because it is starting."""
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:
@@ -273,19 +273,19 @@ class RemoteDataset:
                     raise ServerUnavailable(f"{error}{tried}{hint}") from None
 
     def _hint(self) -> str:
-        """Return advice for a refused connection."""
+        """Return advice for the error message of a refused connection."""
         here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
         others = "" if here else " A server started without --host accepts connections of its own machine only."
         return f". Check that teleloader-server is running there, and that the URL is correct.{others}"
 
 
 def consumers_prefix() -> str:
-    """Return the prefix of the names of all consumers of this process."""
+    """Return the prefix of all consumer names of this process: ``hostname:pid/``."""
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 
 def _final(errors: list[TeleloaderError]) -> TeleloaderError:
-    """Return the first error that a retry does not resolve, or the first error if there is none."""
+    """Return the first error that a retry cannot resolve; if there is none, the first error."""
     return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
 
@@ -297,7 +297,7 @@ def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable | Prot
 
 
 def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> DatasetInfo:
-    """Return the dataset of a server with that name, or the only one."""
+    """Return the description of a server's dataset with that name, or of its only dataset for None."""
     found = {info.name: info for info in datasets}
     wanted = next(iter(found)) if name is None and len(found) == 1 else name
     if wanted in found:
@@ -311,7 +311,7 @@ def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> Da
 
 
 def _concurrently(request: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:
-    """Return the responses of all servers; a slow server does not delay the requests to others."""
+    """Send a request to all servers concurrently and return their responses."""
     if len(servers) == 1:
         return [request(servers[0])]
     with ThreadPoolExecutor(len(servers)) as executor:

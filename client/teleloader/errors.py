@@ -1,4 +1,4 @@
-"""Conversion of failure frames to exceptions, with the text of torch and where the failure occurred."""
+"""Conversion of failure frames to exceptions, with torch's message and the batch and server of the failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN_INDICES = 20
 
 
 class _Message(str):
-    """Message whose repr keeps its lines, as torch's KeyErrorMessage: a KeyError shows the repr."""
+    """Message whose repr preserves line breaks, like torch's KeyErrorMessage: a KeyError shows the repr."""
 
     __slots__ = ()
 
@@ -23,15 +23,15 @@ class _Message(str):
 
 
 def exception_of(failure: Failure, address: Address, server: str) -> Exception:
-    """Return the exception to raise for `failure`.
+    """Convert a failure frame to the exception that the client raises.
 
-    Builtin types (as in ``torch.utils.data.DataLoader``) and types of teleloader are kept. Other types become a
-    `RemoteError`: a server cannot make the client import modules. A builtin type that cannot be created from a message
-    becomes a RuntimeError, as in torch.
+    Builtin exception types (as in ``torch.utils.data.DataLoader``) and teleloader's own types are preserved. Other
+    types become a `RemoteError`, because a server must not be able to make the client import modules. A builtin type
+    that cannot be created from a message becomes a RuntimeError, as in torch.
 
     Args:
         failure: Content of the failure frame.
-        address: Address of the batch.
+        address: Identifier of the batch.
         server: URL of the server.
     """
     text = _text(failure, address, server)
@@ -44,7 +44,7 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return RemoteError(text, failure.type)
     if issubclass(kind, StopIteration | StopAsyncIteration):
-        return RuntimeError(text)  # raised as it is, it would end the iteration silently
+        return RuntimeError(text)  # a StopIteration would silently end the iteration
     try:
         if getattr(kind, "message", None):
             return kind(**{"message": text})
@@ -54,7 +54,7 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
 
 
 def _class_of_this_process(name: str) -> object:
-    """Return the class of that qualified name, for an exception of a process that was forked from this one."""
+    """Look up an imported class by its qualified name; used for exceptions of servers in this process."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         found: object = sys.modules.get(".".join(parts[:i]))
@@ -66,7 +66,7 @@ def _class_of_this_process(name: str) -> object:
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
-    """Return teleloader's own error of that name; None if no such class can be created from a message."""
+    """Create teleloader's own exception of that class name; None if there is no such class."""
     kind = vars(errors).get(name)
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)

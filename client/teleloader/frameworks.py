@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: its functions that rebuild torch's DataLoader keep ours."""
+"""Integration with Hugging Face accelerate: prevents it from replacing the loader with a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class SkippedBatches:
-    """A loader without the first batches of each epoch, as ``accelerate.skip_first_batches`` returns it.
+    """Wrapper of a loader that skips the first batches of each epoch; result of ``accelerate.skip_first_batches``.
 
-    All attributes, `set_epoch` and `state_dict` included, are those of the loader.
+    All attributes, including `set_epoch` and `state_dict`, are those of the wrapped loader.
 
     Args:
-        loader: The loader.
-        num_batches: Batches to skip.
-        begin: Returns an iterator of the loader's next epoch that begins with the given batch.
+        loader: The loader to wrap.
+        num_batches: Number of batches to skip.
+        begin: Callback that returns an iterator of the loader's next epoch, starting at the given batch number.
     """
 
     def __init__(self, loader: Any, num_batches: int, begin: Callable[[int], Iterator[Any]]) -> None:
@@ -31,21 +31,21 @@ class SkippedBatches:
         return max(0, len(self._loader) - self._num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # while this object is copied
+        if name == "_loader":  # not yet set while copy or pickle creates this object
             raise AttributeError(name)
         return getattr(self._loader, name)
 
 
 def integrate_accelerate(kind: type, skip: Callable[[Any, int], SkippedBatches]) -> None:
-    """Make accelerate handle loaders of type `kind`, if it is imported.
+    """Patch accelerate, if it is imported, so that it keeps loaders of class `kind`.
 
-    accelerate rebuilds a loader around its `dataset` and `batch_sampler`, which know neither the order of ``seed=`` nor
-    what the server does, and offers no hook. So two of its functions are wrapped: `skip_first_batches`, in all modules
-    that have imported it, and `Accelerator._prepare_one`.
+    accelerate would build a new torch DataLoader from a loader's `dataset` and `batch_sampler`, which would lose the
+    order of ``seed=`` and all options of the server; accelerate has no hook to prevent this. Two of its functions are
+    therefore wrapped: `skip_first_batches`, in all modules that have imported it, and `Accelerator._prepare_one`.
 
     Args:
-        kind: The class of the loaders.
-        skip: Returns a loader without the first batches.
+        kind: Class of the loaders.
+        skip: Callback that returns a loader without its first batches.
     """
     module = sys.modules.get("accelerate.data_loader")
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)

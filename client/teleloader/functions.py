@@ -1,4 +1,4 @@
-"""Names of `collate_fn` and `worker_init_fn` on the server, which runs them."""
+"""Resolution of the `collate_fn` and `worker_init_fn` arguments to functions on the server, by name."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def name_on_server(
     *,
     batched: bool = True,
 ) -> str | None:
-    """Return the name of `function` in a loader's spec; None selects the server's default.
+    """Return the name by which a loader's spec refers to a `collate_fn` or `worker_init_fn`.
 
-    No function is ever sent to another process. A server in this process borrows it for the lifetime of `owner`.
+    None selects the server's default. Functions are never sent to another process. A server in this process looks up
+    the function itself, as long as `owner` exists.
 
     Args:
         owner: The loader, whose attribute `argument` is the function.
         argument: ``collate_fn`` or ``worker_init_fn``.
         function: Value of the argument.
-        dataset: The dataset.
+        dataset: Dataset of the loader.
         batched: False if `function` is called with single samples (``batch_size=None``), not lists of samples.
 
     Raises:

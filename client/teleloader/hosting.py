@@ -1,4 +1,4 @@
-"""Datasets that are objects of this process: loaded or served here, while they are used."""
+"""Hosting of dataset objects of this process, by a server in this process or without a server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAME: Final = "dataset"
 
 
 def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
-    """Return the source of a loader's samples, which exists while the result is referred to.
+    """Return the dataset to load from for a loader's `dataset` argument; start a server in this process if needed.
 
-    A `RemoteDataset` is returned itself. An object of this process is served by this process, or with
-    ``num_workers=0`` loaded in the calling thread, without a server. The server package provides both as entry points,
-    so that the client does not import it.
+    A `RemoteDataset` is returned unchanged. Any other dataset object is served by a server in this process, which stops
+    when the result is garbage-collected; with ``num_workers=0`` it is loaded in the calling thread, without a server.
+    The server package provides both as entry points, so that the client does not import it.
 
     Raises:
-        TypeError: If no server is installed, or `dataset` is not a dataset.
+        TypeError: If the server package is not installed, or `dataset` is not a dataset.
         TeleloaderError: If the server cannot start, for example because a package is missing.
     """
     if isinstance(dataset, RemoteDataset):
@@ -75,7 +75,7 @@ def _explained(dataset: Any) -> Iterator[None]:
 
 def _stop(serving: AbstractContextManager[str], pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked copy: the server is the parent's
+        return  # in a forked child: the server belongs to the parent
     if local.is_server_thread():
         threading.Thread(target=serving.__exit__, args=(None, None, None)).start()
     else:

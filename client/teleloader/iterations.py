@@ -1,4 +1,4 @@
-"""Start of an iteration: on the servers of a dataset, or in the thread that calls ``next()``."""
+"""Creation of an iteration over an epoch, from servers or from a dataset in this process."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from teleloader_shared.spec import LoaderSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start of an iteration: the loader, its position, and its arguments as they are at this moment."""
+    """Parameters of one iteration over an epoch: a snapshot of the loader's arguments and its position."""
 
     spec: LoaderSpec
     order: Order
     position: Position
     lists: IndexLists | None
-    """Index lists from `position` on, for a client-side sampler."""
+    """Index lists from `position` on; None without a client-side sampler."""
     placement: Placement
     loader: int
-    """Number of the loader in this process."""
+    """Sequence number of the loader in this process."""
     num_workers: int
     prefetch_factor: int
-    """Batches to hold ready for each worker."""
+    """Batches to prefetch per worker."""
     timeout: float
-    """Seconds to wait for a batch; 0 has no limit."""
+    """Seconds to wait for a batch; 0 for no limit."""
     keeps_workers: bool
     """True with persistent workers."""
     seeded: bool
-    """True if `seed` was given."""
+    """True if the `seed` argument was given."""
     max_batch_bytes: int
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread."""
     device_ahead: int
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
-    """Measurements of the loader's last iteration."""
+    """Measurements of the loader's previous iteration."""
 
     def open(self, dataset: RemoteDataset | DirectDataset) -> Iteration:
-        """Return an iteration whose batches are requested, or loaded here, from now on.
+        """Create the iteration and start to fetch its batches.
 
         Raises:
             ServerUnavailable: If no server responds.
-            DatasetChanged: If the servers host other data than `spec` was made for.
-            ProtocolError: If a server computes another number of batches.
+            DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
+            ProtocolError: If the server reports another number of batches than the client computed.
         """
         return self._open_here(dataset) if isinstance(dataset, DirectDataset) else self._open_remote(dataset)
 
@@ -100,7 +100,7 @@ class Start:
             registered.num_workers,
             adaptive=order.adaptive,
             shards=spec.shards if order.has_shards else 0,
-            # the position of a shard is that of one server's worker
+            # a shard is iterated by a worker of one server, so its batches cannot be distributed
             servers=1 if order.has_shards else len(dataset.servers),
         )
         buffers = self.placement.buffers()
@@ -126,7 +126,7 @@ class Start:
         return self.keeps_workers and self.spec.session is not None
 
     def _progress(self, spec: LoaderSpec, length: int | None, *, keeps_dataset: bool) -> tuple[Progress, int]:
-        """Return the position at the start, and the end of the batches as far as it is known."""
+        """Return the initial progress, and the number of batches of the epoch as far as it is known."""
         position = self.position
         stop, longest = self.order.extent(spec, position.epoch, length)
         if stop is None:

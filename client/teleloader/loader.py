@@ -53,14 +53,14 @@ from teleloader_shared.spec import Compression, LoaderSpec, Tail
 DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes that cannot be set after construction, as in torch."""
+"""Attributes that are read-only after construction, as in torch."""
 
 _numbers = itertools.count()
-"""Numbers of this process's loaders: servers distinguish their consumers by them."""
+"""Sequence numbers of the loaders in this process, part of their consumer names."""
 
 
 class DataLoader:
-    """Iterates over the batches of a remote dataset, as ``torch.utils.data.DataLoader`` does over a local one.
+    """Replacement for ``torch.utils.data.DataLoader`` that loads batches from a remote dataset.
 
     The arguments up to `in_order` are those of torch 2.13, with its defaults, exclusions and error messages;
     docs/differences.md lists the differences. The first ``iter()`` yields epoch 0, each further one the next epoch;
@@ -215,7 +215,7 @@ class DataLoader:
         self._init_state()
 
     def _make_orders(self, user_sampler: Any, *, shuffle: bool) -> Orders:
-        """Create the samplers that torch's DataLoader would create, and return the orders."""
+        """Create the samplers that torch's DataLoader would create, and return the loader's orders."""
         iterable = self._remote.iterable
         if not iterable:
             self.sampler, self.batch_sampler = make_samplers(
@@ -228,7 +228,7 @@ class DataLoader:
         )  # fmt: skip
 
     def _init_state(self) -> None:
-        """Set the state that iterations change; raise if the order requires a length that the dataset lacks."""
+        """Initialize the state that iterations change; raise if the order requires a length that the dataset lacks."""
         self._pool = BufferPool()
         self._number = next(_numbers)
         self._measures = Measures()
@@ -248,7 +248,7 @@ class DataLoader:
         integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
 
     _is_accelerate_prepared: ClassVar[bool] = True
-    """Keeps accelerate's `prepare_data_loader` from wrapping the loader: ranks and devices are arguments here."""
+    """Prevents accelerate's `prepare_data_loader` from wrapping the loader, which handles ranks and devices itself."""
 
     __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in its batches
 
@@ -273,7 +273,7 @@ class DataLoader:
 
     @property
     def spec(self) -> LoaderSpec:
-        """Arguments that servers need; rank and world size are those of torch.distributed now, unless given."""
+        """Parameters sent to servers; rank and world size default to the current ones of torch.distributed."""
         return replace(self._spec_of_rank, fingerprint=self._remote.info.fingerprint)
 
     @property
@@ -301,10 +301,10 @@ class DataLoader:
         """Return the sample indices of an epoch in seeded order: ``plan[k]`` is the 1-D int64 array of batch k.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: Epoch number, from 0.
 
         Raises:
-            TypeError: If the order is that of a client-side sampler or of an iterable-style dataset.
+            TypeError: If a client-side sampler or an iterable-style dataset determines the order.
         """
         order = self._order
         plan = order.plan(self.spec, epoch)
@@ -322,14 +322,14 @@ class DataLoader:
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""
-        placement = self._placement()  # here: each thread has a current device, and iter() runs in another thread
+        placement = self._placement()  # in this thread: the current device is per thread, and iter() runs in another
         return AsyncLoaderIterator(lambda: self._begun(placement))
 
     def _placement(self) -> Placement:
         return place(self._output, self._pool, self.device, self.sharding, pin_memory=self.pin_memory)
 
     def _begun(self, placement: Placement, first_batch: int = 0) -> LoaderIterator:
-        """Return an iterator of the next epoch from `first_batch` on, or from a later position that is resumed."""
+        """Return an iterator of the next epoch, from `first_batch` or from a later position to resume."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
@@ -343,7 +343,7 @@ class DataLoader:
         return self._iterator
 
     def _begin(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
-        """Begin the next epoch with `iterator`."""
+        """Start the next epoch with `iterator`."""
         order = self._order
         begun = self._next = order.initial(self._beginning(order, first_batch))
         resumed = begun.random
@@ -355,7 +355,7 @@ class DataLoader:
         with random_state.as_saved(resumed) if resumed else nullcontext():
             lists = order.index_lists(begun)
             if resumed and resumed["draws_base_seed"]:
-                self._draw_base_seed()  # its value is known: this advances the generator to the draws of the order
+                self._draw_base_seed()  # only advances the generator to the draws of the order: the value is known
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
@@ -375,7 +375,7 @@ class DataLoader:
     def _beginning(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
         if order.has_plan and progress is not None and progress.is_unused and self._last() is None:
-            # frameworks create an iterator to check the loader, and drop it: that is not an epoch
+            # frameworks create an iterator to check the loader and discard it, which must not count as an epoch
             position = progress.next
         elif progress is not None and progress.following.epoch == position.epoch:
             position = progress.following
@@ -401,7 +401,7 @@ class DataLoader:
         )
 
     def _random_state(self, order: Order) -> RandomState:
-        """Return the generators that determine the batches of later epochs."""
+        """Return the random generators that determine the batches of later epochs."""
         sampler = order.user_sampler
         process: Iterable[str] = ()
         if self._seed is None and (self._remote.is_here or not order.has_plan):
@@ -416,7 +416,7 @@ class DataLoader:
         return self.persistent_workers and self.num_workers > 0
 
     def _draw_base_seed(self) -> int:
-        """Return the base seed that torch would draw; without torch, a function of the epoch."""
+        """Return the base seed that torch would draw; without torch, derive it from the epoch."""
         if self.generator is not None or self._output == "torch":
             return draw_base_seed(self.generator)
         return derive_seed("base", 0, self._next.epoch)
@@ -425,8 +425,8 @@ class DataLoader:
         """Return the spec of the next epoch.
 
         Args:
-            order: The order of the epoch.
-            before: The spec of the last epoch, if the loader keeps its workers.
+            order: Order of the epoch.
+            before: Spec of the previous epoch, if the loader keeps its workers.
         """
         spec, position, live = self.spec, self._next, self._is_live
         if order.has_plan and not live:
@@ -440,16 +440,16 @@ class DataLoader:
             num_workers=operator.index(self.num_workers) if live or order.has_shards else 0,
         )
         own = order.private_spec(own, base_seed)
-        if before is not None:  # an equal spec keeps the workers
+        if before is not None:  # the server keeps the workers if the spec is equal
             return replace(own, shard_states=before.shard_states, resumed_epoch=before.resumed_epoch)
-        # replicas that this loader has iterated keep their positions
+        # dataset replicas that this loader has already iterated keep their positions
         if self._progress is None and position.shard_states is not None:
             return replace(own, shard_states=position.shard_states, resumed_epoch=position.epoch)
         return own
 
     @property
     def _is_live(self) -> bool:
-        """True if the workers serve only this loader, with an object of this process as it is now, as in torch."""
+        """True if the loader's workers are private and use the current state of a dataset object of this process."""
         functions = (self._spec.collate, self._spec.worker_init)
         lends = any(name is not None and name.startswith(local.PREFIX) for name in functions)
         return self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
@@ -464,10 +464,10 @@ class DataLoader:
     def set_epoch(self, epoch: SupportsIndex) -> None:
         """Select the epoch of the next ``iter()``; also calls ``set_epoch`` of the user's sampler, if it has one.
 
-        After `load_state_dict`, selecting the interrupted epoch continues it at its position.
+        After `load_state_dict`, selecting the interrupted epoch continues it at the saved position.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: Epoch number, from 0.
 
         Raises:
             ValueError: If `epoch` is not an integer of at least 0.
@@ -482,7 +482,7 @@ class DataLoader:
         self._orders.set_epoch(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the last iterator, or of the next one if none was created, as JSON values.
+        """Return the state to resume from, as JSON values: the position of the last iterator, or of the next one.
 
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
         all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
@@ -509,8 +509,8 @@ class DataLoader:
             state_dict: A state that `state_dict` returned, in this or another process.
 
         Raises:
-            StateMismatch: If the state belongs to another dataset, seed or order, or its position is within a global
-                batch of this loader.
+            StateMismatch: If the state belongs to another dataset, seed or order, or its position is not at the start
+                of a global batch of this loader.
         """
         order, spec = self._order, self.spec
         position, generators = state.load(state_dict, self._identity(order, spec), order.global_batch_size(spec))
@@ -520,7 +520,7 @@ class DataLoader:
         self._progress = self._iterator = None
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
-        """Return the values that must be equal in a loader that loads the state."""
+        """Return the values that must be equal in a loader that resumes from this loader's state."""
         values = {
             "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),

@@ -1,4 +1,4 @@
-"""Client-side samplers, torch's or the user's: their index lists, their states, and the random generators they use."""
+"""Client-side samplers, torch's or the user's: index lists, saved states and random generators."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def make_samplers(
     *,
     as_torch: bool,
 ) -> tuple[Any, Any]:
-    """Return `sampler` and `batch_sampler` of a loader: the given ones, or new ones as torch's DataLoader creates them.
+    """Return the `sampler` and `batch_sampler` of a loader; create those that torch's DataLoader would create.
 
     Args:
         dataset: A map-style dataset.
-        batch_size: As of the loader, like the following arguments.
-        shuffle: As of the loader.
-        drop_last: As of the loader.
-        sampler: As of the loader.
-        batch_sampler: As of the loader.
-        generator: As of the loader.
-        as_torch: Whether to make samplers of torch; else only a given sampler is batched.
+        batch_size: Argument of the loader, like the following ones.
+        shuffle: Argument of the loader.
+        drop_last: Argument of the loader.
+        sampler: Argument of the loader.
+        batch_sampler: Argument of the loader.
+        generator: Argument of the loader.
+        as_torch: True to create torch's samplers; False to create only a batch sampler for a given sampler.
     """
     batches: Any = Batches
     if as_torch:
@@ -57,17 +57,17 @@ def make_samplers(
 
 
 def torchs_collate(*, batched: bool) -> Any:
-    """Return the default of `collate_fn` that torch's DataLoader has as its attribute."""
+    """Return the value of torch's DataLoader's `collate_fn` attribute if the argument is None."""
     from torch.utils.data import default_collate, default_convert
 
     return default_collate if batched else default_convert
 
 
 class Batches:
-    """Counterpart of torch's BatchSampler for clients without torch.
+    """Replacement for torch's BatchSampler in clients without torch.
 
     Args:
-        sampler: Yields the indices.
+        sampler: Iterable of sample indices.
         batch_size: Number of indices in a batch.
         drop_last: Whether to omit an incomplete last batch.
     """
@@ -86,7 +86,7 @@ class Batches:
 
 
 def batched(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield lists of `size` indices; the last one may be shorter, unless `drop_last`."""
+    """Yield lists of `size` indices; the last list may be shorter, unless `drop_last`."""
     while batch := list(islice(indices, size)):
         if len(batch) == size or not drop_last:
             yield batch
@@ -104,23 +104,23 @@ def draw_base_seed(generator: Any) -> int:
 
 
 def is_torchs_own(sampler: object) -> bool:
-    """Return True for a sampler of torch, whose order does not depend on the progress of training."""
+    """Return True for torch's own samplers, whose order cannot depend on the progress of training."""
     inner = getattr(sampler, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.")
     return own and (inner is None or is_torchs_own(inner))
 
 
 class _Draws:
-    """Index lists of a sampler, whose own state and that of its iterator can be saved (torchdata's ``Stateful``).
+    """Iteration of a sampler, with the states of sampler and iterator (torchdata's ``Stateful`` protocol).
 
-    torch's BatchSampler hides the iterator of the sampler that it batches, so that one is batched here instead.
+    torch's BatchSampler hides the iterator of the sampler that it batches, so its batching is reimplemented here.
 
     Args:
-        sampler: As of `IndexLists`.
-        states: Result of `states`, at which the sampler continues; empty for the beginning.
+        sampler: See `IndexLists`.
+        states: Result of `states` from which the sampler resumes; empty to start from the beginning.
 
     Raises:
-        StateMismatch: If the sampler cannot load a state that another one saved.
+        StateMismatch: If there is a saved state, and the sampler has no ``load_state_dict``.
     """
 
     def __init__(self, sampler: Any, states: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class _Draws:
         self._keepers: dict[str, Any] = {}
         source = _source(sampler)
         self._keep("sampler", source)
-        # as in torch, a batched sampler is not iterated before its first list is requested
+        # as in torch, ``iter()`` of a batched sampler is not called before the first list is requested
         self.iterator = self._begin(source) if source is sampler else self._batches(source, sampler)
 
     def _begin(self, source: Any) -> Iterator[Any]:
@@ -152,24 +152,24 @@ class _Draws:
             keeper.load_state_dict(self._states[name])
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the sampler and of its iterator, if they have one."""
+        """Return the states of the sampler and of its iterator; omit objects without ``state_dict``."""
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
 
 def _source(sampler: Any) -> Any:
-    """Return the inner sampler of torch's BatchSampler or of `Batches`; subclasses are returned themselves."""
+    """Return the inner sampler of torch's BatchSampler or of `Batches`; return any other sampler unchanged."""
     torch = sys.modules.get("torch")
     batches = type(sampler) is Batches or (torch is not None and type(sampler) is torch.utils.data.BatchSampler)
     return sampler.sampler if batches else sampler
 
 
 class SamplerStates:
-    """States of a sampler at the positions where the training loop may stop, and at the end of the epoch.
+    """Saved states of a sampler at the positions where the training loop may stop, and at the end of the epoch.
 
-    Index lists are drawn before the training loop requests them, so the current state of the sampler is not that of the
-    training loop's position. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of
-    the next list) and `draws` (empty in mid-epoch; at the end of an epoch the draws that `end_epoch` repeats, one
-    number for each iteration).
+    Index lists are drawn before the training loop requests their batches, so the sampler's current state is ahead of
+    the training loop. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of the next
+    list) and `draws` (empty in mid-epoch; at the end of an epoch, the numbers of lists that `end_epoch` draws again,
+    one for each iteration).
     """
 
     def __init__(self) -> None:
@@ -178,25 +178,25 @@ class SamplerStates:
         """True if the sampler has ended."""
 
     def put(self, number: int, state: dict[str, Any] | None) -> None:
-        """Note the state before list `number`; None for a sampler without a state."""
+        """Store the sampler's state before index list `number`; ignore None, for a sampler without a state."""
         if state is not None:
             self._states[number] = state
 
     def release(self, number: int) -> None:
-        """Discard the states before lists below `number`, except those that `end` needs."""
+        """Discard the states before index lists below `number`, except those that `end` needs."""
         for k in sorted(self._states)[:-2]:
             if k < number:
                 del self._states[k]
 
     def before(self, number: int) -> dict[str, Any] | None:
-        """Return the last known state before list `number` or an earlier one."""
+        """Return the sampler's state before index list `number`, or the latest earlier state that is stored."""
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the state at the end of this epoch; the sampler itself may not have ended.
+        """Return the sampler's state at the end of this epoch, even if the sampler itself has not ended.
 
         The result is the state before the last list, with the number of draws that follow. The state after the last
-        list would be wrong: a sampler that counts its indices would begin the next epoch at that count.
+        list would be wrong: a sampler that counts its indices would start the next epoch at that count.
         """
         last = sorted(self._states)[-2:]
         if not last:
@@ -206,18 +206,18 @@ class SamplerStates:
 
 
 def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Return an entry of `SamplerStates` before list `number`; None if there are no states."""
+    """Encode the states before index list `number` as an entry of `SamplerStates`; None if there are no states."""
     return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
 
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
-    """Return the state of a sampler that was not iterated."""
+    """Return the state of a sampler before its first iteration; None if it is not stateful."""
     source = _source(sampler)
     return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
 
 
 def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Advance a sampler to its position at the end of an epoch in another process."""
+    """Advance a sampler to its saved position at the end of an epoch that another process iterated."""
     states = user_state.unpack(state["text"])
     for draws in state["draws"]:
         iterator = _Draws(sampler, states).iterator
@@ -227,10 +227,10 @@ def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
 
 
 class ShownSamplers:
-    """Samplers that a loader has as attributes, as torch's does, although the order is the seeded one.
+    """Detector of user changes to the samplers of a loader whose order is not drawn from them.
 
-    The user can change them: ``loader.batch_sampler.batch_size = 8``. From then on they determine the order, as in
-    torch.
+    For compatibility with torch, a loader in seeded order has samplers as attributes, too. If the user changes one, for
+    example ``loader.batch_sampler.batch_size = 8``, the samplers determine the order from then on, as in torch.
 
     Args:
         samplers: The samplers; None is ignored.
@@ -241,7 +241,7 @@ class ShownSamplers:
 
     @property
     def change(self) -> str | None:
-        """First attribute that was changed, such as ``BatchSampler.batch_size``; None if none was."""
+        """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None if none was changed."""
         for sampler, before in self._made:
             for name, value in vars(sampler).items():
                 was = before.get(name)
@@ -251,12 +251,12 @@ class ShownSamplers:
 
 
 class IndexLists:
-    """Index lists of one epoch, drawn from a sampler when they are needed.
+    """Index lists of the batches of one epoch, drawn from a client-side sampler on demand.
 
     Args:
         sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
-        skip: Number of lists to skip, because an earlier process drew them.
-        state: State of the sampler at the position of the loader, an entry of `SamplerStates`.
+        skip: Number of lists to skip, because they belong to batches before the resumed position.
+        state: State of the sampler at the loader's position, an entry of `SamplerStates`.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, state: dict[str, Any] | None = None) -> None:
@@ -269,27 +269,28 @@ class IndexLists:
         self.states = SamplerStates()
         self.states.put(self._next, state)
         self._yielded: list[tuple[int, Any]] = []
-        """Last list, with its number: kept, because a signal handler may raise before the list is encoded."""
+        """Last list, with its number; kept in case a signal handler raises before the list is encoded."""
         self._interruption: BaseException | None = None
-        """Interruption of the sampler, such as Ctrl-C."""
+        """Exception that interrupted the sampler, such as KeyboardInterrupt."""
         self.frames: dict[int, Any] = {}
-        """Lists that were drawn and not sent, by batch number; the sender replaces this dictionary by an empty one."""
+        """Encoded lists that were not sent yet, by batch number; the sender replaces this dictionary by an empty
+        one."""
         self.exhausted = False
         """True if no more lists can be drawn."""
         self.error: Exception | None = None
-        """Error to raise in place of the next list."""
+        """Exception to raise in place of the next batch."""
 
     @property
     def drawn(self) -> int:
-        """Batch number of the next list."""
+        """Number of the next batch whose index list was not drawn yet."""
         return max(self._skip, self._next)
 
     def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
-        """Draw the lists up to that of batch `stop`.
+        """Draw and encode the index lists of all batches below `stop`.
 
         Args:
             stop: First batch whose list is not drawn.
-            encode: Returns the frame for a batch number and the indices that the sampler yielded.
+            encode: Encodes the indices of a batch as a frame, given the batch number.
         """
         while not self.exhausted and self.drawn < stop:
             k = self._next
@@ -308,17 +309,17 @@ class IndexLists:
             self._next = k + 1
 
     def _yield(self, k: int) -> bool:
-        """Put list k of the sampler into `_yielded` if it is not there; return False at the sampler's end."""
+        """Ensure that `_yielded` holds list k of the sampler; return False at the sampler's end."""
         if self._yielded and self._yielded[0][0] == k:
             return True
         self._yielded.clear()
         try:
-            # zip() and extend() run in C: between the sampler's return and the list no signal handler is called
+            # zip() and extend() run in C, so no signal handler runs between the sampler's return and the append
             self._yielded.extend(zip((k,), self._iterator, strict=False))
         except Exception:
             raise
         except BaseException as error:
-            self._interruption = error  # ends a generator, which must not look like the sampler's end
+            self._interruption = error  # a generator ends after it; this must not look like the end of the epoch
             raise
         if self._yielded:
             self._interruption = None
@@ -334,12 +335,12 @@ def _interrupted(k: int, error: BaseException) -> TeleloaderError:
 
 
 def index_frame(address: Address, indices: Any) -> bytes:
-    """Return the frame that sends the indices of a batch to a server.
+    """Encode the sample indices of a batch as a frame, to send them to a server.
 
-    A list of integers is encoded as an array, in a tenth of the time.
+    A list of integers is encoded as an array, which takes a tenth of the time.
 
     Args:
-        address: The batch.
+        address: Identifier of the batch.
         indices: Value that the sampler yielded.
 
     Raises:
@@ -360,7 +361,7 @@ def index_frame(address: Address, indices: Any) -> bytes:
 
 
 def _plain(indices: Any) -> Any:
-    """Return indices with integers of NumPy and torch as Python's, with which torch indexes a dataset."""
+    """Convert integers of NumPy and torch in `indices` to Python's, which datasets expect."""
     kind = type(indices)
     if kind is int:
         return indices
@@ -380,7 +381,7 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """Random generators from which the order and the base seeds of a loader's epochs are drawn.
+    """Saves and restores the random generators from which a loader draws sample orders and base seeds.
 
     Args:
         generator: The loader's torch.Generator, or None.
@@ -395,16 +396,16 @@ class RandomState:
         self._process = tuple(process)
 
     def save(self) -> dict[str, Any]:
-        """Return the states of all generators as JSON values; an empty dictionary if there are none."""
+        """Return the states of all generators as JSON values; an empty dictionary without generators."""
         saved = {library: PROCESS_GENERATORS[library].save() for library in self._process}
         return {**saved, "own": [_save_own(own) for own in self._own]} if self._own else saved
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set all generators to a saved state.
+        """Set all random generators to a saved state.
 
         Raises:
-            StateMismatch: If the state has other generators, or a value that `save` does not return. The generators
-                before that value are set.
+            StateMismatch: If the state has another number of generators, or is invalid. In the latter case, some
+                generators may already be set.
         """
         states = state.get("own", [])
         if len(states) != len(self._own):
@@ -425,12 +426,12 @@ class RandomState:
 
     @contextmanager
     def as_saved(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Set all generators to `state`, and restore the global ones at the end.
+        """Set all random generators to `state` within a ``with`` block; restore the global ones at its end.
 
-        The generators of the loader and of the samplers are not restored.
+        The generators of the loader and of its samplers are not restored.
 
         Raises:
-            StateMismatch: If the state has other generators.
+            StateMismatch: If the state does not fit the generators.
         """
         process = RandomState(None, process=self._process)
         before = process.save()
@@ -476,7 +477,7 @@ def _listed(state: Any) -> Any:
 
 
 class _Python:
-    """A random.Random; by default the global one of the module ``random``."""
+    """State of a random.Random; by default the global one of the module ``random``."""
 
     @staticmethod
     def save(generator: Any = random) -> list[Any]:
@@ -490,7 +491,7 @@ class _Python:
 
 
 class _NumPy:
-    """A numpy.random.RandomState; by default NumPy's global one."""
+    """State of a numpy.random.RandomState; by default NumPy's global one."""
 
     @staticmethod
     def save(generator: Any = np.random) -> list[Any]:
@@ -504,7 +505,7 @@ class _NumPy:
 
 
 class _Torch:
-    """Torch's global generator of the CPU, where torch is loaded."""
+    """State of torch's global CPU generator, if torch is loaded."""
 
     @staticmethod
     def save() -> str | None:

@@ -1,4 +1,4 @@
-"""Position of a loader, and its ``state_dict``: which fields must be equal when it is loaded, and which move."""
+"""Position of a loader in its epochs, and the ``state_dict`` that saves it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ STATE_VERSION: Final = 2
 
 
 class Position(NamedTuple):
-    """Start of the next ``iter()``."""
+    """Position of a loader: epoch, batch, and the states from which the next ``iter()`` continues."""
 
     epoch: int = 0
     batch: int = 0
     random: dict[str, Any] | None = None
-    """For a client-side sampler: the random generators when the iterator of this epoch began, `draws_base_seed` (True
-    if the base seed was drawn from them first) and `drawn` (True if the first index list was drawn)."""
+    """With a client-side sampler: states of the random generators when the iterator of this epoch was created,
+    `draws_base_seed` (True if the base seed was drawn from them first) and `drawn` (True if the first index list was
+    drawn)."""
     base_seed: int | None = None
-    """The base seed of an epoch that was started before."""
+    """Base seed of the workers, if the epoch was started before."""
     shard_states: tuple[str | None, ...] | None = None
-    """States of the shards of an iterable-style dataset; None for a shard that reports none."""
+    """States of the shards of an iterable-style dataset; None for a shard without a state."""
     sampler: dict[str, Any] | None = None
-    """For a stateful client-side sampler: its state, see `sampling.SamplerStates`."""
+    """State of a stateful client-side sampler, see `sampling.SamplerStates`."""
 
     def check(self) -> None:
-        """Check that the states of the user's objects can be saved.
+        """Check that the states of the user's dataset and sampler can be saved.
 
         Raises:
-            StateMismatch: If one cannot; the message names the value.
+            StateMismatch: If a state cannot be encoded; the message names the value.
         """
         texts = [*(self.shard_states or ()), self.sampler and self.sampler["text"]]
         for text in filter(None, texts):
@@ -42,14 +43,14 @@ class Position(NamedTuple):
 def save(
     position: Position, identity: Mapping[str, Any], global_batch_size: int | None, generators: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state of a loader at `position`.
+    """Return the ``state_dict`` of a loader at `position`.
 
     Args:
-        position: The position.
-        identity: Fields that must be equal in the loader that resumes.
-        global_batch_size: With a plan, samples in a batch of all ranks together: positions are saved in samples, so
-            that they are valid for another number of ranks. None saves them in batches.
-        generators: Current states of the random generators that later epochs are drawn from.
+        position: Position of the loader.
+        identity: Values that must be equal in the loader that resumes from the state.
+        global_batch_size: In seeded order, the samples per batch of all ranks together: the position is saved in
+            samples, so that it is valid for another number of ranks. None saves it in batches.
+        generators: Current states of the random generators from which later epochs are drawn.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if position.base_seed is not None:
@@ -68,11 +69,11 @@ def save(
 def load(
     state: object, identity: Mapping[str, Any], global_batch_size: int | None
 ) -> tuple[Position, Mapping[str, Any]]:
-    """Return the position in `state`, and the states of the random generators of later epochs.
+    """Validate a ``state_dict``; return its position and the states of the random generators of later epochs.
 
     Raises:
-        StateMismatch: If the state is invalid, belongs to a loader with another identity, or its position lies within
-            a global batch of this loader.
+        StateMismatch: If the state is invalid, its `identity` values differ, or its position is not at the start of a
+            global batch of this loader.
     """
     if not isinstance(state, dict) or "epoch" not in state:
         raise StateMismatch(f"invalid state {short(state)}: pass what state_dict() returned")

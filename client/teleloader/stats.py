@@ -1,6 +1,6 @@
-"""Statistics of a loader: data wait of its training loop, received batches, and the time that they take.
+"""Client-side statistics of a loader: data wait of the training loop, received batches, bytes and copies.
 
-A step whose batch has already arrived is not timed, and costs nothing.
+A step whose batch has already arrived is not timed, so that it has no overhead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class LoaderStats:
     """Statistics of one iteration of a `DataLoader`. Times are in seconds, sizes in bytes."""
 
     epoch: int | None
-    """Number of the epoch; None before the first."""
+    """Epoch number; None before the first epoch."""
     elapsed: float
     """Time from ``iter()`` to the end of the epoch, or to now."""
     steps: int
     """Batches that the training loop received, including errors raised in their place."""
     wait: Latency
-    """Data wait of each step; 0 if the batch had already arrived."""
+    """Data wait per step; 0 if the batch had already arrived."""
     waited: float
-    """Data wait in total, including a current wait."""
+    """Total data wait, including a current wait."""
     waited_share: float
     """`waited` as a fraction of `elapsed`."""
     batches: int
@@ -42,26 +42,28 @@ class LoaderStats:
     pinned_bytes: int
     """Page-locked memory that batches of this process use now, of all its loaders."""
     max_pinned_bytes: int
-    """The limit of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 without ``pin_memory`` and ``device``."""
+    """Limit of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 without ``pin_memory`` and ``device``."""
     unpinned: int
-    """Allocations that were served from ordinary memory, because of that limit or because the system locks no more."""
+    """Allocations that used ordinary memory, because of that limit or a limit of the operating system."""
     copy: float
-    """Duration of the copies to ``device``. They overlap with training; those under way are not included."""
+    """Total duration of the completed copies to ``device``, which overlap with training."""
     late_copies: int
     """Batches whose copy to ``device`` started only while the training loop waited for them."""
     reconnects: int
-    """Connections that broke, or that a server closed, and were replaced."""
+    """Connections that were reopened after they broke or a server closed them."""
     hedges: int
     """Batches that were also requested from a second server, because the first one was slow."""
 
 
 class Measures:
-    """Measurements of one iteration. The receiving threads count batches under the lock of the reorder buffer.
+    """Collector of the client-side measurements of one iteration.
+
+    The receiving threads count batches while they hold the lock of the reorder buffer.
 
     Args:
-        epoch: Number of the epoch; None before the first.
-        buffers: Memory that responses are received into.
-        before: Report on earlier iterations, which is added to the reports of this one.
+        epoch: Epoch number; None before the first epoch.
+        buffers: Allocator of the memory that responses are received into.
+        before: Report on the loader's earlier iterations, which `report` adds to the current one.
     """
 
     def __init__(
@@ -76,22 +78,23 @@ class Measures:
         self._epoch = epoch
         self._buffers = buffers
         self._number: int | None = None
-        """Last batch that was counted as a step."""
+        """Number of the last batch that was counted as a step."""
         self.copy = 0.0
         self.late_copies = 0
-        """Written by the thread that copies batches to a device."""
+        """`copy` and `late_copies` are written by the thread that copies batches to a device."""
         self._before = before or ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
         self._waits = Histogram()
         self._waited: tuple[float, float | None] = (0.0, None)
-        """Seconds of ended waits, and start of a current one; replaced as one, because other threads read it."""
+        """Total seconds of completed waits, and start time of a current wait; one tuple, because other threads read it
+        without a lock."""
 
     # -- in the training loop's thread
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measure the body as data wait of the training loop."""
+        """Measure the time spent in the ``with`` block as data wait of the training loop."""
         began = time.perf_counter()
         before, _ = self._waited
         self._waited = before, began
@@ -103,20 +106,20 @@ class Measures:
             self._waits.note(seconds)
 
     def step(self, number: int) -> None:
-        """Count a batch that the training loop receives; a second call for the same batch changes nothing."""
+        """Count a batch that the training loop received; repeated calls for the same batch have no effect."""
         if number != self._number:
             self._number = number
             self.steps += 1
 
     def end(self) -> None:
-        """Note the end of the iteration."""
+        """Record the end time of the iteration."""
         if self._ended is None:
             self._ended = time.perf_counter()
 
     # -- in any thread
 
     def report(self) -> ConsumerReport:
-        """Return the report that is sent to servers."""
+        """Return the report that the client sends to servers with each batch request."""
         now, before = self._now, self._before
         return ConsumerReport(
             elapsed=before.elapsed + now - self._began,
@@ -127,7 +130,7 @@ class Measures:
         )
 
     def stats(self) -> LoaderStats:
-        """Return the statistics for the user."""
+        """Return the statistics of the iteration for `DataLoader.stats`."""
         now = self._now
         elapsed, waited = now - self._began, self._waited_until(now)
         buffers = self._buffers
