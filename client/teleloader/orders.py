@@ -1,7 +1,7 @@
-"""Orders of an epoch: the seeded order of a `Plan`, a client-side sampler, or the stream of an iterable-style dataset.
+"""Sample orders of a loader: seeded order (`Plan`), client-side sampler, or stream of an iterable-style dataset.
 
-A loader makes one object of each order that its arguments allow. An order owns what only it needs: its length, what
-servers are told about it, and the fields of a saved state that must agree when training resumes.
+A loader creates an object for each order that its arguments allow. An order implements the behaviour that is specific
+to it: the number of batches, the loader spec for servers, and the values that must be equal when training resumes.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 
 class Order(ABC):
-    """Order of the batches of each epoch."""
+    """Interface of the order in which a loader yields the samples of an epoch."""
 
     name: ClassVar[str]
     """Name in saved states."""
     description: ClassVar[str]
     """Description in error messages."""
     identity: ClassVar[tuple[str, ...]]
-    """Arguments of a loader that must be equal in the one that resumes."""
+    """Arguments that must be equal in a loader that resumes from a saved state."""
     has_plan: ClassVar[bool] = False
     """True if every process can compute the batches of every epoch, so that servers share them between loaders."""
     is_drawn: ClassVar[bool] = False
     """True if the order of an epoch is drawn from random generators, whose states are saved."""
     has_shards: ClassVar[bool] = False
-    """True if batches come from shards, each of which has a position on one server."""
+    """True if batches come from shards, each of which one server iterates."""
     user_sampler: Any = None
-    """The `sampler` or `batch_sampler` argument of the loader."""
+    """Value of the loader's `sampler` or `batch_sampler` argument."""
 
     @property
     def adaptive(self) -> bool:
-        """Return True if a fast training loop is given more batches ahead than `prefetch_factor`."""
+        """True if a fast training loop gets a larger prefetch window than `prefetch_factor`."""
         return self.has_plan
 
     @abstractmethod
     def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches of an epoch.
+        """Return the number of batches per epoch, for ``len(loader)``.
 
         Raises:
             TypeError: If the dataset or the sampler has no length.
         """
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan | None:
-        """Return the indices of all batches; None unless `has_plan`.
+        """Return the plan with the sample indices of all batches of an epoch; None unless `has_plan`.
 
         Args:
-            spec: The loader.
-            epoch: The epoch.
-            length: Samples in the dataset; None takes ``len(dataset)``.
+            spec: Parameters of the loader.
+            epoch: Epoch number.
+            length: Number of samples in the dataset; None uses ``len(dataset)``.
         """
         return None
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int | None, int | None]:
-        """Return the number of batches of this rank, and the largest number of any rank; None where unknown."""
+        """Return the numbers of batches of this rank and of the rank with the most batches; None for unknown ones."""
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
-        """Return an object whose length is that of the iterator; None if it has none.
+        """Return an object whose length is the iterator's ``len()``; None if the iterator has no length.
 
         Args:
             stop: Number of batches, as far as `extent` knows it.
@@ -73,45 +73,45 @@ class Order(ABC):
         return None
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Return `spec` for a pool of workers that serves one loader.
+        """Adapt a loader's spec to a private pool of workers.
 
         Args:
-            spec: The loader.
+            spec: Parameters of the loader.
             base_seed: Seed of the workers' random generators, drawn for this epoch.
         """
         return replace(spec, seed=base_seed)
 
     def global_batch_size(self, spec: LoaderSpec) -> int | None:
-        """Return the samples in a batch of all ranks; None if positions are counted in batches."""
+        """Return the samples per batch of all ranks together; None if saved positions count batches, not samples."""
         return (spec.batch_size or 1) * spec.world_size if self.has_plan else None
 
     def initial(self, position: Position) -> Position:
-        """Return `position`, with the state of a sampler that has one and was not iterated."""
+        """Add the initial state of a stateful sampler to a position that has no sampler state."""
         return position
 
     def resume(self, position: Position) -> None:  # noqa: B027 - only samplers have a state
-        """Bring the sampler to where the epoch before `position` left it."""
+        """Advance the sampler to its state at the end of the epoch before `position`."""
 
     def index_lists(self, position: Position) -> IndexLists | None:
-        """Return the index lists of the epoch from `position` on; None if servers compute them."""
+        """Return the index lists to send to servers from `position` on; None if servers compute the indices."""
         return None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck | None:
-        """Return the check of the length of an iterable-style dataset; None for other datasets.
+        """Create the check of the number of samples of an iterable-style dataset; None for other datasets.
 
         Args:
-            num_workers: Number of shards; 0 is one pass without workers.
-            length: ``len(dataset)``; None if it is unknown, or counts samples of other ranks.
+            num_workers: Number of shards; 0 for one pass without workers.
+            length: ``len(dataset)``; None if unknown, or if it includes samples of other ranks.
         """
         return None
 
 
 class PlanOrder(Order):
-    """Seeded order, or no shuffling: a function of the seed and the epoch.
+    """Seeded or sequential order, computed from the seed and the epoch.
 
     Args:
-        dataset: A dataset with a length.
-        seeded: Whether `seed` was given.
+        dataset: Dataset with a length.
+        seeded: Whether the `seed` argument was given.
     """
 
     name = "plan"
@@ -124,34 +124,34 @@ class PlanOrder(Order):
         self._seeded = seeded
 
     def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches of an epoch of this rank."""
+        """Return the number of batches of this rank per epoch."""
         return len(self.plan(spec, 0))
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan:
-        """Return the indices of all batches."""
+        """Return the plan with the sample indices of all batches of an epoch."""
         return Plan(spec, len(self._dataset) if length is None else length, epoch)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, int]:
-        """Return the numbers of batches for this rank and for the rank that has the most."""
-        # with tail="uneven" rank 0 has the most
+        """Return the numbers of batches of this rank and of the rank with the most batches."""
+        # with tail="uneven", rank 0 has the most batches
         return len(self.plan(spec, epoch, length)), len(self.plan(replace(spec, rank=0), epoch, length))
 
     def batches(self, stop: int) -> Sized:
-        """Return a range of the batch numbers."""
+        """Return the range of batch numbers, whose length is the iterator's ``len()``."""
         return range(stop)
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Return `spec`; without a seed and shuffling its workers have the base seed."""
-        # a shuffled plan is that of all ranks, which need not have drawn the same base seed
+        """Adapt a loader's spec to a private pool of workers: set the base seed if no seed determines the batches."""
+        # all ranks must shuffle with the same seed, and need not have drawn the same base seed
         return spec if self._seeded or spec.shuffle else replace(spec, seed=base_seed)
 
 
 class SamplerOrder(Order):
-    """Client-side sampler of torch or of the user, whose index lists are sent to the server.
+    """Order of a client-side sampler, torch's or the user's, whose index lists are sent to the server.
 
     Args:
         sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
-        user_sampler: The `sampler` or `batch_sampler` argument of the loader; None if the loader made `sampler`.
+        user_sampler: Value of the loader's `sampler` or `batch_sampler` argument; None if the loader created `sampler`.
         batched: Whether `sampler` yields lists.
     """
 
@@ -167,37 +167,37 @@ class SamplerOrder(Order):
 
     @property
     def adaptive(self) -> bool:
-        """Return False for a sampler of the user's, which may depend on the progress of training.
+        """True for torch's own samplers; a user's sampler may depend on the progress of training.
 
-        The user may have replaced the sampler since the last epoch.
+        Not cached, because the user can replace the sampler between epochs.
         """
         return is_torchs_own(self._sampler)
 
     def length(self, spec: LoaderSpec) -> int:
-        """Return the length of the sampler."""
+        """Return the length of the sampler, which is the number of batches per epoch."""
         return len(self._sampler)
 
     def batches(self, stop: int) -> Sized:
-        """Return the sampler."""
+        """Return the sampler, whose length is the iterator's ``len()``."""
         sampler: Sized = self._sampler
         return sampler
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Return `spec` for index lists that the client sends."""
+        """Adapt a loader's spec to a private pool of workers that receives index lists from the client."""
         size = 1 if self._batched else None
         return replace(spec, seed=base_seed, order="client", shuffle=False, drop_last=False, batch_size=size)
 
     def initial(self, position: Position) -> Position:
-        """Return `position`, with the state of a stateful sampler that was not iterated."""
+        """Add the initial state of a stateful sampler to a position that has no sampler state."""
         return position if position.sampler is not None else position._replace(sampler=initial_state(self._sampler))
 
     def resume(self, position: Position) -> None:
-        """Bring the sampler to where the epoch before `position` left it."""
+        """Advance the sampler to its state at the end of the epoch before `position`."""
         if position.sampler is not None:
             end_epoch(self._sampler, position.sampler)
 
     def index_lists(self, position: Position) -> IndexLists:
-        """Return the index lists that the sampler yields from `position` on."""
+        """Create the index lists that the sampler yields from `position` on."""
         return IndexLists(self._sampler, position.batch, position.sampler)
 
 
@@ -205,8 +205,8 @@ class StreamOrder(Order):
     """Order of an iterable-style dataset: batch j comes from shard j mod `num_workers`.
 
     Args:
-        dataset: The dataset.
-        may_repeat: Whether to warn when each shard yields the whole dataset: not if a `worker_init_fn` divides it.
+        dataset: Iterable-style dataset, remote or an object of this process.
+        may_repeat: Whether to warn if each shard yields the whole dataset; False if a `worker_init_fn` divides it.
     """
 
     name = "iterable"
@@ -221,30 +221,30 @@ class StreamOrder(Order):
         """``len(dataset)`` when ``len(loader)`` was last called."""
 
     def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches in ``len(dataset)`` samples, as torch computes it."""
+        """Return the number of batches in ``len(dataset)`` samples, computed as in torch."""
         length = self._reported = len(self._dataset)
         size = spec.batch_size or 1
         return length // size if spec.drop_last else -(-length // size)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
-        """Return the most batches that an epoch can have: shards report their ends."""
+        """Return an upper limit for the number of batches: shards report their ends during the epoch."""
         return MAX_EPOCH, None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:
-        """Return the check; only the first one warns of shards that repeat the dataset."""
+        """Create the check of the number of samples; only the first one warns of shards that repeat the dataset."""
         may_repeat, self._may_repeat = self._may_repeat, False
         return LengthCheck(self._dataset, num_workers, self._reported, length, may_repeat=may_repeat)
 
 
 class Orders:
-    """Selects the order of each epoch from the arguments of a loader.
+    """Selector of a loader's sample order for each epoch.
 
     Args:
-        dataset: The dataset.
-        samplers: `sampler` and `batch_sampler` of the loader, given or made.
-        user_sampler: The one that was given; None if none was.
+        dataset: Dataset of the loader.
+        samplers: `sampler` and `batch_sampler` attributes of the loader.
+        user_sampler: Value of the loader's `sampler` or `batch_sampler` argument; None if neither was given.
         iterable: Whether the dataset is iterable-style.
-        seeded: Whether `seed` was given.
+        seeded: Whether the `seed` argument was given.
         may_repeat: See `StreamOrder`.
     """
 
@@ -274,14 +274,14 @@ class Orders:
             set_epoch(epoch)
 
     def choose(self, spec: LoaderSpec, *, as_torch: bool) -> Order:
-        """Return the order of the next epoch: the number of ranks and the samplers may have changed.
+        """Return the order of the next epoch, which may differ if the number of ranks or a sampler changed.
 
         Args:
-            spec: The loader.
-            as_torch: Whether samplers shuffle, because there is no seed and one rank.
+            spec: Parameters of the loader.
+            as_torch: Whether samplers determine the order as in torch: without `seed`, and with one rank.
 
         Raises:
-            ValueError: If the user changed a sampler and another order is in force.
+            ValueError: If the user changed a sampler although the samplers do not determine the order.
         """
         if self._fixed is not None:
             return self._fixed
@@ -297,7 +297,7 @@ class Orders:
 
 
 def distributed_rank() -> tuple[int, int]:
-    """Return rank and world size of torch.distributed where it is initialised, without loading torch; else (0, 1)."""
+    """Return rank and world size of torch.distributed if it is initialised, else (0, 1); never imports torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

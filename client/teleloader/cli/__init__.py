@@ -1,4 +1,4 @@
-"""Command line tools of the client: ``teleloader``."""
+"""Command-line interface of the client: ``teleloader``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or report which of its optional packages is missing."""
+    """Run the ``teleloader`` command, or report which of its optional dependencies is missing."""
     try:
         from teleloader.cli.commands import teleloader
     except ModuleNotFoundError as error:

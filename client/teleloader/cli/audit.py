@@ -1,4 +1,4 @@
-"""``teleloader audit``: the number of visits to each sample in an epoch."""
+"""Command ``teleloader audit``: checks that an epoch visits each sample exactly once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from teleloader_shared.text import harmless
 from teleloader_shared.units import counted
 
 SHOWN = 10
-"""Limit of the missing or repeated indices that are shown."""
+"""Maximum number of missing, and of repeated, indices in the output."""
 STEP = 256
-"""Batches that are counted together."""
+"""Batches between updates of the progress bar."""
 
 
 def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
-    """Count the visits of all ranks, with a progress bar.
+    """Count the visits of all ranks to each sample of an epoch, with a progress bar.
 
     Args:
-        spec: The loader.
-        length: Samples in the dataset.
-        epoch: The epoch.
+        spec: Parameters of the loader.
+        length: Number of samples in the dataset.
+        epoch: Epoch number.
     """
     plans = [Plan(replace(spec, rank=rank), length, epoch) for rank in range(spec.world_size)]
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -48,7 +48,7 @@ def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
 
 
 def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
-    """Print the counts."""
+    """Print the result of an audit, as text or JSON."""
     if as_json:
         print_json({"dataset": name, "epoch": epoch, **facts(found)})
         return
@@ -71,7 +71,7 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
 
 
 def facts(found: Coverage) -> dict[str, Any]:
-    """Return the counts as JSON values, with the first missing and repeated indices."""
+    """Return the result of an audit as JSON values: counts, and the first missing and repeated indices."""
     return {
         "samples": found.length,
         "visits": found.visits,

@@ -1,4 +1,4 @@
-"""``teleloader bench``: the throughput of loading, and its bottleneck."""
+"""Command ``teleloader bench``: measures the throughput of data loading and reports its bottleneck."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted, number, seconds, share, size
 
 MAX_CONSUMERS: Final = 1000
-"""Consumers of the server to request, among which this process is found."""
+"""Limit of the consumers to request from the server, large enough to include those of this process."""
 SHOWN_EVERY: Final = 0.2
 """Seconds between updates of the progress bar."""
 IDLE_GRACE_S: Final = 2.0
-"""Seconds after its last request for which a consumer counts as active."""
+"""Seconds after its latest request for which a consumer counts as active."""
 DIAGNOSIS_AFTER: Final = 3
 """Seconds of loading that a diagnosis requires: the server samples the rates of a consumer once a second."""
 
 
 class BatchFailed(Exception):
-    """The dataset raised an exception in place of a batch; the message describes it."""
+    """The dataset raised an exception for a batch; the message describes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements after the first batch. Times are in seconds, sizes in bytes."""
+    """Result of a benchmark, measured after the first batch. Times are in seconds, sizes in bytes."""
 
     dataset: str
     step: float
@@ -49,39 +49,39 @@ class Measured:
     batch_bytes: float
     """Mean size of a batch's arrays."""
     first_batch: float
-    """Time to the first batch, which the other fields exclude."""
+    """Time until the first batch arrived; the other fields exclude it."""
     waited: float
-    """Data wait in total."""
+    """Total data wait."""
     wait_p50: float
-    """Data wait of one batch: median, 95th percentile and maximum."""
+    """Data wait per batch: median, 95th percentile and maximum."""
     wait_p95: float
     wait_max: float
     workers: int | None = None
-    """Workers of the server, if they were the bottleneck and served no other active consumer."""
+    """Number of workers, if they were the bottleneck and served no other active consumer; else None."""
 
     @property
     def batches_per_second(self) -> float:
-        """Mean rate of batches."""
+        """Mean number of batches received per second."""
         return self.batches / self.seconds
 
     @property
     def samples_per_second(self) -> float:
-        """Mean rate of samples."""
+        """Mean number of samples received per second."""
         return self.samples / self.seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Mean rate of the arrays' bytes."""
+        """Mean number of bytes of decoded arrays received per second."""
         return self.batches_per_second * self.batch_bytes
 
     @property
     def samples_per_second_of_a_worker(self) -> float | None:
-        """Mean rate of samples of each worker; None if the workers were not the bottleneck."""
+        """Mean number of samples per second and worker; None if the workers were not the bottleneck."""
         return self.samples_per_second / self.workers if self.workers else None
 
     @property
     def shortest_step(self) -> float | None:
-        """Shortest training step in seconds with which the workers keep up; None if they were not the bottleneck."""
+        """Shortest training step, in seconds, that the workers keep up with; None if they were not the bottleneck."""
         return 1 / self.batches_per_second if self.workers else None
 
 
@@ -91,13 +91,13 @@ _RATES: Final = (
 
 
 class Bench:
-    """Training loop that only measures, over as many epochs as needed.
+    """Simulated training loop that measures a loader, over as many epochs as needed.
 
     Args:
         loader: The loader to measure.
         name: Name of the dataset.
         duration: Seconds to measure after the first batch.
-        step: Simulated duration of a training step, in seconds.
+        step: Duration of a simulated training step, in seconds.
     """
 
     def __init__(self, loader: DataLoader, name: str, duration: float, step: float) -> None:
@@ -110,13 +110,13 @@ class Bench:
         self._nbytes = 0
 
     def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """Measure, and return the measurements and the server's diagnosis of this consumer, None if it has none.
+        """Run the benchmark; return its result, and the server's diagnosis of this consumer if available.
 
         Args:
             url: URL of the server.
 
         Raises:
-            BatchFailed: If a batch is an error.
+            BatchFailed: If the dataset raises an exception for a batch.
             ValueError: If an epoch has no batches.
         """
         batches = self._batches()
@@ -134,7 +134,7 @@ class Bench:
             if self._step:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
-        diagnosis, workers = seen_by(url)  # while it is still a consumer
+        diagnosis, workers = seen_by(url)  # before close(), while the server still lists this consumer
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
@@ -166,7 +166,7 @@ class Bench:
         self._samples += next((len(array) for array in arrays if array.ndim), self._loader.batch_size or 1)
 
     def _with_progress(self, began: float) -> Iterator[float]:
-        """Yield the time since `began`, and update the progress bar."""
+        """Yield the seconds since `began` repeatedly, and update the progress bar."""
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"))
         with progress_bar(*columns, auto_refresh=False) as progress:
             bar = progress.add_task("loading", total=self._duration, speed="")
@@ -181,9 +181,10 @@ class Bench:
 
 
 def seen_by(url: str) -> tuple[Diagnosis | None, int | None]:
-    """Return the server's diagnosis of this process, and the number of workers that limit only this process.
+    """Return the server's diagnosis of this process, and the number of workers if they are its bottleneck.
 
-    The diagnosis is None if the token does not permit it; the number, if the workers are not the bottleneck.
+    The diagnosis is None if the token does not permit reading it. The number is None if the workers are not the
+    bottleneck, or also serve other consumers.
     """
     try:
         found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS))
@@ -208,7 +209,7 @@ def _limiting_workers(found: Stats, mine: ConsumerStats) -> int | None:
 
 
 def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> None:
-    """Print the measurements."""
+    """Print the result of a benchmark, as text or JSON."""
     if as_json:
         rates = {name: getattr(measured, name) for name in _RATES}
         print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})
@@ -245,7 +246,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
 
 
 def _without_step(measured: Measured) -> str:
-    """Return how to interpret a run without simulated training steps."""
+    """Return an explanation of the result of a benchmark without simulated training steps."""
     read = "The loop did not use the batches; --step S simulates training steps of S seconds."
     if measured.shortest_step is None or measured.workers is None:
         return read

@@ -1,4 +1,4 @@
-"""Subcommands of ``teleloader``, and their options."""
+"""Definitions of the subcommands of ``teleloader``, with their arguments and options."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from teleloader_shared.version import VERSION
 EXIT_NO: Final = 1
 """Negative result: the batch is an error, a sample is missing."""
 EXIT_UNKNOWN: Final = 2
-"""No result: no server, invalid arguments."""
+"""No result: server unreachable, invalid arguments."""
 EXIT_INTERRUPTED: Final = 130
-"""Exit code that shells report for a program that Ctrl-C ended."""
+"""Exit code that shells report for a program interrupted by Ctrl-C."""
 
 
 class _No(click.ClickException):
-    """Negative result, with one line that explains it."""
+    """Negative result of a command, with an explanation in one line."""
 
     exit_code = EXIT_NO
 
     def show(self, file: Any = None) -> None:
-        """Print the explanation."""
+        """Print the explanation to stderr, or to `file`."""
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
 class _NoResult(_No):
-    """Failure without a result."""
+    """Failure of a command before it has a result."""
 
     exit_code = EXIT_UNKNOWN
 
 
 class _Tools(click.Group):
-    """Commands that report expected errors in one line, without a traceback."""
+    """Command group that reports expected errors in one line, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
+        """Run a subcommand; convert expected errors to exit codes."""
         try:
             return super().invoke(ctx)
         except (TeleloaderError, ValueError, TypeError) as error:
@@ -58,12 +58,12 @@ class _Tools(click.Group):
 
 
 class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
-    """Integers separated by commas."""
+    """Type of a command-line option: integers separated by commas."""
 
     name = "I,I,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Parse the integers."""
+        """Parse integers separated by commas; exit with a usage error if they are invalid."""
         try:
             return [int(part) for part in value.split(",")]
         except ValueError:
@@ -85,7 +85,7 @@ def teleloader() -> None:
     (server unreachable, invalid arguments), 130 after Ctrl-C. Results go to stdout, in color only if it is a terminal;
     progress and errors go to stderr.
     """  # noqa: D301 - the escapes are click's
-    # the error message of a command has the text of the warnings
+    # hides warnings: the error message of a command repeats their text
     logging.getLogger("teleloader").setLevel(logging.ERROR)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Command-line options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ tail: Final = click.option(
 
 
 def _set(variable: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
-    """Return the callback of an option that sets an environment variable, from which credentials are read."""
+    """Return an option callback that sets an environment variable from which credentials are read."""
 
     def set_variable(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None:
@@ -51,7 +51,10 @@ def _set(variable: str) -> Callable[[click.Context, click.Parameter, str | None]
 
 
 def access(command: _Command) -> _Command:
-    """Add the options for credentials. A token is read from a file: other users of the machine see command lines."""
+    """Add the options for credentials to a command.
+
+    The token itself is not an option, because other users of the machine can read command lines.
+    """
     for option, variable, text in reversed((
         ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that authenticates the client."),
         ("--ca", CA_VARIABLE, "File with the CA of an https:// server's certificate."),
@@ -65,14 +68,14 @@ def access(command: _Command) -> _Command:
 
 
 def batch_size(default: int) -> Callable[[_Command], _Command]:
-    """Return the option for the batch size."""
+    """Return a decorator that adds the ``--batch-size`` option with the given default."""
     return click.option(
         "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples in a batch."
     )
 
 
 def of_loader(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds several options to a command, in this order."""
+    """Return a decorator that adds several options to a command, in the given order."""
 
     def add(command: _Command) -> _Command:
         for option in reversed(options):

@@ -1,4 +1,4 @@
-"""``teleloader peek``: the content of one batch."""
+"""Command ``teleloader peek``: shows the content of one batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from teleloader_shared.units import counted, size
 
 
 def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
-    """Print the content of a batch; return False if it is a failure."""
+    """Print the content of a batch, as text or JSON; return False if the batch failed."""
     if as_json:
         print_json(_facts(frame, dataset))
         return not isinstance(frame.content, Failure)

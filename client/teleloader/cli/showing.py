@@ -1,4 +1,4 @@
-"""Output of the commands: consoles, tables, and texts of servers and users without control characters."""
+"""Terminal output of the commands: console, progress bar, tables, and removal of control characters."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rich.text import Text
 from teleloader_shared.text import harmless
 
 PIPE_WIDTH: Final = 1000
-"""Columns of an output that is not a terminal, so that lines are neither cut nor wrapped."""
+"""Assumed width of an output that is not a terminal, in characters, so that lines are neither cut nor wrapped."""
 
 
 def to_people() -> Console:
-    """Return the console for results: in color in a terminal, plain in a pipe."""
+    """Return a rich console for results on stdout: in color in a terminal, plain in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def progress_bar(*columns: ProgressColumn, **options: Any) -> Progress:
-    """Return a progress bar on stderr, which is removed at its end; none if stderr is not a terminal."""
+    """Return a transient progress bar on stderr; it is disabled if stderr is not a terminal."""
     console = Console(stderr=True, highlight=False)
     console.quiet = not console.is_terminal  # before rich 14.3 a disabled bar ends with an empty line
     return Progress(*columns, console=console, disable=console.quiet, transient=True, **options)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one line of JSON."""
+    """Print a value on stdout as one line of JSON."""
     print(json.dumps(value), flush=True)
 
 
 def shortened(name: str, room: int) -> str:
-    """Return a name in at most `room` characters; two thirds are kept of its end, by which most names differ."""
+    """Shorten a name to `room` characters by an ellipsis; keep more of its end, where most names differ."""
     if len(name) <= room:
         return name
     head = (room - 1) // 3
@@ -47,24 +47,24 @@ def shortened(name: str, room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table of records."""
+    """Column of a table with one row per record."""
 
     title: str
     cell: Callable[[Any], str | Text | ProgressBar]
-    """Returns the cell of a record; control characters of text are removed."""
+    """Formats the cell for a record; control characters of the result are removed."""
     is_words: bool = False
-    """True for text: aligned to the left, and cut if the screen is too narrow. Numbers are not cut."""
+    """True for text: left-aligned, and truncated if the screen is too narrow. Numbers are never truncated."""
     from_width: int = 0
     """Minimum width of the screen on which the column is shown, in characters."""
 
 
 def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_WIDTH) -> Table:
-    """Return a table without lines, for a screen of `width` characters."""
+    """Create a table without borders, with the columns that fit a screen of `width` characters."""
     shown = [column for column in columns if column.from_width <= width]
     made = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
     made.show_header = any(column.title for column in shown)
     for column in shown:
-        # rich narrows columns that may wrap first; cells of text do not wrap
+        # rich first narrows columns that may wrap; their cells are truncated instead of wrapped
         side: Literal["left", "right"] = "left" if column.is_words else "right"
         made.add_column(
             _harmless_cell(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title)

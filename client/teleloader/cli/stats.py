@@ -1,4 +1,4 @@
-"""``teleloader stats``: statistics of a server, the diagnosis first."""
+"""Command ``teleloader stats``: shows the bottleneck of each consumer and the statistics of a server."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TIMEOUT: Final = 10.0
 """Seconds to wait for a server's response."""
 WIDE: Final = 100
 VERY_WIDE: Final = 140
-"""Widths in characters from which tables show less important columns."""
+"""Screen widths, in characters, from which tables include less important columns."""
 NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE, 24), (0, 18))
-"""Minimum widths of the screen, with the characters available for the name of a consumer."""
+"""Pairs of a minimum screen width and the maximum length of a consumer's name, in characters."""
 MAX_SENTENCES: Final = 5
-"""Limit of the diagnoses that are shown."""
+"""Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
-"""Limit of the stages that are shown."""
+"""Maximum number of loading stages in the output."""
 STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",
@@ -56,11 +56,11 @@ _Record = TypeVar("_Record")
 
 
 def record_of(kind: type[_Record], value: Any) -> _Record:
-    """Return a record from JSON; fields that a newer server adds are ignored.
+    """Convert a JSON object to a record; ignore unknown fields, which a newer server may add.
 
     Args:
-        kind: Class of the record.
-        value: The JSON value.
+        kind: Dataclass of the record.
+        value: JSON object from a server.
 
     Raises:
         ProtocolError: If fields are missing.
@@ -87,7 +87,7 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def once(url: str, limit: int, *, as_json: bool) -> None:
-    """Print the statistics of a server once."""
+    """Request the statistics of a server once and print them, as text or JSON."""
     response = Server(url, TIMEOUT).stats(limit)
     if as_json:
         print_json(response)
@@ -97,9 +97,10 @@ def once(url: str, limit: int, *, as_json: bool) -> None:
 
 
 def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
-    """Refresh the statistics every `interval` seconds until Ctrl-C: in place in a terminal, appended in a pipe.
+    """Print the statistics of a server every `interval` seconds until Ctrl-C.
 
-    If the server does not respond, the request is retried: the server may be restarting.
+    In a terminal, the output is refreshed in place; in a pipe, it is appended. If the server does not respond, for
+    example during a restart, the request is retried.
     """
     console, server = to_people(), Server(url, TIMEOUT)
     if as_json or not console.is_terminal:
@@ -137,7 +138,7 @@ def _view(found: Any, console: Console) -> RenderableType:
 
 
 def shown(stats: Stats, width: int) -> Group:
-    """Return the complete output, for a screen of `width` characters."""
+    """Render the statistics of a server for a screen of `width` characters."""
     parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
     if stats.consumers:
         parts += [consumers_table(stats.consumers, width), *_left_out(stats), Text()]
@@ -161,7 +162,7 @@ def _headline(server: ServerStats) -> list[Text]:
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """Return the diagnoses of consumers, loader-bound ones first."""
+    """Return the diagnoses of consumers as lines of text, loader-bound consumers first."""
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
@@ -173,9 +174,9 @@ def sentences(stats: Stats) -> list[Text]:
 
 
 def label(consumer: ConsumerStats) -> str:
-    """Return the consumer's name, followed by the name of its token if the server requires tokens.
+    """Return a consumer's name, with the name of its token if the server requires tokens.
 
-    Clients choose their names, so clients with different tokens may have the same name.
+    Clients choose their names, so consumers with different tokens can have the same name.
     """
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
@@ -185,12 +186,12 @@ def _styled(diagnosis: Diagnosis) -> Text:
 
 
 def sentence(name: str, diagnosis: Diagnosis) -> Text:
-    """Return the line for one diagnosis."""
+    """Return a line of text with a consumer's name, its bottleneck and the recommended change."""
     return Text.assemble(f"{name}: ", _styled(diagnosis), f". {harmless(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
-    """Return the bottleneck as it is shown, such as ``loader-bound``."""
+    """Return the displayed name of a bottleneck, such as ``loader-bound``."""
     bottleneck = _bottleneck(diagnosis)
     return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
 
@@ -200,7 +201,7 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 
 def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
-    """Return a table of consumers, with their progress in the epoch."""
+    """Create a table of consumers, with their progress in the epoch and their bottlenecks."""
     room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
         Column("consumer", lambda found: shortened(label(found), room), is_words=True),
@@ -248,7 +249,7 @@ def _left_out(stats: Stats) -> list[Text]:
 
 
 def workers_table(workers: list[WorkerStats], width: int) -> Table:
-    """Return a table of workers, with their current tasks."""
+    """Create a table of workers, with their states and current tasks."""
     columns = (
         Column("worker", lambda found: f"{found.worker}"),
         Column("pid", lambda found: "-" if found.pid is None else f"{found.pid}", from_width=WIDE),
@@ -265,7 +266,7 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
 
 
 def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
-    """Return a table of datasets, with the durations of their stages."""
+    """Create a table of datasets, with the durations of their loading stages."""
     wide = width >= VERY_WIDE
     stages = list(datasets[0].stages)[:MAX_STAGES] if datasets else []
     columns = (

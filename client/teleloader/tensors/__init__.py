@@ -1,5 +1,5 @@
-"""Host memory for received batches, their arrays, and the devices that they are copied to.
+"""Host memory of received batches, their conversion to arrays, and their copy to devices.
 
-May import shared, and torch or JAX inside functions. Knows neither HTTP nor threads.
+May import shared, and torch or JAX inside functions. Independent of HTTP and threads.
 Start reading in `memory` for host memory, and in `devices` for accelerators.
 """

@@ -1,8 +1,8 @@
-"""Accelerators of a loader, and copies of batches to them.
+"""Asynchronous copies of batches to accelerators, with torch or JAX.
 
 Copies run on a separate stream, so that they overlap with computation. The host does not wait for them: the stream that
 uses a batch waits for the event of its copy. torch's allocators keep memory valid on both sides: the allocator of
-pinned memory records which streams copy from a block, ``record_stream`` notes in the device's allocator which stream
+pinned memory records which streams copy from a block, ``record_stream`` records in the device's allocator which stream
 uses a tensor, and both reuse memory only after the operations that those streams had queued when it was freed.
 """
 
@@ -27,20 +27,20 @@ from teleloader_shared.tree import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy of a batch to a device."""
+    """Copy of a batch to a device, in progress or complete."""
 
     batch: Any
     tensors: list[Any]
-    """The tensors of `batch`."""
+    """Tensors in `batch`."""
     started: Any = None
     done: Any = None
-    """Events around the copy; None if the device has no streams, so that the copy is complete."""
+    """Events before and after the copy; None if the device has no streams, in which case the copy is complete."""
     seconds: float = 0.0
     """Duration of a copy without events."""
 
 
 class Device(Protocol):
-    """Destination of the tensors of batches."""
+    """Interface of a device that batches are copied to."""
 
     @property
     def pins(self) -> bool:
@@ -50,20 +50,20 @@ class Device(Protocol):
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy a batch, in a thread that entered; return without waiting if the device has streams."""
+        """Start to copy a batch; do not wait for it if the device has streams. Requires `enter_thread`."""
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch; the calling thread's current stream waits until it has arrived."""
+        """Return the copied batch; the calling thread's current stream waits for the copy."""
 
     def seconds(self, copy: Copy) -> float | None:
         """Return the duration of a copy on the device; None while it is in progress, or if it is not measured."""
 
 
 class TorchDevice:
-    """Device of torch.
+    """Accelerator that torch copies tensors to.
 
     Args:
-        device: The torch.device, with its index if devices of the type have one.
+        device: The torch.device, with an index if devices of this type have one.
     """
 
     def __init__(self, device: Any) -> None:
@@ -77,18 +77,18 @@ class TorchDevice:
         return bool(self.device.type != "mps")
 
     def enter_thread(self) -> None:
-        """Make this the current device of the calling thread; in a new thread it is device 0 of the machine."""
+        """Make this the current device of the calling thread; in a new thread, device 0 is the current one."""
         if self.device.index is not None and hasattr(self._module, "set_device"):
             self._module.set_device(self.device.index)
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the tensors of a batch."""
+        """Start to copy the tensors of a batch; do not wait for the copy if the device has streams."""
         import torch
 
         tensors: list[Any] = []
 
         def put(tensor: Any) -> Any:
-            # asynchronous only with events, which show when the host memory may be reused
+            # asynchronous only with events, which signal when the host memory can be reused
             tensors.append(tensor.to(self.device, non_blocking=self._has_streams, copy=True))
             return tensors[-1]
 
@@ -105,7 +105,7 @@ class TorchDevice:
         return Copy(copied, tensors, started, done)
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch; the current stream waits for the copy, and its memory is kept for that stream."""
+        """Return the copied batch; the current stream waits for the copy, and is recorded as a user of its memory."""
         if copy.done is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.done)
@@ -114,7 +114,7 @@ class TorchDevice:
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return the duration of a copy; None while it is in progress."""
+        """Return the duration of a copy on the device in seconds; None while it is in progress."""
         if copy.done is None:
             return copy.seconds
         if not copy.done.query():
@@ -124,13 +124,14 @@ class TorchDevice:
 
 
 class JaxDevice:
-    """Devices on which JAX places arrays.
+    """One or several devices that JAX copies arrays to.
 
-    Settings of JAX may differ between threads: those of the thread that creates this object are used for all batches.
+    Settings of JAX may differ between threads; the settings of the thread that creates this object apply to all
+    batches.
 
     Args:
-        sharding: A jax.sharding.Sharding that distributes arrays over devices. With several processes, a batch is the
-            part of its process. None is the default device.
+        sharding: A jax.sharding.Sharding that distributes arrays over devices; with several processes, each batch is
+            the part of this process. None for the default device.
     """
 
     pins = False
@@ -146,14 +147,14 @@ class JaxDevice:
         """Do nothing: settings are applied for each copy."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the arrays of a batch that represent tensors."""
+        """Start to copy the arrays of a batch that stand for tensors (`Tensor`)."""
         import jax
 
         with jax.default_device(self._default_device), _x64(self._x64):
             return Copy(map_leaves(batch, Tensor, self._put), [])
 
     def use(self, copy: Copy) -> Any:
-        """Return the batch; JAX makes computations wait for their arrays."""
+        """Return the batch without waiting: computations in JAX wait for their input arrays."""
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
@@ -171,7 +172,7 @@ class JaxDevice:
 
 
 class CopyTimes:
-    """Sum of the durations of copies that have ended.
+    """Collector of the durations of copies to a device.
 
     Args:
         device: Destination of the copies.
@@ -180,14 +181,14 @@ class CopyTimes:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pending: deque[Copy] = deque()
-        """Copies without their batches."""
+        """Without the batches, so that they can be freed."""
 
     def add(self, copy: Copy) -> None:
-        """Note a copy that was started."""
+        """Add a copy that was started."""
         self._pending.append(replace(copy, batch=None, tensors=[]))
 
     def collect(self) -> float:
-        """Return the duration of the copies that have ended since the last call, in seconds."""
+        """Return the total duration of the copies that completed since the last call, in seconds."""
         total = 0.0
         try:
             while self._pending and (seconds := self._device.seconds(self._pending[0])) is not None:
@@ -226,22 +227,22 @@ def _x64(enabled: bool) -> AbstractContextManager[Any]:
 
 @cache
 def _copy_stream(device: Any) -> Any:
-    """Return the stream for copies to a device: one for all loaders of the process."""
+    """Return the stream for copies to a device, which all loaders of the process share."""
     return _module(device).Stream(device)
 
 
 def parse_device(device: Any) -> Any:
-    """Return the torch.device that a loader's `device` argument names; None for main memory.
+    """Return the torch.device for a loader's `device` argument; None for main memory.
 
-    Creates no context and does not use the current device, so that a loader can be created before
+    Creates no CUDA context and ignores the current device, so that a loader can be created before
     ``torch.cuda.set_device``.
 
     Args:
-        device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None is
-            main memory, as is ``"cpu"``.
+        device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None and
+            ``"cpu"`` stand for main memory.
 
     Raises:
-        ValueError: If it does not name a device.
+        ValueError: If the argument does not name a device.
         TeleloaderError: If torch finds no such device on this machine.
     """
     if device is None:
@@ -276,7 +277,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Return a torch.device with its current index: ``"cuda"`` is the current device."""
+    """Add the index of the current device to a torch.device without one, such as ``"cuda"``."""
     import torch
 
     module = _module(device)
@@ -286,12 +287,12 @@ def with_index(device: Any) -> Any:
 
 
 def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
-    """Warn if several ranks would share one device.
+    """Warn if several ranks of this machine would use the same device.
 
-    ``device="cuda"`` is device 0 in each process that did not select another.
+    ``device="cuda"`` is device 0 in each process that did not select another device.
 
     Args:
-        device: The loader's `device`.
+        device: The loader's `device` argument.
         stacklevel: Stack level of the warning; 1 is this function.
     """
     local_rank, named = os.environ.get("LOCAL_RANK", ""), parse_device(device)
@@ -308,7 +309,7 @@ def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if the memory of an accelerator was exhausted."""
+    """Return True if `error` is torch's error for exhausted accelerator memory."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 

@@ -1,10 +1,10 @@
-"""Host memory that responses are received into, and the arrays on it.
+"""Host memory that responses are received into, ordinary or page-locked.
 
-Ordinary memory comes from a pool that recycles it. Page-locked memory must not: a copy to an accelerator with
-``non_blocking=True`` reads it after Python has dropped the tensor, and only torch's allocator knows when such a copy
-has ended. The allocator records the stream of each copy from one of its storages, and reuses the block after the
-operations that the stream had queued. So pinned batches are tensors on the storage that torch allocated, and this
-module neither keeps nor recycles it.
+Ordinary memory is recycled by a pool. Page-locked memory must not be: a copy to an accelerator with
+``non_blocking=True`` reads the memory after Python has deleted the tensor, and only torch's allocator knows when such a
+copy has ended. The allocator records the stream of each copy from one of its storages, and reuses the block after the
+operations that the stream had queued. Pinned batches are therefore tensors on the storage that torch allocated, and
+this module neither keeps nor recycles the storage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from teleloader_shared.tree import Tensor
 
 
 class MarkedMemory(NumpyMemory):
-    """Ordinary memory; arrays that represent tensors are marked as `Tensor`, to be replaced by JAX arrays."""
+    """Ordinary memory that decodes tensors into NumPy arrays of type `Tensor`, to be replaced by JAX arrays."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the array."""
+        """Return a NumPy array that views this memory, of type `Tensor` if it stands for a tensor."""
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
 
@@ -43,7 +43,7 @@ class PinnedMemory(Bits):
 
     Args:
         block: 1-D uint8 tensor, contiguous, on a storage of torch's pinned allocator.
-        buffers: Allocates further memory.
+        buffers: Allocator of further memory.
     """
 
     __slots__ = ("_buffers", "_storage")
@@ -54,11 +54,11 @@ class PinnedMemory(Bits):
         self._buffers = buffers
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return page-locked memory, or ordinary memory if the budget is exhausted."""
+        """Allocate page-locked memory, or ordinary memory if the budget is exhausted."""
         return self._buffers.allocate(nbytes)
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the tensor, or a copy of the array."""
+        """Return a torch tensor that views this memory; for a NumPy array or scalar, return a copy."""
         bits = super().leaf(offset, dtype_name, shape, kind)
         if kind != "tensor":
             return NumpyMemory(bits.reshape(-1).view(np.uint8).copy()).leaf(0, dtype_name, shape, kind)
@@ -72,7 +72,7 @@ class PinnedMemory(Bits):
 
 
 class _Scratch(Bits):
-    """Memory of a response with several small batches: each is copied to separate pinned memory."""
+    """Ordinary memory for a response with several small batches, each of which is copied to its own pinned memory."""
 
     __slots__ = ("_buffers",)
 
@@ -81,7 +81,7 @@ class _Scratch(Bits):
         self._buffers = buffers
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return a copy of one frame."""
+        """Copy one frame to page-locked memory."""
         memory = self._buffers.allocate(nbytes)
         memory.data[:] = self.data[start : start + nbytes]
         return memory
@@ -91,17 +91,17 @@ _ORDINARY: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "nump
 
 
 def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
-    """Return `data` as memory whose leaves are arrays of the library `output`."""
+    """Wrap `data` as memory that decodes frames into arrays of the library `output`."""
     return _ORDINARY[output](data)
 
 
 class HostBuffers:
-    """Memory for the responses of one iterator.
+    """Allocator of the host memory for the responses of one iterator, thread-safe.
 
     Args:
         output: Array library of the batches.
-        pool: Recycles ordinary memory.
-        pinned: Allocates page-locked memory; None for ordinary memory.
+        pool: Pool of ordinary memory.
+        pinned: Allocator of page-locked memory; None to use ordinary memory only.
     """
 
     def __init__(self, output: Output, pool: BufferPool, pinned: PinnedBudget | None = None) -> None:
@@ -109,14 +109,14 @@ class HostBuffers:
         self._pool = pool
         self.pinned = pinned
         self.pin_seconds = 0.0
-        """Duration of the allocations of page-locked memory."""
+        """Total duration of the allocations of page-locked memory."""
         self.unpinned = 0
-        """Buffers of ordinary memory that were allocated because the budget for page-locked memory was exhausted."""
+        """Number of allocations of ordinary memory because the budget for page-locked memory was exhausted."""
         self._lock = threading.Lock()
-        """Guards the counts: an iterator of several servers has a thread for each."""
+        """Guards the counters: an iterator has a receiving thread for each server."""
 
     def take(self, nbytes: int, batches: int) -> Memory:
-        """Return memory for a response of `nbytes` that holds at most `batches` batches."""
+        """Allocate memory for a response of `nbytes` bytes that holds at most `batches` batches."""
         if self.pinned is None:
             return ordinary_memory(self._output, self._pool.take(nbytes))
         if batches > 1:
@@ -124,7 +124,7 @@ class HostBuffers:
         return self.allocate(nbytes)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return page-locked memory, or ordinary memory if the budget for it is exhausted."""
+        """Allocate page-locked memory, or ordinary memory if there is no budget left for page-locked memory."""
         began = time.perf_counter()
         block = None if self.pinned is None else self.pinned.allocate(nbytes)
         with self._lock:

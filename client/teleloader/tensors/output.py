@@ -1,4 +1,4 @@
-"""The array library of a loader's batches: torch, NumPy or JAX."""
+"""Selection of the array library of a loader's batches (torch, NumPy or JAX), and mapping over their arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Output = Literal["torch", "numpy", "jax"]
 
 
 def choose_output(output: Output | None) -> Output:
-    """Return `output`, or for None torch if it is installed, otherwise NumPy.
+    """Validate a loader's `output` argument; for None, choose torch if it is installed, otherwise NumPy.
 
     Raises:
         ValueError: If `output` is not the name of a supported library.
@@ -35,9 +35,10 @@ def choose_output(output: Output | None) -> Output:
 
 
 def map_leaves(batch: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """Return a batch with `function` applied to its leaves of type `kind`.
+    """Apply `function` to all arrays (or other leaves) of type `kind` in a batch; return the new batch.
 
-    Rebuilds every container that a frame can encode. Keys and elements of sets are not visited: they have no arrays.
+    Rebuilds every container that a frame can encode. Dict keys and elements of sets are not visited, since they cannot
+    be arrays.
     """
     if isinstance(batch, kind):
         return function(batch)
@@ -46,7 +47,7 @@ def map_leaves(batch: Any, kind: type | tuple[type, ...], function: Callable[[An
 
 
 def has_leaves(batch: Any, kind: type | tuple[type, ...]) -> bool:
-    """Return True if `map_leaves` would find a leaf of type `kind`."""
+    """Return True if a batch contains an array (or other leaf) of type `kind`."""
     return isinstance(batch, kind) or any(has_leaves(part, kind) for part in _parts(batch) or ())
 
 

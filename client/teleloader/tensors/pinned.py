@@ -1,4 +1,4 @@
-"""Page-locked memory: torch's allocator, and its limit for one process."""
+"""Allocation of page-locked (pinned) memory with a limit for the process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Final
 from teleloader_shared.errors import TeleloaderError
 
 DEFAULT_MAX_PINNED_BYTES: Final = 2 * 2**30
-"""Page-locked memory that batches of one process may use, in bytes."""
+"""Default limit of the page-locked memory of all loaders in a process."""
 MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
 
 
 class PinnedBudget:
-    """Allocates blocks of torch's pinned memory, and limits the memory that torch locks for them.
+    """Allocator of torch's pinned memory with a limit on the memory that torch locks.
 
-    torch rounds the size of a block up to the next power of two, and keeps freed blocks for the next block of that
-    size. So this class counts, for each size, the maximum number of blocks in use at the same time. If a further block
-    would exceed the limit, torch unlocks its free blocks.
+    torch rounds the size of a block up to the next power of two, and keeps freed blocks for later blocks of that size.
+    This class therefore counts, for each size, the maximum number of blocks in use at the same time. If a further block
+    would exceed the limit, it makes torch unlock its free blocks.
 
     Args:
         limit: Limit of the locked memory, in bytes. Beyond it `allocate` returns None, and batches are received into
@@ -35,22 +35,22 @@ class PinnedBudget:
         self._locked: Counter[int] = Counter()
         """Blocks that torch has locked, in use or free, by size."""
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """By the identity of a weak reference to a storage: the reference and the size of the block."""
+        """Weak reference to a storage and size of its block, by ``id()`` of the reference."""
         # filled when storages are freed, in any thread and at any moment: the callback must not acquire a lock or run
         # Python code, in which a signal handler could raise
         self._dead: deque[weakref.ref[Any]] = deque()
 
     @property
     def in_use(self) -> int:
-        """Bytes of blocks that tensors refer to."""
+        """Size of the blocks that are in use by tensors, in bytes."""
         with self._lock:
             self._collect()
             return _total(self._used)
 
     def allocate(self, nbytes: int) -> Any | None:
-        """Return a 1-D uint8 tensor of `nbytes` in page-locked memory.
+        """Allocate a 1-D uint8 tensor of `nbytes` bytes in page-locked memory.
 
-        Returns None if it would exceed the limit, or if the operating system does not lock the memory.
+        Returns None if the tensor would exceed the limit, or if the operating system cannot lock the memory.
         """
         import torch
 
@@ -65,7 +65,7 @@ class PinnedBudget:
             with self._lock:
                 self._used[size] -= 1
             return None
-        # a reference to the storage, which all tensors on it share: this tensor is dropped immediately
+        # refers to the storage, not to this tensor, which is deleted while other tensors still use the storage
         storage = weakref.ref(block.untyped_storage(), self._dead.append)
         self._sizes[id(storage)] = storage, size
         return block
@@ -91,7 +91,7 @@ def _total(blocks: Counter[int]) -> int:
 
 
 def _unlock_free_blocks() -> bool:
-    """Return torch's free pinned memory to the system; return False if torch cannot do so (before torch 2.5)."""
+    """Make torch release its free pinned memory to the system; return False if torch cannot (before torch 2.5)."""
     import torch
 
     if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_host_cache"):
@@ -107,9 +107,9 @@ _budget: PinnedBudget | None = None
 
 
 def process_budget() -> PinnedBudget:
-    """Return the budget that all loaders of this process share.
+    """Return the budget of pinned memory that all loaders of this process share.
 
-    Its limit is the environment variable ``TELELOADER_MAX_PINNED_BYTES``, 2 GiB by default.
+    The environment variable ``TELELOADER_MAX_PINNED_BYTES`` sets its limit, 2 GiB by default.
 
     Raises:
         TeleloaderError: If the variable is not an integer.

@@ -1,4 +1,4 @@
-"""Memory and device for a loader's batches, as its arguments specify them."""
+"""Selection of memory and device for a loader's batches from its arguments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from teleloader_shared.errors import TeleloaderError
 
 
 class Placement(NamedTuple):
-    """Library, memory and device of the batches of one iteration."""
+    """Array library, host memory and device of the batches of one iteration."""
 
     output: Output
     pool: BufferPool
-    """Recycles ordinary memory."""
+    """Pool of ordinary memory."""
     device: Device | None
-    """Accelerator to copy batches to, or for which their memory is page-locked."""
+    """Accelerator to copy batches to, or to page-lock memory for."""
     copies: bool
     """True if batches are copied to `device`."""
 
@@ -43,19 +43,19 @@ class Placement(NamedTuple):
         return self.device is not None and self.device.pins
 
     def buffers(self) -> HostBuffers:
-        """Return main memory for batches, page-locked if `pins`."""
+        """Create the allocator of host memory for batches, page-locked if `pins`."""
         return HostBuffers(self.output, self.pool, process_budget() if self.pins else None)
 
 
 def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_memory: bool) -> Placement:
-    """Return the placement for the arguments of a loader and the current device of this thread.
+    """Select memory and device for a loader's batches from its arguments and this thread's current device.
 
     Args:
-        output: As of the loader.
-        pool: Recycles ordinary memory.
-        device: As of the loader.
-        sharding: As of the loader.
-        pin_memory: As of the loader.
+        output: Argument of the loader.
+        pool: Pool of ordinary memory.
+        device: Argument of the loader.
+        sharding: Argument of the loader.
+        pin_memory: Argument of the loader.
     """
     if output == "jax":
         return Placement(output, pool, JaxDevice(sharding), copies=True)
@@ -69,16 +69,16 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
 
 
 def check_placement(output: Output, name: str, value: Any) -> None:
-    """Check an argument that determines the placement of batches.
+    """Validate an argument of a loader that determines memory or device of its batches.
 
     Args:
-        output: As of the loader.
+        output: The loader's `output` argument.
         name: `device`, `device_ahead`, `sharding` or `pin_memory`; other names are ignored.
-        value: The argument.
+        value: Value of the argument.
 
     Raises:
         ValueError: If the value is out of range.
-        TeleloaderError: If the argument does not fit `output`, or the device is not available.
+        TeleloaderError: If the argument is incompatible with `output`, or the device is not available.
     """
     if name == "device_ahead":
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
