@@ -1,7 +1,7 @@
-"""torch's default_collate and default_convert, with or without torch on the server.
+"""Implementation of torch's default_collate and default_convert that works without torch.
 
-Same containers, same element types and same error texts as ``torch.utils.data.default_collate`` (2.13). Arrays are not
-stacked at once: a `Stack` knows its shape and type, and is written when there is a place for it, which in a worker is
+Containers, dtypes and error messages are the same as in ``torch.utils.data.default_collate`` (2.13). Arrays are stacked
+lazily: a `Stack` knows its shape and dtype, and writes its arrays when a buffer is available, which in a worker is
 shared memory.
 """
 
@@ -32,19 +32,21 @@ _TORCH_NAMES: Final = {
     "uint8": "Byte", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64",
     "complex64": "ComplexFloat", "complex128": "ComplexDouble",
 }  # fmt: skip
-"""What torch calls these types when it refuses to promote them."""
+"""torch's names of dtypes in its error messages about promotion."""
 
 _KEEP_WHAT_THEY_HOLD: Final = (dict, OrderedDict, defaultdict, list, tuple, deque)
-"""Containers that never look at their items; others may want to reckon with them, and get arrays."""
+"""Containers that only store their items, and may therefore contain `Stack` objects; other types may compute with their
+items, and get arrays.
+"""
 
 
 class Stack:
-    """Equally shaped arrays, to be written one above the other: shape (number of arrays, *shape of one)."""
+    """Lazy stack of arrays of equal shape: an array of shape (number of arrays, *shape of each array)."""
 
     kind = "tensor"
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        # no line of Python for each array, as samples may be many and small; and a dict, which keeps their order
+        # no Python code per array, because there may be many small samples; a dict keeps the order of the dtypes
         types = dict.fromkeys(map(attrgetter("dtype"), arrays))
         for dtype in types:
             _check_is_numeric(dtype)
@@ -64,22 +66,22 @@ class Stack:
         self.dtype_name = dtypes.name_of(dtype)
 
     def write(self, out: NDArray[Any]) -> None:
-        """Stack into `out`."""
+        """Stack the arrays into a buffer of this shape and dtype."""
         arrays = self._arrays
         if self.dtype_name in dtypes.EXTENDED:
             arrays = [dtypes.bits_of(array) for array in arrays]
         if out.ndim == 1:
             out[...] = arrays
-        else:  # np.stack makes a view of each array first
+        else:  # not np.stack, which creates a view of each array first
             np.concatenate(arrays, out=out.reshape(out.shape[0] * out.shape[1], *out.shape[2:]))
 
     def materialize(self) -> Tensor:
-        """The stack as an array of its own."""
+        """Stack the arrays into a new array."""
         return np.stack(self._arrays).view(Tensor)
 
 
 class TensorStack:
-    """Torch tensors of one shape, written as a stack."""
+    """Lazy stack of torch tensors of equal shape, dtype and layout."""
 
     kind = "tensor"
 
@@ -90,7 +92,7 @@ class TensorStack:
         self.shape = (len(tensors), *tensors[0].shape)
 
     def write(self, out: NDArray[Any]) -> None:
-        """Stack into `out`."""
+        """Stack the tensors into a buffer of this shape and dtype."""
         target = self._torch.from_numpy(out)
         if self.dtype_name in dtypes.EXTENDED:
             target = target.view(getattr(self._torch, self.dtype_name))
@@ -98,26 +100,34 @@ class TensorStack:
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
-    """Return the batch of `samples`, as ``torch.utils.data.default_collate`` makes it, for use in collate functions.
+    """Collate samples to a batch as ``torch.utils.data.default_collate`` does, without requiring torch.
 
-    Arrays come back as `Tensor`, NumPy arrays that arrive at a client as torch tensors; torch tensors come back as
-    torch tensors. Numbers become int64, float64 or bool, strings stay lists, containers keep their type (a tuple
+    Arrays are stacked to a `Tensor`, a NumPy array that clients receive as a torch tensor; torch tensors are stacked to
+    torch tensors. Numbers become int64, float64 or bool arrays, strings stay lists, containers keep their type (a tuple
     becomes a list of columns).
 
     Raises:
-        RuntimeError: When arrays or lists differ in size.
-        TypeError: When a sample holds something else.
+        RuntimeError: Arrays or lists differ in size.
+        TypeError: A sample contains a value of another type.
     """
     return _collate(samples, _NOW)
 
 
 def lazy_collate(samples: Sequence[Any]) -> Any:
-    """The same, with `Stack` in the place of each array, but for arrays in containers that may reckon with them."""
+    """Collate samples like `default_collate`, with a `Stack` or `TensorStack` in place of each stacked array.
+
+    Arrays in containers other than `_KEEP_WHAT_THEY_HOLD` are stacked immediately.
+    """
     return _collate(samples, _LATER)
 
 
 def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
-    """Return the path in a sample to the first value that default_collate refuses, such as ``sample['meta'][2]``."""
+    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``; None without one.
+
+    Args:
+        sample: A sample, or a part of it.
+        path: Path of this part.
+    """
     if isinstance(sample, str | bytes | int | float):
         return None
     if isinstance(sample, Mapping):
@@ -134,11 +144,11 @@ def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
 
 
 def default_convert(sample: Any) -> Any:
-    """A single sample (``batch_size=None``) as ``torch.utils.data.default_convert`` makes it.
+    """Convert a single sample (``batch_size=None``) as ``torch.utils.data.default_convert`` does.
 
-    NumPy's own arrays and scalars become tensors, tuples lists; everything else stays.
+    NumPy arrays and scalars become tensors, tuples become lists, and other values are unchanged.
     """
-    # subclasses that others make of NumPy's types, such as masked arrays, stay with torch too
+    # torch does not convert subclasses of NumPy's types either, such as masked arrays
     if isinstance(sample, np.ndarray | np.generic) and type(sample).__module__ == "numpy":
         return np.asarray(sample).view(Tensor) if dtypes.name_of(sample.dtype) in dtypes.NAMES else sample
     if isinstance(sample, Mapping):
@@ -153,7 +163,7 @@ def default_convert(sample: Any) -> Any:
 
 
 class _Stacking(NamedTuple):
-    """Functions that stack a column of arrays, and one of torch tensors."""
+    """Functions that stack a column of arrays and a column of torch tensors."""
 
     arrays: Callable[[Sequence[NDArray[Any]]], Any]
     tensors: Callable[[Any, Sequence[Any]], Any]
@@ -177,7 +187,7 @@ def _collate(samples: Sequence[Any], stacking: _Stacking) -> Any:
 
 
 def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None:
-    """Return the function that user code added to torch's ``default_collate_fn_map`` for such a value, None if none."""
+    """Return the collate function that user code added to torch's ``default_collate_fn_map`` for a type, or None."""
     torchs = sys.modules.get("torch.utils.data._utils.collate")
     if torchs is None:
         return None
@@ -202,7 +212,7 @@ def _collate_container(samples: Sequence[Any], stacking: _Stacking) -> Any:
     first = samples[0]
     kind = type(first)
     is_namedtuple = isinstance(first, tuple) and hasattr(first, "_fields")
-    # a namedtuple that somebody has derived from may have a constructor of its own
+    # a subclass of a namedtuple may have a constructor of its own
     if kind not in _KEEP_WHAT_THEY_HOLD and not (is_namedtuple and kind.__bases__ == (tuple,)):
         stacking = _NOW
     if isinstance(first, Mapping):
@@ -235,7 +245,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
         and tensor.device.type == "cpu"
         for tensor in tensors
     )
-    # torch itself knows best how the other cases are promoted or refused
+    # torch itself promotes or rejects all other cases
     return TensorStack(torch, tensors) if plain else torch.stack(list(tensors))
 
 
@@ -253,13 +263,13 @@ def _check_is_numeric(dtype: np.dtype[Any]) -> None:
 
 
 def _array_of(value: Any) -> NDArray[Any]:
-    """Python's numbers, or a list of them, as the array that torch makes of them."""
+    """Convert Python numbers, or a list of them, to an array of the dtype that torch infers."""
     numbers = np.array(value, dtype=object)
     return numbers.astype(_promoted(map(_type_of_number, numbers.flat)) if numbers.size else np.float32)
 
 
 def _floats(column: Sequence[Any]) -> Tensor:
-    """A column of numbers of which the first is a Python float: float64, whatever the others are."""
+    """Convert a column of numbers whose first one is a Python float to float64, as torch does."""
     for number in column:
         if isinstance(number, np.ndarray) and number.ndim:
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
@@ -269,7 +279,7 @@ def _floats(column: Sequence[Any]) -> Tensor:
 
 
 def _numbers(column: Sequence[Any]) -> Tensor:
-    """A column of numbers, Python's and NumPy's, in the element type that torch finds for them."""
+    """Convert a column of Python and NumPy numbers to an array of the dtype that torch infers."""
     kinds = set(map(type, column))
     if kinds == {bool}:
         return np.array(column, np.bool_).view(Tensor)
@@ -305,13 +315,13 @@ def _promoted(types: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def _promote(one: np.dtype[Any], other: np.dtype[Any]) -> np.dtype[Any]:
-    """The rule of torch: the wider type of the higher of bool, integers, floats, complex numbers."""
+    """Promote two dtypes by torch's rule: the wider dtype of the higher category (bool, integer, float, complex)."""
     order = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
     if one.kind not in order or other.kind not in order:
         return np.result_type(one, other)
     both = {one.name: one, other.name: other}
     if len(both) == 2 and {"uint16", "uint32", "uint64"} & both.keys() and "f" not in (one.kind, other.kind):
-        # NumPy would make float64 of uint64 and int64, and lose digits
+        # NumPy would promote uint64 and int64 to float64, and lose digits
         names = " and ".join(_TORCH_NAMES.get(name, name) for name in both)
         raise RuntimeError(f"Promotion for uint16, uint32, uint64 types is not supported, attempted to promote {names}")
     lower, higher = sorted((one, other), key=lambda dtype: order[dtype.kind])
@@ -329,7 +339,7 @@ def _like_mapping(model: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             clone.update(items)
             return clone
         return type(model)(items)  # type: ignore[call-arg]
-    except TypeError:  # a mapping of a type that cannot be made or changed so
+    except TypeError:  # a mapping that cannot be constructed or modified in this way
         return items
 
 
@@ -343,5 +353,5 @@ def _like_sequence(model: Sequence[Any], items: list[Any]) -> Any:
                 clone[i] = item
             return clone
         return type(model)(items)  # type: ignore[call-arg]
-    except TypeError:  # a sequence of a type that cannot be made or changed so, such as range
+    except TypeError:  # a sequence that cannot be constructed or modified in this way, such as range
         return items

@@ -1,4 +1,4 @@
-"""From a dataset's name in the configuration to an object that samples can be taken from."""
+"""Construction of datasets from their configuration, and the record of a hosted dataset."""
 
 from __future__ import annotations
 
@@ -22,41 +22,47 @@ _MAX_TEXT: Final = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostedDataset:
-    """A dataset that is built, with all that a worker needs to make batches of it."""
+    """Constructed dataset with the functions and settings that a worker requires to compute its batches."""
 
     info: DatasetInfo
     dataset: Any
     collate: Callable[[list[Any]], Any] | None
-    """None is torch's rule: default_collate for batches, default_convert for single samples."""
+    """Collate function; None uses default_collate for batches, and default_convert for single samples, as in torch."""
     worker_init: Callable[[int], None] | None
     functions: Mapping[str, Callable[..., Any]]
-    """What a client may choose in place of `collate` and `worker_init`, by name."""
+    """Functions that clients may select in place of `collate` and `worker_init`, by name."""
     indices: IndexKind = "any"
     """See `DatasetConfig.indices`."""
     default_collate: Callable[[list[Any]], Any] = lazy_collate
-    """Makes a batch where there is no collate function."""
+    """Default function that collates samples to a batch."""
     default_convert: Callable[[Any], Any] = default_convert
-    """Makes of a single sample what ``batch_size=None`` gives, where there is no collate function."""
+    """Default function that converts a single sample for ``batch_size=None``."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
-        """Return the batch of `samples`, made by the default collate function or the one of that name."""
+        """Collate samples to a batch.
+
+        Args:
+            samples: The samples.
+            name: Collate function that the client selected; None uses the dataset's.
+        """
         collate = self.collate if name is None else self.functions[name]
         if collate is not None:
             return collate(samples)
         try:
             return self.default_collate(samples)
         except TypeError as error:
-            # torch's text says what was found, and not where
+            # torch's message names the type but not the location of the value
             place = path_to_uncollatable(samples[0])
             if place is not None:
                 error.add_note(f"It is {place}.")
             raise
 
     def gives_batches(self, name: str | None = None) -> bool:
-        """Return True if the dataset makes whole batches itself, and the collate function and seeding allow it.
+        """Return True if batches are fetched with the dataset's ``__getbatch__``, without collation.
 
-        ``__getbatch__(indices)`` is ours: an int64 array of shape (batch size,) -> the batch, whose arrays have the
-        batch as their first dimension. Samples that are seeded one by one, or collated by a function, are fetched so.
+        ``__getbatch__(indices)`` is a method specific to teleloader: it takes an int64 array of shape (batch size,) and
+        returns the batch, whose arrays have the batch as their first dimension. It is not used with a collate function
+        or with seeding per sample, which require single samples.
         """
         collate = self.collate if name is None else self.functions[name]
         if collate is not None or self.info.seeding != "batch" or self.info.kind != "map":
@@ -64,20 +70,25 @@ class HostedDataset:
         return getattr(self.dataset, "__getbatch__", None) is not None
 
     def convert_sample(self, sample: Any, name: str | None = None) -> Any:
-        """Convert one sample for ``batch_size=None``."""
+        """Convert a single sample for ``batch_size=None``.
+
+        Args:
+            sample: The sample.
+            name: Collate function that the client selected; None uses the dataset's.
+        """
         collate = self.collate if name is None else self.functions[name]
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """Return the default worker-init function, or the one of that name."""
+        """Return the worker-init function with the given name, or the dataset's own for None."""
         return self.worker_init if name is None else self.functions[name]
 
 
 def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
-    """Build all datasets of `configs`.
+    """Construct all configured datasets.
 
     Raises:
-        ConfigError: When one of them cannot be built; for an error of the user's own code it has the traceback.
+        ConfigError: A dataset cannot be constructed; for an error in user code, the message contains the traceback.
     """
     opened = {}
     for config in configs:
@@ -92,7 +103,7 @@ def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
 
 
 def _shown(error: Exception) -> str:
-    """An error of user code with its traceback, without the frames that led there, which say nothing to the user."""
+    """Format an exception of user code with its traceback, without the frames of the server and of importlib."""
     shown = traceback.TracebackException.from_exception(error)
     ours = (__file__, importlib.__file__)
     frames = [one for one in shown.stack if one.filename not in ours and "<frozen importlib" not in one.filename]
@@ -101,7 +112,7 @@ def _shown(error: Exception) -> str:
 
 
 def _advice(error: Exception, config: DatasetConfig) -> str:
-    """Return advice on an error that is common with a first dataset, "" for other errors."""
+    """Return advice on a common error of a factory, or "" for other errors."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
@@ -116,11 +127,10 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
 
 
 def open_dataset(config: DatasetConfig) -> HostedDataset:
-    """Import and build what `config` names.
+    """Import and construct a configured dataset. Exceptions of user code propagate unchanged.
 
     Raises:
-        ConfigError: When it cannot be imported, or is no dataset. Errors of the user's own code in the factory come
-            as they are.
+        ConfigError: The dataset cannot be imported, or the imported object is not a dataset.
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
@@ -155,13 +165,13 @@ def host(
     seeding: Literal["batch", "sample"] = "batch",
     indices: IndexKind = "any",
 ) -> HostedDataset:
-    """The record under which an object is hosted.
+    """Create the record of a hosted dataset from a dataset object.
 
-    An object of one's own process is indexed with whatever its sampler gives, as with torch; a configuration says what
-    clients may send.
+    By default, client-side samplers may send any index, as in torch; a configured dataset restricts the type of
+    indices (`DatasetConfig.indices`).
 
     Raises:
-        ConfigError: When `dataset` is no dataset.
+        ConfigError: The object is not a dataset, or a function is not callable.
     """
     functions = functions or {}
     for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
@@ -189,7 +199,7 @@ def host(
 
 
 def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
-    # torch's has a __getitem__, which only raises; it is not there yet while another thread imports torch
+    # torch's IterableDataset has a __getitem__ that always raises; getattr, because another thread may import torch now
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
     if torchs is not None and isinstance(dataset, torchs):
         return "iterable"
@@ -210,24 +220,28 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def is_factory(found: Any) -> bool:
-    """Return True if `found` makes a dataset, False if it is one."""
+    """Return True for a class or function that returns a dataset, False for a dataset object."""
     return isinstance(found, type) or (
         callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
     )
 
 
 def resolve(target: str, what: str) -> Any:
-    """The object that ``module:name`` stands for.
+    """Import the object that ``module:name`` refers to.
+
+    Args:
+        target: ``module:name``.
+        what: Description of the setting, for error messages.
 
     Raises:
-        ConfigError: When there is no such module or no such name in it.
+        ConfigError: The module does not exist, or does not define the name.
     """
     module_name, _, path = target.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module is there, and misses something itself
+            raise  # the module exists, and one of its own imports is missing
         if module_name.endswith(".py"):
             module = module_name.removesuffix(".py").replace("/", ".")
             raise ConfigError(f"{what}: name the module, not its file: {module}:{path}") from None

@@ -1,4 +1,4 @@
-"""Entry point ``teleloader.load``: an object of this process is loaded in the thread that calls, without a server."""
+"""Entry point ``teleloader.load``: loading of a dataset object in the calling thread, without a server or workers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class DirectLoader:
-    """Loads an object of this process.
+    """Loader of a dataset object in the calling thread, without a server or workers.
 
     Args:
-        dataset: A map-style or iterable-style dataset, or a function or class that makes one.
-        name: What `info` calls it.
+        dataset: A map-style or iterable-style dataset, or a function or class that returns one.
+        name: Name of the dataset in `info`.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -35,7 +35,7 @@ class DirectLoader:
 
     @property
     def info(self) -> DatasetInfo:
-        """The dataset as it is now."""
+        """Description of the dataset, computed from its current length."""
         return self._hosted.info
 
     @property
@@ -43,21 +43,21 @@ class DirectLoader:
         return host(self._dataset, name=self._name)
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the state of an iterable-style dataset as it is now, for resuming at the beginning of `epoch`.
+        """Return the dataset's current state, for resuming at the start of an epoch.
 
-        None if it keeps none yet.
+        None for a map-style dataset, and for a dataset without a state.
         """
         return None if self.info.kind == "map" else state_of_beginning(self._dataset, epoch)
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> DirectEpoch:
-        """Return what loads the batches of one pass through an epoch.
+        """Start an iteration over an epoch.
 
         Args:
-            spec: The loader.
+            spec: Specification of the loader.
             epoch: The epoch.
-            seeded: Whether random numbers are a function of the batch, as in a worker, and the generators of this
-                process are left as they are; else they are drawn from these, as with torch's ``num_workers=0``.
-            torch: Whether batches are made by torch's ``default_collate`` and ``default_convert``, not by ours.
+            seeded: True to seed random generators per batch, as in a worker, and to restore the generators of this
+                process after each batch. False to use the generators of this process, as torch's ``num_workers=0``.
+            torch: True to collate with torch's ``default_collate`` and ``default_convert``, False with this package's.
         """
         hosted = replace(self._hosted, functions={} if spec.collate is None else {spec.collate: _lent(spec.collate)})
         if torch:
@@ -71,7 +71,7 @@ class DirectLoader:
 
 
 class DirectEpoch:
-    """One pass through an epoch of a dataset, in the threads that call."""
+    """Iteration over one epoch of a dataset, loaded in the calling threads."""
 
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec
@@ -84,17 +84,17 @@ class DirectEpoch:
                 seed_worker(spec.seed, 0)
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Return a batch and, for an iterable-style dataset that can say it, where it stands after the batch.
+        """Load a batch; return the batch, and the state of a stateful iterable-style dataset after it.
 
-        The batch is an `End` after the last one of an iterable-style dataset.
+        After the last batch of an iterable-style dataset, returns an `End` in place of a batch.
 
         Args:
-            number: Number of the batch.
-            indices: What the plan or the sampler gives for it: one index with ``batch_size=None`` and a sampler, else
-                those of the batch; empty for an iterable-style dataset.
+            number: Batch number in the epoch.
+            indices: Indices of the batch; a single index with ``batch_size=None`` and a sampler; empty for an
+                iterable-style dataset.
 
         Raises:
-            BaseException: What the dataset or the collate function raises, unchanged.
+            BaseException: Exceptions of the dataset and of the collate function, unchanged.
         """
         task = Task(self._spec, 0, Address("", self._epoch, number))
         if self._spec.order == "client" and self._spec.batch_size is None:
@@ -109,13 +109,17 @@ class DirectEpoch:
 
 
 def load(dataset: Any, name: str) -> DirectLoader:
-    """Return what loads `dataset` in the thread that calls.
+    """Create a loader of a dataset object that loads in the calling thread.
+
+    Args:
+        dataset: A map-style or iterable-style dataset, or a function or class that returns one.
+        name: Name of the dataset in error messages.
 
     Raises:
-        ConfigError: If `dataset` defines neither __getitem__ nor __iter__.
+        ConfigError: The dataset defines neither ``__getitem__`` nor ``__iter__``.
     """
     loader = DirectLoader(dataset, name)
-    loader.info  # noqa: B018 - what is no dataset is refused here
+    loader.info  # noqa: B018 - raises an error for an object that is not a dataset
     return loader
 
 

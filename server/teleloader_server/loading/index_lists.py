@@ -1,7 +1,7 @@
-"""Index lists of batches whose order the client decides; docs/protocol.md describes them.
+"""Index lists of batches from client-side samplers, as specified in docs/protocol.md.
 
-`checked_address` runs in the event loop: it checks sizes and form, in time that does not grow with the number of
-indices, except for work that runs in C at more than 100 MB/s. `read` and `check_range` run in a worker.
+`checked_address` runs in the event loop: it validates an index list in constant time, except for C code that processes
+more than 100 MB/s. `read` and `check_range` run in a worker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from teleloader_shared.errors import InvalidSpec, ProtocolError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
 MAX_HEADER_BYTES: Final = 512 * 2**10
-"""Bytes of a list that is not packed. They are skipped value by value, at more than 100 MB/s."""
+"""Maximum size of a frame's header with an unpacked index list, which is skipped at more than 100 MB/s."""
 MAX_PLAIN_BYTES: Final = 16 * 2**10
-"""Bytes of a list of integers that is not packed: it is parsed in the event loop."""
+"""Maximum size of an unpacked list of integers, which is parsed in the event loop."""
 MAX_FIELD_BYTES: Final = 256
-"""Bytes of each other field of a list's header."""
+"""Maximum size of every other field of the header."""
 MAX_FIELDS: Final = 16
 OPT_IN: Final = (
     'If the dataset is to be indexed with anything else, set indices = "any" for it in the server\'s configuration'
@@ -34,34 +34,34 @@ _INTEGERS: Final = frozenset(name for name, dtype in dtypes.NUMPY.items() if dty
 
 
 class Rules(NamedTuple):
-    """Permitted contents of a loader's index lists."""
+    """Rules for the index lists of a loader: permitted indices and limits."""
 
     kind: IndexKind
     """See `DatasetConfig.indices`."""
     single: bool
-    """Whether a batch is one sample (``batch_size=None``): then the frame holds its index in place of a list."""
+    """True if a batch is one sample (``batch_size=None``): the frame then contains an index in place of a list."""
     max_lists: int
-    """Lists in one request."""
+    """Maximum number of index lists in one request."""
 
 
 class _List(NamedTuple):
-    """One index list, whose form is not checked yet."""
+    """Index list that is not completely validated yet."""
 
     address: Address
     envelope: Envelope
     tree: bytes
-    """The packed description of the indices."""
+    """Indices, encoded as msgpack."""
 
 
 def read(frame: bytes, *, single: bool) -> list[Any]:
-    """The indices of a batch, for a worker.
+    """Decode the indices of a batch, in a worker.
 
     Args:
-        frame: One that `split` gave.
-        single: Whether it holds one index in place of a list.
+        frame: Frame with the index list of one batch.
+        single: True if the frame contains one index in place of a list.
 
     Raises:
-        InvalidSpec: When it lists more than 2**20 indices.
+        InvalidSpec: The list has more than 2**20 indices.
     """
     content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
     if single:
@@ -72,15 +72,15 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
 
 
 def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
-    """Check integers against the length of a dataset.
+    """Check that integer indices are in the range of a dataset.
 
     Args:
-        indices: The integers.
-        length: The dataset's; None when it has none, so that it may have any sample.
-        dataset: Its name, for the error.
+        indices: Integer indices.
+        length: Length of the dataset; None permits all non-negative indices.
+        dataset: Name of the dataset, for the error message.
 
     Raises:
-        IndexError: When one is negative, or not below the length.
+        IndexError: An index is negative, or not less than the length.
     """
     if not indices:
         return
@@ -95,7 +95,7 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
 
 
 def first_integers(frame: bytes, count: int) -> list[int]:
-    """The first `count` indices of a list, for messages; [] where they are not integers."""
+    """Return the first `count` integers of an index list, for error messages; [] for other indices."""
     try:
         listed = _parse(frame)
         match _small(listed.tree, MAX_PLAIN_BYTES):
@@ -109,25 +109,25 @@ def first_integers(frame: bytes, count: int) -> list[int]:
             case int(index):
                 return [index]
     except ProtocolError:
-        pass  # a list of anything, which the dataset may take
+        pass  # a list of other values, which the dataset may accept
     return []
 
 
 class IndexMemory(codec.Bits):
-    """Memory of an index list: a tensor of indices becomes a list of integers."""
+    """Memory of an index list, whose tensors are decoded as lists of integers."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the list, or the array.
+        """Decode an array: a tensor as a list of integers, other arrays unchanged.
 
         Raises:
-            InvalidSpec: If it has more than 2**20 elements.
+            InvalidSpec: The tensor has more than 2**20 elements.
         """
         bits = super().leaf(offset, dtype_name, shape, kind)
         if kind != "tensor":
             return bits
-        # an array with a 0 in its shape has no bytes, and as many empty lists as the other sizes say
+        # an array with a 0 in its shape has no bytes, but tolist() creates as many empty lists as its other dimensions
         if (count := prod(max(1, size) for size in shape)) > MAX_BATCH_SIZE:
             raise _too_many(count)
         return bits.tolist()
@@ -141,10 +141,10 @@ def _too_many(count: int) -> InvalidSpec:
 
 
 def checked_address(frame: bytes, rules: Rules) -> Address:
-    """Return the address of the batch that a frame lists the indices of, if its form is valid.
+    """Validate a frame with an index list, and return the ID of its batch.
 
     Raises:
-        InvalidSpec: If it is not.
+        InvalidSpec: The frame is not a valid index list.
     """
     try:
         listed = _parse(frame)
@@ -172,7 +172,7 @@ def _parse(frame: bytes) -> _List:
 
 
 def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
-    """The entries of a packed map; their values are not parsed, because each nested list would become an object."""
+    """Yield the fields of a msgpack map; values are not parsed, because each nested list would become an object."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(header))
     unpacker.feed(header)
     try:
@@ -197,7 +197,11 @@ def _skipped(unpacker: msgpack.Unpacker, header: memoryview) -> bytes:
 
 
 def _small(packed: bytes, limit: int) -> object:
-    """A msgpack value, if it has no more bytes than are parsed in the event loop."""
+    """Parse a msgpack value whose size permits parsing in the event loop.
+
+    Raises:
+        ProtocolError: The value is larger than `limit` bytes, or is not msgpack.
+    """
     if len(packed) > limit:
         raise ProtocolError(f"an index list has {len(packed):,} bytes where {limit:,} are allowed: pack its integers")
     try:

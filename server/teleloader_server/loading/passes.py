@@ -1,4 +1,4 @@
-"""Passes of a worker through iterable-style datasets: begin, resume, replay and verify them."""
+"""Passes over iterable-style datasets in a worker: start, resume, replay and verify them."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
 
 MAX_PASSES: Final = 16
-"""Passes of a session whose beginnings a worker remembers; usually there is one at a time."""
+"""Maximum number of passes whose starting state a worker keeps; usually there is one at a time."""
 
 
 class Began(NamedTuple):
-    """The random state in which a worker began a pass; sent to its replacement."""
+    """Random state at the start of a worker's pass over a dataset; sent to the worker that replaces it."""
 
     loader: str
     epoch: int
     generators: str
-    """Packed result of `random_state`."""
+    """Serialized `random_state` at the start of the pass."""
     initial: str
-    """The same before the worker's first pass."""
+    """Serialized `random_state` before the worker's first pass."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """A pass through an iterable-style dataset: one epoch of one loader."""
+    """Pass over an iterable-style dataset: one epoch of one loader, in one worker."""
 
     shard: Shard
     replay: Replay
     generators: Any = None
-    """The random state in which it began."""
+    """Random state at the start of the pass."""
 
     @staticmethod
     def number(task: Task) -> int:
-        """Return the number of a batch among those of its shard."""
+        """Return the position of a batch within its shard."""
         return task.address.batch // task.spec.shards
 
     def state(self, number: int) -> str | None:
-        """Return the shard's state after its batch `number`; after the first one with that before it."""
+        """Return the shard's state after a batch; for the first delivered batch, including the state before it."""
         return self.shard.state(with_beginning=self.replay.first in (None, number))
 
     def fetch(self, task: Task) -> list[Any] | None:
-        """Return the samples of a batch of the shard; None if the shard has ended.
+        """Fetch the samples of a batch; return None after the end of the shard.
 
         Raises:
-            WorkerDied: If the shard has fewer samples than were delivered.
+            WorkerDied: The shard has fewer samples than an earlier worker delivered.
         """
         samples = self.shard.fetch(self.number(task))
         if samples is None and self.replay.falls_short():
@@ -73,14 +73,14 @@ class Pass:
 
 
 class Passes:
-    """Passes of one worker.
+    """All passes over iterable-style datasets of one worker.
 
     Args:
-        max_batch_bytes: Size limit of a frame.
-        owns_datasets: Whether nothing else in this process uses the datasets.
-        seeds: Whether each pass of an epoch begins in the same random state.
-        skipped: Called for each batch that is skipped on the way to a later one.
-        began: Called when a pass begins.
+        max_batch_bytes: Maximum size of a frame in bytes.
+        owns_datasets: True if no other code in this process uses the datasets.
+        seeds: True to start each pass over an epoch with the same random state.
+        skipped: Callback, called for each batch that is iterated only to reach a later one.
+        began: Callback, called when a pass starts.
     """
 
     def __init__(
@@ -98,35 +98,35 @@ class Passes:
         self._skipped = skipped
         self._tell_began = began
         self._initial: Any = None
-        """For a worker: the random state before its first pass."""
+        """Random state before the first pass of a worker process."""
         self._began: Began | None = None
         self._passes: OrderedDict[tuple[str, int], Pass] = OrderedDict()
-        """By (loader, epoch); only the last one is being iterated."""
+        """Passes by (loader, epoch); only the last one has an open iterator."""
         self.reached: Reached | None = None
-        """Progress of the last pass."""
+        """Progress of the most recent pass."""
 
     def replace(self, began: Began | None, reached: Reached | None) -> None:
-        """Continue the pass of another worker."""
+        """Continue the pass of the worker that this worker replaces."""
         self._began, self.reached = began, reached
         if began is not None:  # random states in frames must not depend on which worker computes them
             self._initial = user_state.unpack(began.initial)
 
     def forget(self, loader: str) -> None:
-        """Release the passes of a loader."""
+        """Close and remove all passes of a loader."""
         for run in [run for run in self._passes if run[0] == loader]:
             self._passes.pop(run).shard.close()
 
     def close(self) -> None:
-        """Release the iterators of all datasets, so that ``finally`` blocks of generators run."""
+        """Close the iterators of all datasets, so that ``finally`` blocks of generators run."""
         while self._passes:
             self._passes.popitem()[1].shard.close()
 
     def of(self, hosted: HostedDataset, task: Task) -> Pass:
-        """Return the pass of a task; begin it if it is new."""
+        """Return the pass to which a task belongs, starting it if necessary."""
         run = task.address[:2]
         last = next(reversed(self._passes), None)
         if last != run:
-            if last is not None:  # all passes share one dataset, so only one of them can be iterated
+            if last is not None:  # all passes share one dataset object, so only one of them can have an open iterator
                 self._passes[last].shard.close()
             if run not in self._passes:
                 self._passes[run] = self._new(hosted, task)
@@ -136,10 +136,10 @@ class Passes:
         return self._passes[run]
 
     def deliver(self, pass_: Pass, task: Task, frame: NDArray[np.uint8], state: str | None) -> None:
-        """Note a batch as delivered.
+        """Record a batch as delivered, and verify a replayed batch against the delivery of an earlier worker.
 
         Raises:
-            WorkerDied: If an earlier worker delivered other batches up to here.
+            WorkerDied: An earlier worker delivered different batches up to this one.
         """
         replay, (loader, epoch, _) = pass_.replay, task.address
         if not replay.matches(pass_.number(task), frame, checksum=task.spec.checksum):
@@ -164,7 +164,7 @@ class Passes:
             spec.batch_size,
             spec.drop_last,
             epoch=task.address.epoch,
-            # not the pass itself, which refers to the shard: a reference cycle would keep the dataset in memory
+            # looked up and not bound, because a pass refers to its shard: a reference cycle would keep the dataset
             random_numbers=(WorkerRandomNumbers if self._seeds else CallersRandomNumbers)(
                 lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
             ),
@@ -175,7 +175,7 @@ class Passes:
         return Pass(shard, Replay(earlier))
 
     def _delivered_earlier(self, spec: LoaderSpec, address: Address) -> Delivered | None:
-        """Return the progress of an earlier worker or session in the shard and epoch of a batch."""
+        """Return the progress of an earlier worker or session in the shard and epoch of a batch, or None."""
         if self.reached is not None and self.reached[:2] == address[:2]:
             return self.reached.shard
         if spec.delivered is None:
@@ -183,7 +183,7 @@ class Passes:
         return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
-        """Set the epoch and, each time in the same epoch, the same random state before the dataset is iterated."""
+        """Set the epoch and the random state before iterating the dataset; the state is the same within an epoch."""
         loader, epoch, _ = task.address
         if accepts(hosted.dataset, "set_epoch", epoch):
             hosted.dataset.set_epoch(epoch)
@@ -202,7 +202,7 @@ class Passes:
         self._tell_began(Began(loader, epoch, *texts))
 
     def _skip(self, hosted: HostedDataset, task: Task, pass_: Pass, number: int, outcome: Outcome) -> None:
-        """Repeat the work on a delivered batch that is skipped: collate functions also draw random numbers."""
+        """Recompute a delivered batch that is skipped, because collate functions draw random numbers as well."""
         self._skipped()
         if isinstance(outcome, Exception):
             return
@@ -216,13 +216,13 @@ class Passes:
             writer = frame_writer(there, content, self._max_batch_bytes, 0, state)
             frame = np.empty(writer.nbytes, np.uint8)
             writer.write(frame)
-        except Exception:  # noqa: BLE001 - it was reported in place of its batch
+        except Exception:  # noqa: BLE001 - it was already reported in place of its batch
             return
         self.deliver(pass_, there, frame, state)
 
 
 def _other_samples(task: Task) -> WorkerDied:
-    """Return the error of a dataset that cannot be iterated again."""
+    """Return the error for a dataset that yielded different samples when it was iterated again."""
     return WorkerDied(
         f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
         f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "

@@ -1,4 +1,4 @@
-"""From a task to a frame: indices -> samples -> batch -> bytes. Runs in workers; knows nothing of processes."""
+"""Loading pipeline of a worker: runs all stages of a task, and encodes exceptions as failure frames."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure, FrameWriter
 
 
 class Loading:
-    """Loads batches.
+    """Pipeline that loads batches by running the stages of loading.
 
     Args:
-        hosted: The datasets by name.
-        worker: ID of the worker that this runs in, -1 in the server's own process.
-        max_batch_bytes: Size limit of a frame.
-        torch_loaded: Called if a dataset imports torch while it loads a batch.
-        skipped: Called for each batch of an iterable-style dataset that is skipped on the way to a later one.
-        began: Called when a pass through an iterable-style dataset begins.
-        seeds: Whether random numbers are a function of a batch's address; otherwise no generator is seeded.
+        hosted: Datasets by name.
+        worker: ID of the worker; -1 in the server process itself.
+        max_batch_bytes: Maximum size of a frame in bytes.
+        torch_loaded: Callback, called if a dataset imports torch while it loads a batch.
+        skipped: Callback, called for each batch of an iterable-style dataset that is iterated only to reach a later
+            one.
+        began: Callback, called when a pass over an iterable-style dataset starts.
+        seeds: True to seed random generators as a function of the batch ID; False to seed none.
         stages: Stages of each batch, in order.
     """
 
@@ -52,10 +53,14 @@ class Loading:
         self._stages = [stage(self.context) for stage in stages]
 
     def load(self, task: Task, place: Place) -> tuple[int, Report]:
-        """Write the frame of `task` to a buffer that `place(nbytes)` returns; an exception becomes a failure frame.
+        """Load a batch and write its frame to a buffer; an exception becomes a failure frame.
+
+        Args:
+            task: Batch to load.
+            place: Function that returns a buffer of the requested number of bytes.
 
         Returns:
-            The frame's size, and a report.
+            The frame's size in bytes, and a report.
         """
         batch = Batch(task, place, enumerate(self._stages), [0.0] * len(self._stages))
         try:
@@ -70,15 +75,15 @@ class Loading:
         return len(batch.frame), Report(batch.count, False, batch.seconds)
 
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
-        """Write a failure frame in place of a batch: see `load`."""
+        """Write a failure frame in place of a batch; return its size and a report, as `load` does."""
         return self._write_failure(task, error, [], place), Report(0, True, [0.0] * len(self._stages))
 
     def run(self, task: Task, indices: Indices) -> Batch:
-        """Run the stages in the calling thread, without a frame.
+        """Load a batch in the calling thread without encoding it as a frame.
 
         Args:
-            task: The batch.
-            indices: Its samples; empty for an iterable-style dataset.
+            task: Batch to load.
+            indices: Indices of its samples; empty for an iterable-style dataset.
 
         Raises:
             BaseException: Exceptions of the dataset and of the collate function, unchanged.
@@ -99,7 +104,7 @@ def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 
 def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
-    """Return the failure that represents an exception."""
+    """Convert an exception to the failure record that is sent to the client."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
@@ -118,5 +123,5 @@ def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
 
 
 def _cut(text: str) -> str:
-    """Return the text without its middle: a long message must not displace the lines where the error was raised."""
+    """Shorten a traceback in the middle, so that a long message does not displace the lines that raised the error."""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2 - 10]}\n[...]\n{text[-MAX_TEXT // 2 + 10 :]}"

@@ -1,4 +1,4 @@
-"""Random generators of a process (`random`, NumPy's legacy generator, torch): seed, save and restore them."""
+"""Global random generators (`random`, NumPy's legacy generator, torch): seed, save and restore them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from teleloader_shared.errors import StateMismatch
 from teleloader_shared.text import short
 
 RandomState = tuple[Any, Any, Any]
-"""The states of `random`, NumPy's legacy generator and torch; None for torch if it is not loaded."""
+"""States of `random`, NumPy's legacy generator and torch; None for torch if it is not imported."""
 
 _WORDS: Final = 624
-"""Words of a Mersenne Twister. NumPy does not check that the position is within them, and reads beyond them."""
+"""State size of a Mersenne Twister in words. NumPy does not check the position and would read beyond the state."""
 
 
 def seed_all(seed: int, *, torch_too: bool = True) -> None:
-    """Seed `random`, NumPy's legacy generator and, if it is loaded, torch."""
+    """Seed `random`, NumPy's legacy generator and, if torch is imported, torch's CPU generator."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
     if torch is not None and torch_too:
-        # not torch.manual_seed, which also seeds every accelerator: that takes 80 us per batch
+        # not torch.manual_seed, which also seeds all accelerators and takes 80 us per batch
         torch.default_generator.manual_seed(seed)
 
 
 def seed_worker(base_seed: int, worker: int) -> None:
-    """Seed as torch seeds its workers: with base seed + worker ID, and NumPy with what torch derives from both."""
+    """Seed all generators as torch seeds its workers: from base seed + worker ID, NumPy's by torch's derivation."""
     seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils.worker import _generate_state
@@ -40,16 +40,16 @@ def seed_worker(base_seed: int, worker: int) -> None:
 
 
 def random_state() -> RandomState:
-    """Return the states of all generators."""
+    """Return the states of all global random generators."""
     torch = sys.modules.get("torch")
     return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
 
 
 def set_random_state(state: RandomState) -> None:
-    """Set all generators.
+    """Restore the states of all global random generators.
 
     Raises:
-        StateMismatch: If the state, which may come from a client, was not made by `random_state`.
+        StateMismatch: The state is invalid; it may come from a client.
     """
     try:
         python, legacy, torch_state = state
@@ -75,9 +75,10 @@ def _are_equal(one: RandomState, other: RandomState) -> bool:
 
 
 class OwnRandomState:
-    """A context with its own random state, for loading in a process that draws random numbers for itself.
+    """Context manager with its own random state, for loading in a process that uses the global generators itself.
 
-    Each block continues where the last one ended; the state outside is restored afterwards.
+    Each ``with`` block continues with the state at the end of the previous block, and restores the outer state at its
+    end.
     """
 
     def __init__(self) -> None:
@@ -94,11 +95,13 @@ class OwnRandomState:
 
 
 class WorkerRandomNumbers(RandomNumbers):
-    """The generators of a worker, from which an iterable-style dataset draws.
+    """Random generators of a worker process that iterates an iterable-style dataset.
 
     Args:
-        prepare: Called before the dataset is iterated, with the random state at the beginning of the epoch if known.
-        initial: The random state in which each worker with this ID starts; None if they start in different states.
+        prepare: Callback, called before the dataset is iterated, with the saved random state of the epoch's start or
+            None.
+        initial: Random state with which each worker with this ID starts; None if the workers start with different
+            states.
     """
 
     def __init__(self, prepare: Callable[[Any], object], initial: Any) -> None:
@@ -106,38 +109,38 @@ class WorkerRandomNumbers(RandomNumbers):
         self._initial = initial
 
     def begin(self, saved: Any) -> None:
-        """Prepare for iterating the dataset."""
+        """Prepare the generators before the dataset is iterated."""
         self._prepare(saved)
 
     def restore(self, saved: Any) -> None:
-        """Set the generators."""
+        """Restore the saved states of the generators."""
         if saved is not None:
             set_random_state(saved)
 
     def state(self) -> Any:
-        """Return the states of all generators; None if they are those in which each worker starts."""
+        """Return the states of all generators; None if they are equal to the initial state of each worker."""
         now = random_state()
         return None if self._initial is not None and _are_equal(now, self._initial) else now
 
 
 class CallersRandomNumbers(WorkerRandomNumbers):
-    """The generators of a training process that loads by itself: its loader saves and restores them."""
+    """Random generators of a training process that loads without workers; the loader saves and restores them."""
 
     _before: Any = None
 
     def begin(self, saved: Any) -> None:
-        """Prepare for iterating the dataset."""
+        """Save the states of the generators, and prepare them before the dataset is iterated."""
         self._before = random_state()
         super().begin(saved)
 
     def restore(self, saved: Any) -> None:
-        """Undo what iterating the dataset again drew."""
+        """Restore the generators to their states before the dataset was iterated again."""
         if self._before is not None:
             set_random_state(self._before)
 
     def passed(self) -> None:
-        """Undo what skipped batches drew."""
+        """Restore the generators to their states before batches were skipped."""
         set_random_state(self._before)
 
     def state(self) -> Any:
-        """Return None."""
+        """Return None, because the loader saves the state of the training process itself."""

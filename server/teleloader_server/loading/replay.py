@@ -1,9 +1,9 @@
-"""Digests of delivered batches: proof that an iterable-style dataset gave the same samples when it was iterated again.
+"""Rolling digests of delivered batches, to verify that an iterable-style dataset yields the same samples again.
 
-A worker that replaces another one, or that must go back, iterates the dataset up to the place that was reached. Where
-the dataset's order is its own (an unseeded generator, a queue, a growing file), that gives other samples, and going on
-would lose some and repeat others. So each pass keeps one rolling digest of the frames that it delivered, and a replay
-must come to the same digest at the same place.
+A worker that replaces another one, or that must go back, iterates the dataset again up to the position that was
+reached. If the dataset's order is not reproducible (an unseeded generator, a queue, a growing file), continuing there
+would lose some samples and repeat others. Therefore each pass keeps a rolling digest of its delivered frames, and a
+replay must have the same digest at the same position.
 """
 
 from __future__ import annotations
@@ -19,59 +19,61 @@ from teleloader_shared.delivered import Delivered
 
 
 class Reached(NamedTuple):
-    """Progress of a worker in a pass; sent to the worker that replaces it."""
+    """Progress of a worker in a pass over a dataset; sent to the worker that replaces it."""
 
     loader: str
     epoch: int
     shard: Delivered
-    """What it delivered of its shard; the state is `Shard.state`."""
+    """Delivered batches of the shard, with the result of `Shard.state`."""
 
     @classmethod
     def from_message(cls, loader: str, epoch: int, shard: Sequence[Any]) -> Reached:
-        """Return the record that travelled as a list."""
+        """Decode the record from a worker message, in which `shard` is a list."""
         return cls(loader, epoch, Delivered(*shard))
 
 
 class Replay:
-    """The rolling digest of one pass.
+    """Rolling digest of one pass over a dataset, which verifies replays.
 
     Args:
-        earlier: What earlier workers delivered.
+        earlier: Delivery of earlier workers, if any.
     """
 
     def __init__(self, earlier: Delivered | None = None) -> None:
         self.first = None if earlier is None else earlier.first
-        """The first batch that was delivered."""
+        """First delivered batch; None before the first delivery."""
         self.next = 0 if earlier is None else earlier.next
-        """The batch after the last that was delivered."""
+        """Batch after the last delivered one."""
         self.digest = 0 if earlier is None else earlier.digest
-        """Digest before batch `next`."""
+        """Digest of all batches before `next`."""
         self._saved = {self.next: self.digest}
-        """Digest before the batch where an earlier worker's state begins."""
+        """Digest by batch number, for resuming from an earlier worker's state."""
         self._current = 0
         self._position = self.next
-        """The batch after the last one of this iteration."""
+        """Batch after the last one of the current iteration."""
 
     def restart(self, number: int) -> None:
-        """Begin again before batch `number`."""
+        """Restart the digest before batch `number`, when the dataset is iterated again from there."""
         self._current = self._saved.get(number, 0)
         self._position = number
 
     def covers(self, number: int) -> bool:
-        """Return True if the frame of batch `number` must be computed, although no client waits for it."""
+        """Return True if a skipped batch contributes to the digest, so that its frame must be computed."""
         return self.first is not None and number >= self.first
 
     def matches(self, number: int, frame: NDArray[np.uint8], *, checksum: bool) -> bool:
-        """Add the frame of a batch; False when the place that was reached before has another digest.
+        """Add a batch to the digest; return False if the replay differs from the earlier delivery.
+
+        The digests are compared at the last batch of the earlier delivery.
 
         Args:
-            number: The batch of the shard.
-            frame: Its frame.
-            checksum: Whether the frame's prologue holds a checksum of all the rest.
+            number: Position of the batch within the shard.
+            frame: Frame of the batch.
+            checksum: True if the frame's prologue contains a checksum of the rest of the frame.
         """
         if self.first is None:
             self.first = number
-        if number < self.first:  # a client that goes back before the place where it began: nothing to compare
+        if number < self.first:  # before the first delivered batch: nothing to compare
             return True
         self._current = delivered.extended(self._current, frame, checksum=checksum)
         self._position = number + 1
@@ -80,9 +82,9 @@ class Replay:
         return number + 1 < self.next or self._current == self.digest
 
     def falls_short(self) -> bool:
-        """Return True if the dataset, which has no more batches, ended before the place that was reached before.
+        """Return True if the dataset ended before the position that an earlier worker reached.
 
-        Only once: the shard ends there.
+        To be called at the end of the dataset. Returns True only once, because the shard then ends there.
         """
         is_short = self._position < self.next
         self._position = self.next

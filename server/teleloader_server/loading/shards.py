@@ -1,4 +1,4 @@
-"""One worker's shard of an iterable-style dataset: samples come in one order, so batches are found by counting."""
+"""Shard of an iterable-style dataset in one worker, positioned at any batch by iterating and counting."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ Outcome = list[Any] | Exception
 
 
 class RandomNumbers:
-    """The generators that a dataset draws from; this one leaves them alone."""
+    """Interface of the random generators that a dataset uses; this implementation does not change them."""
 
     def begin(self, saved: Any) -> None:
-        """Prepare for iterating the dataset from the beginning of its epoch, or from a saved state.
+        """Prepare the generators before the dataset is iterated from the start of its epoch, or from a saved state.
 
         Args:
-            saved: What `state` returned at the beginning of the epoch in an earlier process, if it is known.
+            saved: Result of `state` at the start of the epoch in an earlier process, or None.
         """
 
     def restore(self, saved: Any) -> None:
-        """Continue where a state was saved, after the dataset was iterated: `saved` is what `state` returned then."""
+        """Restore the generators to a saved result of `state`, after the dataset's iterator was created."""
 
     def passed(self) -> None:
-        """Continue after batches that were iterated on the way to another one."""
+        """Restore the generators after batches were skipped."""
 
     def state(self) -> Any:
-        """Return the state of the generators; None where a new process has the same."""
+        """Return the state of the generators; None if it equals the initial state of a new process."""
 
 
 class Shard:
-    """A pass through the worker's replica of the dataset, which can be moved to any of its batches.
+    """Shard of an iterable-style dataset: a pass over the worker's replica that can be moved to any of its batches.
 
-    The batches are those of torch's iterable-style fetcher: each worker batches by itself, an incomplete batch at the
-    end is given unless `drop_last`, and an exception takes the place of the batch in which it was raised.
+    Batches are formed as in torch: each worker batches its own samples, an incomplete last batch is yielded unless
+    `drop_last`, and an exception replaces the batch in which it was raised.
 
     Args:
-        dataset: The replica.
-        batch_size: Samples in a batch; None for single ones.
-        drop_last: Whether an incomplete last batch is left out.
+        dataset: The worker's replica of the dataset.
+        batch_size: Samples per batch; None for single samples.
+        drop_last: True to drop an incomplete last batch.
         epoch: The epoch of this pass.
-        random_numbers: The generators that the dataset draws from.
-        passed: Called with the number and the outcome of each batch that is iterated on the way to another one.
-        saved: What `state` returned in earlier processes. A batch is reached from the last of these states before it.
-        max_state: Characters that a state may have.
+        random_numbers: Random generators that the dataset uses.
+        passed: Callback, called with the number and the outcome of each skipped batch.
+        saved: Results of `state` in earlier processes. To reach a batch, iteration starts at the last of these states
+            before it.
+        max_state: Maximum length of a state in characters.
     """
 
     def __init__(
@@ -74,28 +75,28 @@ class Shard:
         self._saved = saved
         self._max_state = max_state
         self._first: dict[str, Any] = {}
-        """The state of the pass's beginning, where it did not begin at a saved place."""
+        """State at the start of the pass; empty if the pass was resumed from a saved state."""
         self._iterator: Iterator[Any] | None = None
         self._keepers: dict[str, Any] = {}
-        """The dataset and the iterator, as far as they keep a state."""
+        """Objects with a ``state_dict``: the dataset, its iterator, both or none."""
         self._was_loaded = False
-        """Whether the dataset was given a saved state, so that iterating it does not begin at its beginning."""
+        """True if a saved state was loaded into the dataset, which can then not be iterated from its start."""
         self._source: dict[str, Any] = {}
-        """The state from which the dataset is iterated; empty for its beginning."""
+        """State from which the dataset is iterated; empty for its start."""
         self.next = 0
-        """Number of the batch that comes next without iterating anew."""
+        """Number of the batch that the open iterator yields next."""
         self.samples = 0
-        """Samples taken since the beginning."""
+        """Number of samples fetched since the start of the epoch."""
         self._ended = False
         self._is_new = True
 
     def fetch(self, number: int) -> list[Any] | None:
-        """Return the samples of the shard's batch `number`; None when it has fewer batches.
+        """Fetch the samples of batch `number` of the shard; return None after the last batch.
 
-        A number that is not the next one is found by iterating, from a saved state or the beginning if it lies behind.
+        Later batches are reached by skipping, earlier ones by iterating again from a saved state or from the start.
 
         Raises:
-            Exception: What the dataset raises; the next batch is another try.
+            Exception: Exceptions of the dataset; the next call continues after it.
         """
         moves = self._is_new or number < self.next
         if moves:
@@ -105,7 +106,7 @@ class Shard:
             passed = self.next
             try:
                 outcome: Outcome | None = self._take()
-            except Exception as error:  # noqa: BLE001 - it was reported in its own place
+            except Exception as error:  # noqa: BLE001 - it was already reported in place of its batch
                 outcome = error
             if outcome is not None:
                 self._passed(passed, outcome)
@@ -114,22 +115,22 @@ class Shard:
         return self._take()
 
     def end(self) -> None:
-        """Give no more samples."""
+        """End the shard: further calls of `fetch` return None."""
         self.close()
         self._ended = True
         self._is_new = False
 
     def close(self) -> None:
-        """Release the dataset's iterator, so that ``finally`` blocks of generators run now.
+        """Close the dataset's iterator, so that ``finally`` blocks of generators run now.
 
-        The next batch is found by iterating again.
+        The next call of `fetch` iterates the dataset again.
         """
         self._iterator = None
         self._keepers = {}
         self._is_new = True
 
     def _move_before(self, number: int) -> None:
-        self.end()  # a damaged state is reported once, and the next iterator may need what this one holds
+        self.end()  # a damaged state is reported once, and the next iterator may need resources of this one
         states = [state for text in self._saved for state in self._in_this_epoch(user_state.unpack(text))]
         before = [state for state in (*states, self._first) if state and state["next"] <= number]
         self._source = max(before, key=lambda state: state["next"], default={})
@@ -141,12 +142,12 @@ class Shard:
         self._ended = self._source.get("ended", False)
         self.next = self._source.get("next", 0)
         self.samples = self._source.get("samples", 0)
-        if self._ended:  # where workers stay, the next epoch continues from here
+        if self._ended:  # with persistent workers, the next epoch continues from this state
             self._load_dataset()
             self._restore_random_numbers()
 
     def _in_this_epoch(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of this epoch that a saved one holds; that of an earlier epoch is this one's beginning."""
+        """Return the states of this epoch in a saved state; the end of an earlier epoch is the start of this one."""
         if state["epoch"] == self._epoch:
             return [state, state["begins"]] if "begins" in state else [state]
         return [{**_BEGINNING, **{name: state[name] for name in ("dataset", "generators") if name in state}}]
@@ -156,7 +157,7 @@ class Shard:
             return None
         self.next += 1
         if self._iterator is None:
-            self._ended = True  # a dataset whose iteration cannot begin has no further batches
+            self._ended = True  # if iter() raises, the shard has no further batches
             self._iterator = self._begin()
             self._ended = False
         wanted = self._batch_size or 1
@@ -180,13 +181,13 @@ class Shard:
         if "iterator" in source:
             iterator.load_state_dict(copy.deepcopy(source["iterator"]))
         if not is_beginning:
-            self._restore_random_numbers()  # now: what iter() drew was drawn before the state was saved
+            self._restore_random_numbers()  # after iter(), whose random numbers were drawn before the state was saved
         self._keepers = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
         if iterator is not self._dataset and is_stateful(iterator):
             self._keepers["iterator"] = iterator
         if is_beginning and not self._first:
             self._first = {**_BEGINNING, **_generators(drawn)}
-            # only now: many datasets have a state no sooner than their iteration has begun, some not even here
+            # after iter(), because state_dict() of many datasets fails before; of some it fails even here
             with suppress(Exception):
                 self._first.update(copy.deepcopy(self._states()))
         return iterator  # type: ignore[no-any-return]
@@ -203,13 +204,13 @@ class Shard:
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
     def state(self, *, with_beginning: bool = False) -> str | None:
-        """Return where the shard stands, as far as it can continue there; None if iterating again leads there.
+        """Return the serialized state of the shard; None if the position can only be reached by iterating again.
 
-        A dataset that can continue (torchdata's ``Stateful``) keeps its state, or its iterator does, or both. Of other
-        datasets only the end has a state. It belongs to the next epoch, too, where workers stay.
+        A stateful dataset (torchdata's ``Stateful``), its iterator, or both provide the state. Other datasets have a
+        state only at their end; with persistent workers, it also applies to the next epoch.
 
         Args:
-            with_beginning: Whether to include the state of the pass's beginning, for all datasets.
+            with_beginning: True to include the state at the start of the pass, for all datasets.
         """
         if self._iterator is None:
             states = {name: state for name, state in self._source.items() if name in ("dataset", "iterator")}
@@ -228,19 +229,19 @@ class Shard:
     def _pack(self, state: dict[str, Any], beginning: dict[str, Any]) -> str:
         if beginning:
             text = user_state.pack({**state, "begins": beginning}, self._max_state)
-            with suppress(StateMismatch):  # both are too long, or the state of the beginning cannot be kept
+            with suppress(StateMismatch):  # both together are too long, or the state of the start cannot be serialized
                 user_state.check(text)
                 return text
         return user_state.pack(state, self._max_state)
 
 
 def state_of_beginning(dataset: Any, epoch: int) -> str | None:
-    """Return the state of a pass that would iterate `dataset` as it is now; None if the dataset keeps none yet."""
+    """Return the serialized state of a dataset that is not being iterated; None if the dataset has no state."""
     if not is_stateful(dataset):
         return None
     try:
         state = dataset.state_dict()
-    except Exception:  # noqa: BLE001 - many datasets have a state no sooner than their iteration has begun
+    except Exception:  # noqa: BLE001 - state_dict() of many datasets fails before their iteration has started
         return None
     return user_state.pack({"epoch": epoch, **_BEGINNING, "dataset": state})
 

@@ -1,4 +1,7 @@
-"""Stages of loading a batch. To add one, write a class and add it to `STAGES`: statistics show its time by its name."""
+"""Stages of loading a batch: fetch, collate, encode.
+
+To add a stage, write a subclass of `Stage` and add it to `STAGES`; statistics then show its time under its name.
+"""
 
 from __future__ import annotations
 
@@ -25,61 +28,61 @@ from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 
 Place = Callable[[int], NDArray[np.uint8]]
-"""Return a buffer of so many bytes for a frame; called again, replace the one before."""
+"""Function that returns a buffer of the requested number of bytes for a frame; a second call replaces the buffer."""
 
 _NO_FRAME: Final = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True)
 class Context:
-    """Facts about the process that loads."""
+    """Settings and state of the loading process that all stages share."""
 
     passes: Passes
     max_batch_bytes: int
-    """Size limit of a frame."""
+    """Maximum size of a frame in bytes."""
     owns_datasets: bool
-    """Whether nothing else in this process uses the datasets, as in a worker."""
+    """True if no other code in this process uses the datasets, as in a worker."""
     seeds: bool
-    """Whether random numbers are a function of a batch's address; otherwise no generator is seeded."""
+    """True to seed random generators as a function of the batch ID; False to seed none."""
     torch_loaded: Callable[[], None]
-    """Called if a dataset imports torch while it loads a batch."""
+    """Callback, called if a dataset imports torch while it loads a batch."""
     torch_is_seeded: bool = False
-    """Whether a worker-init function has seeded torch: then batches do not seed it, as with torch's workers."""
+    """True if a worker-init function has seeded torch: batches then do not seed it, as in torch's workers."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch on its way through the stages."""
+    """Batch that is being loaded; each stage reads and sets its attributes."""
 
     task: Task
     place: Place
     remaining: Iterator[tuple[int, Stage]]
-    """Stages that have not run, with their positions."""
+    """Stages that have not run yet, with their positions."""
     seconds: list[float]
-    """Seconds in each stage, without those in the stages that it ran by `run_remaining`."""
+    """Time of each stage in seconds, excluding nested stages that it ran with `run_remaining`."""
     indices: Indices = field(default_factory=list)
-    """Empty for an iterable-style dataset."""
+    """Indices of the samples; empty for an iterable-style dataset."""
     has_indices: bool = False
-    """Whether the caller has set them; otherwise `Fetch` does."""
+    """True if the caller has set `indices`; otherwise `Fetch` sets them."""
     hosted: HostedDataset = field(init=False)
     padding: int = 0
     samples: list[Any] | None = None
-    """None after the last batch of an iterable-style dataset."""
+    """Fetched samples; None after the last batch of an iterable-style dataset."""
     pass_: Pass | None = None
-    """For an iterable-style dataset."""
+    """Pass over an iterable-style dataset; None for a map-style dataset."""
     state: str | None = None
     """Shard state of an iterable-style dataset after the batch, if it has one."""
     content: Any = None
-    """The collated batch; an `End` after the last batch of an iterable-style dataset."""
+    """Collated batch; an `End` after the last batch of an iterable-style dataset."""
     count: int = 0
     """Number of samples."""
     frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
-    """Empty until a stage sets it; no stage follows that one."""
+    """Encoded batch; empty until a stage sets it, which is then the last stage that runs."""
     _running: int = 0
     _since: float = field(default_factory=time.perf_counter)
 
     def run_remaining(self) -> None:
-        """Run the remaining stages, until one sets the frame."""
+        """Run the remaining stages until one of them sets the frame."""
         caller = self._running
         self.count_time()
         for position, stage in self.remaining:
@@ -91,14 +94,14 @@ class Batch:
         self._running = caller
 
     def count_time(self) -> None:
-        """Add the time since the last call to the running stage's."""
+        """Add the time since the last call to the running stage's time."""
         now = time.perf_counter()
         self.seconds[self._running] += now - self._since
         self._since = now
 
 
 class Stage(ABC):
-    """A step from a task to a frame, which reads and sets attributes of a `Batch`.
+    """Base class of a stage of loading, which reads and sets attributes of a `Batch`.
 
     A cache sets `Batch.frame` on a hit; on a miss, it calls `Batch.run_remaining` and stores the frame.
     """
@@ -111,11 +114,11 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, batch: Batch) -> None:
-        """Do the work of this stage; an exception becomes the batch's failure."""
+        """Run this stage for a batch; an exception fails the batch."""
 
 
 class Fetch(Stage):
-    """Take the samples from the dataset."""
+    """Stage that fetches the samples of a batch from the dataset."""
 
     name = "fetch"
 
@@ -123,10 +126,10 @@ class Fetch(Stage):
         super().__init__(context)
         self._plan = lru_cache(maxsize=64)(Plan)
         self._epochs: dict[str, int] = {}
-        """Epochs of the map-style datasets, by name."""
+        """Epoch that was last set on each map-style dataset, by dataset name."""
 
     def run(self, batch: Batch) -> None:
-        """Set the indices and the samples."""
+        """Fetch the samples of a batch, and compute its indices if the caller has not set them."""
         task, hosted = batch.task, batch.hosted
         if hosted.info.kind == "iterable":
             batch.pass_ = found = self._context.passes.of(hosted, task)
@@ -136,7 +139,7 @@ class Fetch(Stage):
         if not batch.has_indices:
             batch.indices, batch.padding = self._indices(hosted, task)
         epoch = task.address.epoch
-        # datasets in the server's own process are shared: the epoch may have been changed since the last batch
+        # datasets in the server process itself are shared: the epoch may have changed since the last batch
         if not self._context.owns_datasets or self._epochs.get(hosted.info.name) != epoch:
             self._set_epoch(hosted, epoch)
         batch.samples = self._fetch(hosted, task, batch.indices)
@@ -148,7 +151,7 @@ class Fetch(Stage):
         self._epochs[hosted.info.name] = epoch
 
     def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
-        """Return the indices of a batch, and how many of them are padding."""
+        """Return the indices of a batch, and the number of padding indices among them."""
         if task.indices is not None:
             listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
             if hosted.indices == "integers":
@@ -170,7 +173,7 @@ class Fetch(Stage):
         else:
             if sys.modules.get("torch") is None:
                 return samples
-        # the dataset imported torch and drew from it before it was seeded: fetch again, so that each run draws the same
+        # the dataset has just imported torch, and torch was not seeded: fetch again, for reproducible random numbers
         self._context.torch_loaded()
         return self._fetch_seeded(hosted, task, indices)
 
@@ -180,7 +183,7 @@ class Fetch(Stage):
         if not per_sample:
             self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
             if spec.batch_size is not None and hosted.gives_batches(spec.collate):
-                # a copy, because user code may sort or keep it
+                # a copy, because user code may sort or store the array
                 return [dataset.__getbatch__(np.array(indices))]
         numbers = indices.tolist() if isinstance(indices, np.ndarray) else indices
         if not per_sample and spec.batch_size is not None and getattr(dataset, "__getitems__", None) is not None:
@@ -193,7 +196,7 @@ class Fetch(Stage):
                     self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
                 samples.append(dataset[index])
         except StopIteration as stop:
-            # torch ends the epoch here without an error, and samples are lost
+            # torch would end the epoch here without an error, and lose samples
             raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
         return samples
 
@@ -203,12 +206,12 @@ class Fetch(Stage):
 
 
 class Collate(Stage):
-    """Make a batch of the samples."""
+    """Stage that collates the samples to a batch."""
 
     name = "collate"
 
     def run(self, batch: Batch) -> None:
-        """Set the content and the number of samples."""
+        """Collate the samples of a batch, and count them."""
         if batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_asked())
         else:
@@ -216,12 +219,12 @@ class Collate(Stage):
 
 
 class Encode(Stage):
-    """Write the frame."""
+    """Stage that encodes a batch as a frame in a buffer."""
 
     name = "encode"
 
     def run(self, batch: Batch) -> None:
-        """Set the frame."""
+        """Encode a batch as a frame."""
         task = batch.task
         writer = frame_writer(task, batch.content, self._context.max_batch_bytes, batch.padding, batch.state)
         batch.frame = batch.place(writer.nbytes)[: writer.nbytes]

@@ -1,4 +1,4 @@
-"""Tasks and reports: the input of loading one batch, its result besides the frame, and functions of both."""
+"""Tasks and reports: input and result of loading one batch, and functions that stages share."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
 Indices = NDArray[np.int64] | list[Any]
-"""The samples of a batch: an array of the plan, or the items of a client-side sampler."""
+"""Indices of a batch's samples: an array in seeded order, or the items of a client-side sampler."""
 
 
 class Task(NamedTuple):
-    """A batch to load. The worker computes the plan, so that no index list travels to it."""
+    """Task of a worker: one batch to load. In seeded order, the worker computes the indices itself."""
 
     spec: LoaderSpec
     length: int
-    """Samples in the dataset, 0 if it has no length."""
+    """Length of the dataset; 0 if unknown."""
     address: Address
     indices: bytes | None = None
-    """The frame with the index list of a client-side sampler."""
+    """Frame with the index list of a client-side sampler; None in seeded order."""
 
 
 class Report(NamedTuple):
-    """Outcome of a task."""
+    """Report of a worker on a completed task: sample count, success and stage times."""
 
     samples: int
     failed: bool
     stages: Sequence[float]
-    """Seconds in each stage, in the order of `stages.STAGES`."""
+    """Time of each stage in seconds, in the order of `stages.STAGES`."""
 
     @property
     def seconds(self) -> float:
-        """Seconds in all stages."""
+        """Total time of all stages in seconds."""
         return sum(self.stages)
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return those of the first `count` indices of a batch that are integers: [] for an iterable-style dataset."""
+    """Return the integers among the first `count` indices of a batch; [] for an iterable-style dataset."""
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
@@ -54,7 +54,7 @@ def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
 
 
 def collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[Any]) -> tuple[int, Any]:
-    """Return the number of samples of a batch, and the batch."""
+    """Collate samples to a batch; return the number of samples, and the batch."""
     name = task.spec.collate
     if task.spec.batch_size is None:
         return 1, hosted.convert_sample(samples[0], name)
@@ -64,7 +64,7 @@ def collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[A
 
 
 def frame_writer(task: Task, content: object, max_bytes: int, padding: int, shard_state: str | None) -> FrameWriter:
-    """Return the writer of a batch's frame."""
+    """Create the writer that encodes a batch as a frame."""
     spec = task.spec
     return FrameWriter(
         task.address,

@@ -1,4 +1,4 @@
-"""``get_worker_info()``: torch's own function where torch is loaded, and an equal one without it."""
+"""Implementation of ``get_worker_info()`` without torch; if torch is imported, torch's function works as well."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Description of the worker that user code runs in, with the fields of torch's."""
+    """Information about the current worker, with the same fields as torch's ``WorkerInfo``."""
 
     id: int
-    """Number of the worker, from 0; for an iterable-style dataset that of the shard, counted over all ranks."""
+    """Worker ID, from 0; for an iterable-style dataset the shard ID, which is unique among all ranks."""
     num_workers: int
-    """How many there are."""
+    """Number of workers; for an iterable-style dataset, the number of shards of all ranks."""
     seed: int
-    """What the worker's random numbers begin with."""
+    """Seed of the worker's random generators."""
     dataset: Any
     """The worker's replica of the dataset."""
     rng: Any = None
@@ -34,15 +34,15 @@ _TELLS_SHARDS_APART: Final = ("id", "num_workers", "seed", "dataset")
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """The worker that the caller runs in; None outside a worker process (also with ``num_workers=0``).
+    """Return information about the current worker; None outside worker processes (also with ``num_workers=0``).
 
-    For datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()`` says the same.
+    For datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()`` returns the same.
     """
     return _current
 
 
 def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Make this process that worker, for our function and, when torch is loaded, for torch's."""
+    """Set the worker information of this process, for `get_worker_info` and, if torch is imported, for torch's."""
     global _current, _asked
     _current = WorkerInfo(id_, num_workers, seed, dataset)
     if sys.modules.get("torch") is not None:
@@ -54,7 +54,7 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
 
 @cache
 def _noted_info() -> Any:
-    """Torch's record, which tells us when somebody looks at it; made once torch is there."""
+    """Return a subclass of torch's ``WorkerInfo`` that records which fields user code reads."""
     from torch.utils.data._utils import worker
 
     class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]
@@ -66,7 +66,7 @@ def _noted_info() -> Any:
 
 
 def was_asked() -> bool:
-    """Return True if user code has read a field of the worker info that differs between shards."""
+    """Return True if user code has read a field of the worker information that differs between shards."""
     return _asked
 
 

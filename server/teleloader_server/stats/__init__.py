@@ -1,5 +1,5 @@
-"""Records of ``/stats`` and metrics, derived from the counters of `dispatch` when they are requested.
+"""Statistics for ``/stats`` and Prometheus metrics, computed on request from the counters of `dispatch`.
 
-May import `dispatch` and what lies below it. Start reading in `collector`; `bottleneck` diagnoses
-consumers, `prometheus` exposes the records as metrics.
+Imports `dispatch` and the layers below it. Entry point: `collector`. `bottleneck` diagnoses consumers, `prometheus`
+exposes the statistics as metrics.
 """

@@ -1,12 +1,12 @@
-"""Diagnosis of a consumer's bottleneck, and the number of workers that would keep up: a pure function.
+"""Diagnosis of a consumer's bottleneck, and the recommended number of workers: a pure function of measurements.
 
-- The training loop hardly waits for data (`MIN_DATA_WAIT`): training is the bottleneck, or loading and training are
-  balanced if the workers are hardly idle.
-- It waits, and meanwhile the requested batches were not ready on the server: the loader is the bottleneck.
-- It waits, and the requested batches were ready: the network is.
+- The training loop waits for data less than `MIN_DATA_WAIT`: training is the bottleneck, or loading and training are
+  balanced if the workers are busy.
+- The training loop waits, and the requested batches were not ready on the server: the loader is the bottleneck.
+- The training loop waits, and the requested batches were ready: the network is the bottleneck.
 
-Only the client knows how long its training loop waits. If a client does not report it, the server uses what it sees:
-the fraction of the time for which requested batches were not ready, and for which responses were in transit.
+Only the client can measure the data wait of its training loop. If a client does not report it, the server uses its own
+measurements: the fractions of time for which requested batches were not ready, and for which responses were in transit.
 """
 
 from __future__ import annotations
@@ -19,94 +19,103 @@ from teleloader_shared.stats import WINDOW, Diagnosis
 from teleloader_shared.units import number, seconds
 
 MIN_DATA_WAIT: Final = 0.05
-"""A training loop that waits for data for a smaller fraction of the time is not held back."""
+"""Data wait, as a fraction of the time, below which data loading does not limit training."""
 MIN_STARVED_SHARE: Final = 0.5
-"""If batches were not ready for this share of the data wait, the loader is the bottleneck, else the network."""
+"""Share of the data wait with unready batches from which the loader is the bottleneck; below it, the network is."""
 MAJORITY: Final = 0.5
-"""Without a reported data wait, a cause that takes this fraction of the time is the bottleneck."""
+"""Fraction of the time from which a cause is the bottleneck if the client reports no data wait."""
 WORKERS_BUSY: Final = 0.8
-"""Busy fraction from which on workers count as hardly idle."""
+"""Busy fraction of workers from which loading and training count as balanced."""
 CPUS_BUSY: Final = 0.8
-"""Utilization from which on the CPUs are the limit, whatever the number of workers."""
+"""CPU utilization from which additional workers do not increase throughput."""
 MIN_SECONDS: Final = 2.0
-"""Loading time before the first diagnosis."""
+"""Loading time in seconds before the first diagnosis."""
 MIN_TRAINING_FRACTION: Final = 0.05
-"""A training loop that spends less of its time on training consumes batches as fast as they arrive: it has no limit
-from which a number of workers could be computed."""
+"""Fraction of time spent on training below which a training loop consumes batches as fast as they arrive.
+
+The demand of such a loop is unknown, so that no number of workers can be recommended.
+"""
 MIN_BATCH_RATE: Final = 0.01
-"""Batches/s below which a consumer counts as receiving none."""
+"""Batches/s below which a consumer counts as receiving no batches."""
 MAX_WORKERS: Final = 1024
 """Maximum of the setting `num_workers`."""
 WORKERS_PER_CPU: Final = 4
-"""More are not recommended in one step: only a trial shows if they wait for I/O rather than for CPUs."""
+"""Maximum recommended workers per CPU: only a trial shows if more workers wait for I/O or for CPUs."""
 IDLE_GRACE_S: Final = 2.0
-"""A consumer without requests for this time is inactive, unless it is slow:"""
+"""Seconds without a request after which a consumer counts as inactive."""
 IDLE_GRACE_BATCHES: Final = 20
-"""it may have prefetched this many batches."""
+"""Number of possibly prefetched batches, whose consumption extends `IDLE_GRACE_S` for slow consumers."""
 SLOW_EVENT_LOOP_S: Final = 0.01
-"""Event loop lag from which on the server's main process is the bottleneck of requests."""
+"""Event loop lag in seconds from which the server's main process is the bottleneck."""
 
 
 class ConsumerRates(NamedTuple):
-    """Measurements of one consumer; rates and fractions are recent ones."""
+    """Measurements of one consumer: recent rates, and recent fractions of time."""
 
     known_for: float
-    """Seconds of all its iterations."""
+    """Total duration of the consumer's iterations in seconds."""
     idle: float
-    """Seconds since its last request; 0 while a request is open."""
+    """Seconds since the consumer's last request; 0 while a request is open."""
     batch_rate: float
-    """Batches/s sent."""
+    """Sent batches/s."""
     byte_rate: float
-    """Bytes/s sent."""
+    """Sent bytes/s."""
     starved_fraction: float
-    """Fraction of the time for which requested batches were not ready."""
+    """Fraction of time for which requested batches were not ready."""
     sending_fraction: float
-    """Fraction of the time for which a response was in transit."""
+    """Fraction of time for which a response was in transit."""
     data_wait_fraction: float | None
-    """Fraction of the time for which its training loop waited, if the client reports it."""
+    """Fraction of time for which the training loop waited for data, as reported by the client; None if unknown."""
     stages: Mapping[str, float]
-    """Mean seconds of a worker per batch in fetch, collate and encode."""
+    """Mean time of a worker per batch in each stage (fetch, collate, encode), in seconds."""
 
     @property
     def demand(self) -> float:
-        """Workers that its training loop would keep busy if it never waited; the current load if that is unknown."""
+        """Number of workers that a training loop without data wait would keep busy.
+
+        Equals the current load if the data wait is unknown.
+        """
         training = 1.0 if self.data_wait_fraction is None or self.is_unthrottled else 1.0 - self.data_wait_fraction
         return self.batch_rate / training * sum(self.stages.values())
 
     @property
     def is_active(self) -> bool:
-        """True if the consumer is expected to send further requests; one with long training steps sends few."""
+        """True if the consumer is expected to send further requests, also if its training steps are long."""
         return self.batch_rate > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.batch_rate))
 
     @property
     def is_unthrottled(self) -> bool:
-        """True if its training loop consumes batches as fast as they arrive."""
+        """True if the consumer's training loop consumes batches as fast as they arrive."""
         return self.data_wait_fraction is not None and 1.0 - self.data_wait_fraction < MIN_TRAINING_FRACTION
 
 
 class PoolLoad(NamedTuple):
-    """Load of the workers that compute a consumer's batches, and of their server."""
+    """Load of a consumer's worker pool, and of the server."""
 
     workers: int
-    """Number of worker processes; 0 if the server's own process loads."""
+    """Number of worker processes; 0 if the server process itself loads."""
     busy: float
-    """Recent busy fraction."""
+    """Recent busy fraction of the workers."""
     demand: float
-    """Workers that the training loops of all consumers would keep busy if they never waited; see `total_demand`."""
+    """Number of workers that all training loops would keep busy if they never waited; see `total_demand`."""
     consumers: int
-    """Active consumers."""
+    """Number of active consumers."""
     setting: str
-    """The setting of the number of workers, with ``{}`` in place of the number."""
+    """Setting of the number of workers as shown to users, with ``{}`` in place of the number."""
     cpus: int
-    """CPUs of the server."""
+    """Number of CPUs of the server."""
     cpu: float
-    """CPUs in use."""
+    """Number of CPUs in use, fractional."""
     event_loop_lag: float
-    """Seconds."""
+    """Recent mean lag of the event loop in seconds."""
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """Return the demand of several consumers, given each one's epoch and demand; a shared epoch is computed once."""
+    """Return the total demand of consumers in workers; consumers of the same epoch share batches and count once.
+
+    Args:
+        demands: Epoch and demand of each consumer.
+    """
     highest: dict[object, float] = {}
     for run, demand in demands:
         highest[run] = max(demand, highest.get(run, 0.0))
@@ -114,9 +123,9 @@ def total_demand(demands: Iterable[tuple[object, float]]) -> float:
 
 
 def diagnose(consumer: ConsumerRates, pool: PoolLoad) -> Diagnosis:
-    """Return the bottleneck of a consumer, with advice.
+    """Diagnose the bottleneck of a consumer, with advice to the user.
 
-    The recommended number of workers covers all consumers of the pool.
+    The recommended number of workers suffices for all consumers of the pool.
     """
     if consumer.idle > WINDOW:
         return Diagnosis("unknown", None, f"No request for {consumer.idle:.0f} s.")
@@ -137,7 +146,7 @@ def diagnose(consumer: ConsumerRates, pool: PoolLoad) -> Diagnosis:
 
 
 def _needed(pool: PoolLoad) -> int | None:
-    """Return the number of workers that would keep up; None if it is unknown or above the maximum."""
+    """Return the number of workers that meets the demand; None if it is unknown or above `MAX_WORKERS`."""
     # a data wait below MIN_DATA_WAIT counts as keeping up
     needed = max(1, math.ceil(pool.demand * (1 - MIN_DATA_WAIT)))
     return needed if pool.demand > 0 and needed <= MAX_WORKERS else None
@@ -155,7 +164,7 @@ def _loader_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -
 
 
 def _has_other_causes(consumer: ConsumerRates, pool: PoolLoad) -> bool:
-    """Return True if the workers' computing time, all together, explains less than half of the starved time."""
+    """Return True if the computing time of all workers explains less than half of the time with unready batches."""
     busy = pool.busy * pool.workers
     return (
         pool.workers > 0
@@ -178,7 +187,7 @@ def _lag(pool: PoolLoad) -> str:
 
 
 def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> str:
-    """Return the sufficient number of workers, or what helps if there are that many already."""
+    """Recommend a sufficient number of workers, or another remedy if the pool has as many already."""
     if consumer.is_unthrottled and consumer.batch_rate >= MIN_BATCH_RATE:
         return f" and consumes each one at once: {_throughput(consumer, pool)}"
     if needed is None:
@@ -193,7 +202,7 @@ def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None)
 
 
 def _instead(pool: PoolLoad, needed: int) -> str:
-    """Recommend that many workers, more than there are, or what to do instead."""
+    """Recommend an increased number of workers, or another remedy if the CPUs are busy."""
     keep_up = "keep up" if pool.consumers == 1 else f"keep up with all {pool.consumers} consumers"
     if needed > pool.cpus and pool.cpu >= CPUS_BUSY * pool.cpus:
         return (
@@ -207,7 +216,7 @@ def _instead(pool: PoolLoad, needed: int) -> str:
 
 
 def _throughput(consumer: ConsumerRates, pool: PoolLoad) -> str:
-    """Return what the workers can sustain, for a training loop that shows no limit of its own."""
+    """Describe the throughput of the workers, for a training loop that consumes batches as fast as they arrive."""
     workers = _workers(pool.workers) if pool.workers else "the server's own process"
     share = f" for this one of {pool.consumers} consumers" if pool.consumers > 1 else ""
     verb = "computes" if pool.workers < 2 else "compute"
@@ -254,7 +263,7 @@ def _training_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None)
 
 
 def _faster(consumer: ConsumerRates) -> str:
-    """Name the stage to speed up."""
+    """Name the slowest stage as the one to speed up."""
     total = sum(consumer.stages.values())
     if not total:
         return "speed up the samples"

@@ -1,6 +1,6 @@
-"""Records of ``/stats``, derived from counters when they are requested.
+"""Collection of the statistics of ``/stats``, computed from counters on request.
 
-Once a second the totals are sampled, from which recent rates are computed. Nothing else is done without a request.
+Totals are sampled once a second, for recent rates. All other work is done on request.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, St
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
-"""Consumers that ``/stats`` lists by default."""
+"""Default number of consumers in a response of ``/stats``."""
 MARK_EVERY: Final = 1.0
-"""Seconds between samples of the totals; their delay measures the lag of the event loop."""
+"""Seconds between two samples of the totals; the delay of samples measures the event loop lag."""
 MARKS_PER_CPU: Final = 5
-"""Samples of the totals per sample of CPU times, each of which reads a file per process."""
+"""Number of samples of the totals per sample of CPU times, which reads one file per process."""
 SLICE: Final = 64
-"""Consumers processed in one iteration of the event loop: each takes about 10 us."""
+"""Number of consumers processed per iteration of the event loop; each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
-"""Share of one CPU for measuring memory, which is slow in the kernel: a measurement is cached accordingly."""
+"""Maximum share of one CPU for measuring memory, which is slow in the kernel: results are cached accordingly."""
 
 _Item = TypeVar("_Item")
 
 
 class EngineSnapshot(NamedTuple):
-    """State of an engine at one moment."""
+    """Snapshot of an engine: its workers, their recent load, and its stage times."""
 
     engine: Engine
     source: EngineSource
     workers: list[tuple[WorkerState, bool]]
     busy_fractions: dict[int, float]
     stages: dict[str, dict[str, float]]
-    """Seconds per batch, by loader and stage."""
+    """Mean seconds per batch, by loader key and stage."""
 
 
 class StatsCollector:
-    """Collector of the records of ``/stats``; runs in the service's event loop.
+    """Collector of the statistics of ``/stats``, which runs in the server's event loop.
 
     Args:
-        service: The service, whose limits, engines and counters are read.
+        service: Loader service whose limits, engines and counters are read.
     """
 
     def __init__(self, service: LoaderService) -> None:
@@ -83,7 +83,7 @@ class StatsCollector:
     # -- sampling
 
     async def run(self) -> None:
-        """Sample the totals for recent rates, until cancelled."""
+        """Sample the totals periodically for recent rates, until cancelled."""
         for number in itertools.count():
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)
@@ -96,7 +96,7 @@ class StatsCollector:
 
     @property
     def datasets(self) -> Mapping[str, DatasetCounters]:
-        """Counters by dataset; datasets that were never used have none."""
+        """Counters by dataset name; datasets that were never used are missing."""
         return self._counters.datasets
 
     async def _mark(self, now: float) -> None:
@@ -111,11 +111,11 @@ class StatsCollector:
 
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
-        """Return the process IDs; None is this process."""
+        """Return the process IDs of all workers, and None for this process."""
         return {None, *(pid for engine in engines for pid in engine.pids())}
 
     async def _memory(self, pids: set[int | None]) -> dict[int | None, Memory]:
-        """Return the memory of processes; concurrent and subsequent requests share a measurement."""
+        """Return the memory of processes; concurrent and later requests share a cached measurement."""
         known = self._measuring
         if known is None or (known.done() and (pids != self._measured_for or time.monotonic() > self._measure_again)):
             known = self._measuring = asyncio.create_task(self._measure(pids))
@@ -132,7 +132,7 @@ class StatsCollector:
     # -- requests
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
-        """Return the records, with `limit` consumers after the first `offset`."""
+        """Return the statistics of ``/stats``, with `limit` consumers after the first `offset`."""
         memory = await self._memory(self._pids(self._service.engines.sources()))
         totals = self._service.totals()
         now = time.monotonic()
@@ -230,12 +230,12 @@ class StatsCollector:
 
     @staticmethod
     async def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
-        """Return all consumers with the load of their workers, the most recently active ones first.
+        """Return all consumers with the load of their workers, most recently active first.
 
-        Each training loop has its latest iteration, and earlier ones only while they have open requests: with short
-        epochs there are hundreds per minute.
+        Of each training loop, earlier iterations are listed only while they have open requests: with short epochs there
+        are hundreds per minute.
         """
-        # all are looked up before the first await, during which consumers may be removed
+        # all consumers are looked up before the first await, during which consumers may be removed
         known = [
             (look, *pair, look.engine.tally.of(pair[0]))
             for look in looks
@@ -262,7 +262,7 @@ class StatsCollector:
 
 
 async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
-    """Yield all items; other tasks of the event loop run after each slice of them."""
+    """Yield all items, and yield to the event loop after each `SLICE` of them."""
     for number, item in enumerate(items, 1):
         yield item
         if number % SLICE == 0:
@@ -270,18 +270,18 @@ async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
 
 
 class _Seen(NamedTuple):
-    """State of a consumer at one moment."""
+    """Snapshot of a consumer."""
 
     consumer: Consumer
     loader: Loader
     tally: ConsumerCounters
     recent: ConsumerRates
-    """Rates of its training loop, over all its iterations."""
+    """Rates of the consumer's training loop, over all its iterations."""
 
 
 def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCounters, now: float) -> ConsumerRates:
     """Return the rates of a training loop, given the consumer of its latest iteration."""
-    # without open requests, up to the last one: since then the consumer waited for nothing
+    # without open requests, the period ends at the last request: since then the consumer has waited for nothing
     recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
     return ConsumerRates(
         known_for=recent.span,
@@ -296,7 +296,7 @@ def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCou
 
 
 def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
-    """Return the load of an engine's workers, with the demand of its active training loops."""
+    """Return the load of an engine's workers, including the demand of its active training loops."""
     shares = look.busy_fractions.values()
     asking = [seen for seen in loops if seen.recent.is_active]
     return PoolLoad(

@@ -1,7 +1,7 @@
-"""Prometheus metrics, derived from the records of ``/stats`` at each scrape.
+"""Prometheus metrics, computed from the statistics of ``/stats`` at each scrape.
 
 The number of series is bounded by the datasets, the shared workers, the stages, and twenty types of errors per dataset.
-Consumers and private workers have no label, because they are short-lived: diagnoses of consumers are counted, and
+Consumers and private workers have no label, because they are short-lived: consumers are counted by diagnosis, and
 batches of private workers count for their dataset.
 """
 
@@ -39,7 +39,7 @@ _GAUGES: Final = {
     "connections": ("connections", "Open connections."),
     "draining": ("draining", "State of shutdown: 1 while the server is stopping, else 0."),
 }
-"""By field of `ServerStats`."""
+"""Metric names and descriptions by field of `ServerStats`."""
 _OF_DATASETS: Final = {
     "computed": ("batches_computed", "Computed batches, failed ones included."),
     "sent": ("batches_sent", "Batches sent to consumers."),
@@ -49,16 +49,16 @@ _OF_DATASETS: Final = {
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }
-"""By attribute of `DatasetCounters`."""
+"""Metric names and descriptions by attribute of `DatasetCounters`."""
 _STATES: Final = ("starting", "idle", "busy")
 
 
 def exposed(stats: Stats, counts: Mapping[str, DatasetCounters]) -> CollectorRegistry:
-    """Return a registry of the current metrics.
+    """Create a Prometheus registry that contains the current metrics.
 
     Args:
-        stats: The records of ``/stats``.
-        counts: Counters of each dataset.
+        stats: Statistics of ``/stats``.
+        counts: Counters by dataset name.
     """
     registry = CollectorRegistry()
     registry.register(_Now(stats, counts))
