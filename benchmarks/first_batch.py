@@ -278,8 +278,8 @@ class Start:
     @staticmethod
     def _outcome(rows: Rows[Started]) -> Outcome:
         table = _table(
-            f"start - to the first batch of a shuffled epoch, {BATCH_SIZE} samples of 32 float32",
-            ("first loader, ms", "further ones, ms", f"to {START_LENGTHS[0]:,}", "client memory, MiB"),
+            f"start - time to the first batch of a shuffled epoch, {BATCH_SIZE} samples of 32 float32",
+            ("first loader, ms", "further loaders, ms", f"to {START_LENGTHS[0]:,}", "client memory, MiB"),
         )
         for (contender, length), row in rows.items():
             base = rows[contender, START_LENGTHS[0]]
@@ -309,8 +309,8 @@ class Resume:
     @staticmethod
     def _outcome(rows: Rows[Resumed]) -> Outcome:
         table = _table(
-            f"resume - to the next batch of a shuffled epoch of which {RESUMED_AT:.0%} are over",
-            ("begun, ms", "resumed, ms", "resumed to begun"),
+            f"resume - time to the next batch after {RESUMED_AT:.0%} of a shuffled epoch",
+            ("new epoch, ms", "resumed epoch, ms", "resumed to new"),
         )
         for (contender, length), row in rows.items():
             table.add_row(
@@ -320,7 +320,7 @@ class Resume:
                 _ms([median(turn.resumed) for turn in row]),
                 _ratio([median(turn.resumed) / median(turn.begun) for turn in row]),
             )
-        without = [] if _is_installed("torchdata") else ["torchdata is not installed: its loader is left out"]
+        without = [] if _is_installed("torchdata") else ["torchdata is not installed: skipping its loader"]
         return Outcome([table, *without], _results(rows))
 
 

@@ -283,20 +283,24 @@ def _table(
     options: argparse.Namespace, before: Memory, after: Memory, alone: list[float], beside: list[float]
 ) -> Table:
     made = Table(title=f"{options.idle:,} idle consumers beside {options.active:,} active ones", title_justify="left")
-    made.add_column("what")
-    made.add_column("median (least..most)", justify="right")
+    made.add_column("measurement")
+    made.add_column("median (minimum..maximum)", justify="right")
     ratios = Spread.of([with_idle / without for with_idle, without in zip(beside, alone, strict=True)])
-    for name, rates in (("without idle ones, batches/s", alone), ("with them, batches/s", beside)):
+    for name, rates in (("without", alone), ("with", beside)):
         spread = Spread.of(rates)
-        made.add_row(name, f"{spread.middle:,.0f} ({spread.low:,.0f}..{spread.high:,.0f})")
-    made.add_row("with to without", f"{ratios.middle:.2f} ({ratios.low:.2f}..{ratios.high:.2f})")
+        made.add_row(
+            f"throughput {name} idle consumers, batches/s",
+            f"{spread.middle:,.0f} ({spread.low:,.0f}..{spread.high:,.0f})",
+        )
+    made.add_row("ratio of with to without", f"{ratios.middle:.2f} ({ratios.low:.2f}..{ratios.high:.2f})")
     grown = (after.server - before.server) / 1024
     made.add_row(
-        "server's own memory, before and after, MiB", f"{before.server / 2**20:.1f}, {after.server / 2**20:.1f}"
+        "server memory without and with idle consumers, MiB", f"{before.server / 2**20:.1f}, {after.server / 2**20:.1f}"
     )
-    made.add_row("  for each idle consumer, KiB", f"{grown / options.idle:.1f}")
+    made.add_row("  per idle consumer, KiB", f"{grown / options.idle:.1f}")
     made.add_row(
-        "batches that are kept, before and after, MiB", f"{before.batches / 2**20:.1f}, {after.batches / 2**20:.1f}"
+        "batch buffer without and with idle consumers, MiB",
+        f"{before.batches / 2**20:.1f}, {after.batches / 2**20:.1f}",
     )
     return made
 

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(turns: dict[str, list[Turn]]) -> Table:
-    made = Table(title="the server's own process; median (least..most)", title_justify="left")
+    made = Table(title="main process of the server; median (minimum..maximum)", title_justify="left")
     for heading in ("server", "us of processor time a batch", "to the blind one", "batches/s"):
         made.add_column(heading, justify="left" if heading == "server" else "right")
     for name, taken in turns.items():

@@ -174,15 +174,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = machine.announce(machine.describe())
     table = Table(title=f"from a fault to the next batch, {times} times each", title_justify="left")
     table.add_column("fault")
-    for heading in ("median, ms", "worst, ms", "after it listens: median, ms", "worst, ms", "usual batch, ms"):
+    for heading in ("median, ms", "worst, ms", "after restart: median, ms", "worst, ms", "usual time per batch, ms"):
         table.add_column(heading, justify="right")
     with ExitStack() as stack:
         servers = [stack.enter_context(running(HOSTED, NUM_WORKERS)) for _ in range(2)]
         first, urls = servers[0], [server.url for server in servers]
         kinds: list[tuple[str, list[str], Callable[[Loop, int], Recovery]]] = [
-            ("a worker killed", urls[:1], partial(worker_killed, first)),
+            ("worker killed", urls[:1], partial(worker_killed, first)),
             ("one of two servers killed", urls, partial(one_server_killed, servers)),
-            ("the server killed, started again", urls[:1], partial(server_restarted, first)),
+            ("only server killed and restarted", urls[:1], partial(server_restarted, first)),
         ]
         for name, where, fault in kinds:
             loop = Loop(where)

@@ -81,7 +81,7 @@ def table(workload: Workload, figures: Sequence[Figures]) -> Table:
 
 def orders(figures: Sequence[Figures]) -> Table | None:
     """Return the cost per batch of index lists beside the seeded order; None if no such contender took part."""
-    made = Table(title="order of the samples: seeded, or drawn by the client", title_justify="left", title_style="bold")
+    made = Table(title="sampling order: seeded, or drawn by the client", title_justify="left", title_style="bold")
     made.add_column("contender", no_wrap=True)
     for heading in ("seeded, us/batch", "client, us/batch", "client to seeded"):
         made.add_column(heading, justify="right", no_wrap=True)

@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
             for table in outcome.tables:
                 console.print(table)
             results[name] = outcome.results
-    console.print("Medians over the rounds (least..most). A ratio is formed within each round.")
+    console.print("Medians over the rounds (minimum..maximum). Ratios are computed within each round.")
     if options.json is not None:
         _write(options.json, {"command": command, "machine": facts, "workloads": results})
     return 0

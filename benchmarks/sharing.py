@@ -62,8 +62,8 @@ class Case:
     @property
     def name(self) -> str:
         """Name in tables."""
-        late = f", {self.late} of them half an epoch late" if self.late else ""
-        return f"{counted(self.count, 'consumer')}{late}{', beside copies of memory' if self.disturbed else ''}"
+        late = f", {self.late} starting half an epoch later" if self.late else ""
+        return f"{counted(self.count, 'consumer')}{late}{', with concurrent memory copies' if self.disturbed else ''}"
 
 
 CASES: Final = (Case(1), Case(1, disturbed=True), Case(2), Case(4), Case(2, late=1))
@@ -181,10 +181,10 @@ def _worker_cpu(url: str) -> float:
 
 def _table(rows: Mapping[Case, list[Turn]], batches: int) -> Table:
     made = Table(
-        title=f"share - an epoch of {batches:,} batches for several consumers", title_justify="left", title_style="bold"
+        title=f"share - several consumers of an epoch of {batches:,} batches", title_justify="left", title_style="bold"
     )
     made.add_column("consumers", no_wrap=True)
-    for heading in ("batches made", "worker CPU, s", "to 1 consumer", "epoch, s"):
+    for heading in ("batches computed", "worker CPU, s", "to 1 consumer", "epoch, s"):
         made.add_column(heading, justify="right", no_wrap=True)
     alone = rows[CASES[0]]
     for case, row in rows.items():

@@ -236,15 +236,15 @@ def _rows(workload: Workload) -> NDArray[Any]:
 WIRE: Final = Workload("wire", "38.5 MB batches: 256 images of 3x224x224, uint8", 256, (3, 224, 224), "uint8", rows=257)
 SMALL: Final = Workload("small", "4 KB batches: one sample of 1024 float32", 1, (1024,), "float32", rows=1009)
 TABLE: Final = Workload(
-    "table", "1,000,000 rows of 32 float32, shuffled, 256 to a batch, one by one", 256, (32,), "float32", 10**6,
+    "table", "1,000,000 rows of 32 float32, shuffled, 256 per batch, fetched one by one", 256, (32,), "float32", 10**6,
     shuffled=True,
 )  # fmt: skip
 WHOLE: Final = Workload(
-    "whole", "the same table, a whole batch at a time", 256, (32,), "float32", 10**6, shuffled=True, whole_batches=True
+    "whole", "the same table, fetched as whole batches", 256, (32,), "float32", 10**6, shuffled=True, whole_batches=True
 )
 TOKENS: Final = Padded(
     "tokens",
-    "16 to 255 tokens of int64, padded, 32 to a batch",
+    "sequences of 16 to 255 int64 tokens, padded, 32 per batch",
     32,
     (170,),
     "int64",
@@ -252,6 +252,6 @@ TOKENS: Final = Padded(
     collate="benchmarks.padding:pad",
 )
 JPEG: Final = Decoded(
-    "jpeg", "JPEGs of 500x375, decoded, a part resized to 3x224x224, 64 to a batch", 64, (3, 224, 224), "uint8", 2000
+    "jpeg", "JPEGs of 500x375, decoded, cropped, resized to 3x224x224, 64 per batch", 64, (3, 224, 224), "uint8", 2000
 )
 WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL, TABLE, WHOLE, TOKENS, JPEG)}
