@@ -181,7 +181,9 @@ def _worker_cpu(url: str) -> float:
 
 def _table(rows: Mapping[Case, list[Turn]], batches: int) -> Table:
     made = Table(
-        title=f"share - several consumers of an epoch of {batches:,} batches", title_justify="left", title_style="bold"
+        title=f"share - several consumers load the same epoch of {batches:,} batches",
+        title_justify="left",
+        title_style="bold",
     )
     made.add_column("consumers", no_wrap=True)
     for heading in ("batches computed", "worker CPU, s", "to 1 consumer", "epoch, s"):
