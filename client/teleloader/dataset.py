@@ -17,6 +17,7 @@ from teleloader.api.control import Server, Unreached
 from teleloader.api.credentials import Credentials
 from teleloader.errors import exception_of
 from teleloader.sampling import index_frame
+from teleloader.transport.selection import server_at
 from teleloader_shared import local
 from teleloader_shared.codec import Address, Failure, Frame
 from teleloader_shared.errors import (
@@ -95,7 +96,7 @@ class RemoteDataset:
         if not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, got {stall_timeout!r}")
         credentials = Credentials(token, ca, cert, key)
-        self.servers = tuple(Server(url, stall_timeout, credentials) for url in urls)
+        self.servers = tuple(server_at(url, stall_timeout, credentials) for url in urls)
         self.reconnect_timeout = reconnect_timeout
         self._info = self._persistently(lambda: self._found(name))
 

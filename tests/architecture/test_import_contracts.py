@@ -42,6 +42,10 @@ FORBIDDEN: Final = {
         "server/teleloader_server/dispatch/quotas.py",
         "threading",
     ),
+    "fetch knows the interface of transports, and neither HTTP nor sockets": (
+        "client/teleloader/fetch/reorder.py",
+        "http.client",
+    ),
     "loading and workers know no web server and no authentication": (
         "server/teleloader_server/loading/worker_info.py",
         "fastapi",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import httpx
 import pytest
 
 from teleloader import (
@@ -323,3 +326,19 @@ def test_a_batch_that_begins_during_the_health_check_is_received() -> None:
 
     with fake_server(late, checked=unhealthy) as url:
         assert epoch(url, stall_timeout=1.0, reconnect_timeout=0) == RIGHT
+
+
+def test_a_request_without_a_file_descriptor_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has no file descriptor left for a moment retries, as after a broken connection."""
+    stream, failures = httpx.Client.stream, iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def without_descriptors(self: httpx.Client, *arguments: Any, **options: Any) -> Any:
+        for error in failures:
+            raise error
+        return stream(self, *arguments, **options)
+
+    with fake_server(Request.right) as url:
+        dataset = RemoteDataset(url, reconnect_timeout=30)
+        monkeypatch.setattr(httpx.Client, "stream", without_descriptors)
+        assert [batch[0].tolist() for batch in DataLoader(dataset, output="numpy")] == RIGHT
+    assert next(failures, None) is None

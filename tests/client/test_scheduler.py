@@ -14,7 +14,7 @@ from teleloader.fetch.scheduler import (
     MIN_COOLDOWN_S,
     RangeScheduler,
 )
-from teleloader.transport.base import Range
+from teleloader.transport.range import Range
 from teleloader_shared.messages import READY_BYTES
 from tests.conftest import examples
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport.http import BatchConnection
+from teleloader.transport.http import HttpConnection
 from teleloader_server import serve
 from tests.end_to_end.contract import (
     Dataset,
@@ -381,13 +381,13 @@ def test_the_loop_without_batches(collate_fn: Any) -> None:
 def test_single_samples_travel_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A36: one message for each sample would be slow: an answer holds many of them."""
     answers = []
-    receive = BatchConnection.receive
+    receive = HttpConnection.receive
 
-    def counting(self: BatchConnection, *arguments: Any) -> Any:
+    def counting(self: HttpConnection, *arguments: Any) -> Any:
         answers.append(1)
         return receive(self, *arguments)
 
-    monkeypatch.setattr(BatchConnection, "receive", counting)
+    monkeypatch.setattr(HttpConnection, "receive", counting)
     with ours(Numbers(5000), batch_size=None, num_workers=2) as loader:
         assert list(loader) == [*range(5000)]
     assert len(answers) < 2500

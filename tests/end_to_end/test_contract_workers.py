@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport.http import BatchConnection
+from teleloader.transport.http import HttpConnection
 from teleloader_server import serve
 from tests.conftest import ROOT, StartServer
 from tests.end_to_end.contract import (
@@ -94,13 +94,13 @@ def test_a_server_without_workers_needs_no_shared_memory(monkeypatch: pytest.Mon
 def test_small_data_cost_no_more_than_one_message_each(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
     """A2: a client sends no more requests than there are batches; for small ones, far fewer."""
     sent = []
-    send = BatchConnection.send
+    send = HttpConnection.send
 
-    def counting(self: BatchConnection, *arguments: Any) -> None:
+    def counting(self: HttpConnection, *arguments: Any) -> None:
         sent.append(arguments)
         send(self, *arguments)
 
-    monkeypatch.setattr(BatchConnection, "send", counting)
+    monkeypatch.setattr(HttpConnection, "send", counting)
     with ours(Numbers(2000), batch_size=2, serve_with={"num_workers": num_workers}) as loader:
         assert len(list(loader)) == 1000
     assert len(sent) <= 1000

@@ -345,7 +345,7 @@ class Server:
                 # the time to compute a batch is not limited, but pauses within a response are
                 response.request.extensions["timeout"]["read"] = timeout or self.timeout
                 body = _body_of(response, limit)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, OSError) as error:  # OSError: no file descriptor is left
             if timeout is not None and connected and isinstance(error, httpx.TimeoutException):
                 self._slowest = max(self._slowest, timeout)
             raise self.broke(error) or self._unavailable(error, is_reached=bool(connected)) from None
@@ -353,7 +353,7 @@ class Server:
             self._slowest = max(time.monotonic() - began, 0.9 * self._slowest)
         return Response(response.status_code, body, parse_retry_after(response.headers.get("retry-after", "")))
 
-    def _unavailable(self, error: httpx.TransportError, *, is_reached: bool) -> ServerUnavailable:
+    def _unavailable(self, error: Exception, *, is_reached: bool) -> ServerUnavailable:
         why = sentence(str(error)) or type(error).__name__
         if is_reached:
             return ServerUnavailable(f"no response from {self.url}, which accepted the connection: {why}")

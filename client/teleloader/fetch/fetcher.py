@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from teleloader.api.backoff import Backoff
-from teleloader.api.control import Server
 from teleloader.api.responses import refusing
 from teleloader.fetch.reorder import BROKEN, ReorderBuffer
 from teleloader.fetch.shards import DeliveredShards
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
-from teleloader.transport.base import Range
-from teleloader.transport.http import BatchConnection, SilentConnection
+from teleloader.transport.interface import BatchServer, Connection, SilentConnection
+from teleloader.transport.range import Range
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import codec
 from teleloader_shared.codec import Address, End, Frame, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
-from teleloader_shared.messages import READY_BYTES, batches_path
+from teleloader_shared.messages import READY_BYTES
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import sentence
 
@@ -110,7 +109,7 @@ class Fetcher:
     def __init__(
         self,
         number: int,
-        servers: list[Server],
+        servers: list[BatchServer],
         options: FetchOptions,
         reorder_buffer: ReorderBuffer,
         *,
@@ -125,10 +124,10 @@ class Fetcher:
         """Delivered batches, after which a server that has evicted the session continues."""
         self.registered_at = {servers[0]} if is_registered else set()
         """Servers at which the loader is registered."""
-        self._in_flight: deque[tuple[BatchConnection, Range]] = deque()
+        self._in_flight: deque[tuple[Connection, Range]] = deque()
         """Pending requests, in the order in which they are received."""
-        self._idle: list[BatchConnection] = []
-        self._connections: list[BatchConnection] = []
+        self._idle: list[Connection] = []
+        self._connections: list[Connection] = []
         self._has_received = False
         """True if a request succeeded since the last retry."""
         self._calls = False
@@ -286,12 +285,12 @@ class Fetcher:
             connection = self._usable(self._idle.pop() if self._idle else None)
             self._in_flight.append((self._send(connection, wanted), wanted))
 
-    def _send(self, connection: BatchConnection, wanted: Range) -> BatchConnection:
+    def _send(self, connection: Connection, wanted: Range) -> Connection:
         connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
         self._heard = time.monotonic()
         return connection
 
-    def _usable(self, connection: BatchConnection | None) -> BatchConnection:
+    def _usable(self, connection: Connection | None) -> Connection:
         """Return the connection, or a new one if the server has closed it."""
         if connection is not None and connection.is_usable:
             return connection
@@ -300,11 +299,11 @@ class Fetcher:
             self._close(connection)
         return self._connect()
 
-    def _connect(self) -> BatchConnection:
-        path = batches_path(self._options.key, self._options.epoch)
+    def _connect(self) -> Connection:
+        options = self._options
         with self._calling():
-            connection = BatchConnection(
-                self._servers[0], path, self._options.consumer, self._reorder_buffer.measures.report
+            connection = self._servers[0].connect(
+                options.key, options.epoch, options.consumer, self._reorder_buffer.measures.report
             )
         with self._reorder_buffer.changed:
             self._connections.append(connection)
@@ -341,7 +340,7 @@ class Fetcher:
             raise CorruptFrame(f"received {len(frames)} batches, expected 1 to {wanted.stop - wanted.start}")
         return frames
 
-    def _close(self, connection: BatchConnection) -> None:
+    def _close(self, connection: Connection) -> None:
         with self._reorder_buffer.changed:
             self._connections.remove(connection)
         connection.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import threading
 import time
 from collections import deque
@@ -13,7 +12,8 @@ from typing import Final, NamedTuple
 
 from teleloader.fetch.scheduler import HEDGE_LEAST, RangeScheduler
 from teleloader.stats import Measures
-from teleloader.transport.base import Range
+from teleloader.transport.interface import TransportError
+from teleloader.transport.range import Range
 from teleloader_shared.codec import End, Frame
 from teleloader_shared.errors import (
     CorruptFrame,
@@ -23,7 +23,7 @@ from teleloader_shared.errors import (
     UnknownLoader,
 )
 
-BROKEN: Final = (OSError, http.client.HTTPException, CorruptFrame, UnknownLoader, ServerUnavailable)
+BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
 """Errors after which the request is repeated."""
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from teleloader.transport.base import Range
+from teleloader.transport.range import Range
 from teleloader_shared.messages import READY_BYTES
 
 COVERED_SECONDS: Final = 0.25

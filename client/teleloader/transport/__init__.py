@@ -1,4 +1,5 @@
 """Connections on which ranges of batches are requested and received without a copy.
 
-May import `api` and `tensors`. Start reading in `base`; `http` is the transport over HTTP/1.1.
+May import `api` and `tensors`. Start reading in `interface`. A further transport is a module like `http`, with a
+`BatchServer` of its own, and a line in `selection`.
 """

@@ -19,12 +19,13 @@ from urllib.parse import urlencode, urlsplit
 from teleloader.api.control import MAX_PROBLEM_BYTES, Server
 from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
-from teleloader.transport.base import Range
+from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
+from teleloader.transport.range import Range
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
-from teleloader_shared.errors import ProtocolError, ServerUnavailable
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.forks import after_fork_in_child
-from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport
+from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport, batches_path
 
 KEEPALIVE_IDLE: Final = 5
 """Seconds without data after which the kernel sends a keep-alive probe."""
@@ -48,12 +49,19 @@ SILENT_TIMEOUTS: Final = 6
 """Limit of the wait on a connection without data, as a multiple of the server's `timeout`: although the server is
 available, a proxy may have dropped the connection."""
 
-_open: set[BatchConnection] = set()
+_open: set[HttpConnection] = set()
 """All connections of this process."""
 
 
-class SilentConnection(OSError):
-    """A connection delivers nothing although the server is available: retry on another connection."""
+class HttpServer(BatchServer):
+    """Loader server that is reached over HTTP/1.1."""
+
+    def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
+        """Return a new connection."""
+        try:
+            return HttpConnection(self, batches_path(key, epoch), consumer, report)
+        except OSError as error:
+            raise self.broke(error) or _broken(error) from None
 
 
 class BoundedReader(io.RawIOBase):
@@ -111,18 +119,17 @@ class BoundedReader(io.RawIOBase):
         super().close()
 
 
-class BatchConnection:
+class HttpConnection:
     """Connection to a server.
 
     Args:
         server: The server.
         path: Path of the epoch's batches.
-        consumer: Name of this iterator in the server's statistics.
-        report: Returns the report on this iterator that is sent with each request.
+        consumer: Name of the iterator in the server's statistics.
+        report: Returns the report on the iterator that is sent with each request.
 
     Raises:
         OSError: If the server is unreachable.
-        TlsError: If the server's certificate cannot be verified.
     """
 
     def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
@@ -131,9 +138,7 @@ class BatchConnection:
         self._below = path
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
-        """Trace of the last request."""
         self.first_byte = 0
-        """Arrival of the first byte of its response, as ``time.time_ns()``."""
         self._shown: str | None = None
         """Token of the last request."""
         self._consumer = consumer
@@ -144,10 +149,7 @@ class BatchConnection:
             )
         else:
             self._http = http.client.HTTPConnection(parts.netloc, timeout=server.timeout)
-        try:
-            self._http.connect()
-        except ssl.SSLError as error:
-            raise server.broke(error) or error from None
+        self._http.connect()
         self._http.response_class = self._response  # type: ignore[assignment]
         self._http.auto_open = 0  # no implicit reconnection
         self._socket: socket.socket = self._http.sock
@@ -161,19 +163,11 @@ class BatchConnection:
 
     @property
     def is_usable(self) -> bool:
-        """False if the server is known to have closed the connection, for example because it was idle."""
+        """False if the connection is known to be broken or closed."""
         return self._http.sock is not None and not self._arrival.select(0)
 
     def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the request for a range; `receive` returns the response.
-
-        Args:
-            wanted: The range.
-            trace: Trace of this request; None without tracing.
-
-        Raises:
-            OSError: If the connection broke.
-        """
+        """Send the request for a range."""
         self._shown = self._server.credentials.token
         headers = {
             CONSUMER_HEADER: self._consumer,
@@ -183,27 +177,26 @@ class BatchConnection:
         self.trace = trace
         if trace is not None:
             headers |= trace.headers
-        if wanted.listed is not None:
-            self._http.request("POST", f"{self._path}?start={wanted.start}", body=wanted.listed, headers=headers)
-            return
-        query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
-        self._http.request("GET", f"{self._path}?{query}", headers=headers)
+        if wanted.listed is None:
+            query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
+            method, body = "GET", None
+        else:
+            method, query, body = "POST", f"start={wanted.start}", wanted.listed
+        try:
+            self._http.request(method, f"{self._path}?{query}", body, headers)
+        except (OSError, http.client.HTTPException) as error:
+            raise _broken(error) from error
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Return the frames of the response: the first batches of the range, at least one.
+        """Return the frames of the response."""
+        try:
+            return self._receive(buffers, batches, max_bytes)
+        except TeleloaderError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise _broken(error) from error
 
-        Args:
-            buffers: Provides the memory to receive into.
-            batches: Batches in the range.
-            max_bytes: Limit of the response, in bytes.
-
-        Raises:
-            OSError: If the connection broke.
-            SilentConnection: If nothing arrives for long although the server is available.
-            ServerUnavailable: If nothing arrives, and the server does not respond to a health check.
-            http.client.HTTPException: If the response is truncated or not HTTP.
-            TeleloaderError: If the server refused the request.
-        """
+    def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
             if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
                 raise ConnectionError("the token was replaced")
@@ -268,7 +261,7 @@ class BatchConnection:
         return True
 
     def shut_down(self) -> None:
-        """Break the connection, from any thread: a thread that waits on it gets an error."""
+        """Break the connection, from any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -284,6 +277,10 @@ class BatchConnection:
         descriptor = self._socket.detach()
         if descriptor >= 0:  # negative if the server closed the connection after its last response
             socket.close(descriptor)
+
+
+def _broken(error: Exception) -> TransportError:
+    return TransportError(str(error) or type(error).__name__)
 
 
 def _close_copies() -> None:

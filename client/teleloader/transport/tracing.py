@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from teleloader.transport.base import Range
+from teleloader.transport.range import Range
 from teleloader_shared import tracing
 
 if TYPE_CHECKING:

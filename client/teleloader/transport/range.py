@@ -1,4 +1,4 @@
-"""Requests of a transport."""
+"""Range of batches that one request is for."""
 
 from __future__ import annotations
 

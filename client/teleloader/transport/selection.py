@@ -1,0 +1,21 @@
+"""Selection of the transport for a server URL, in this one place."""
+
+from __future__ import annotations
+
+from teleloader.api.credentials import Credentials
+from teleloader.transport.http import HttpServer
+from teleloader.transport.interface import BatchServer
+
+
+def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer:
+    """Return the server at a URL, with the transport for it.
+
+    Args:
+        url: URL of the server.
+        timeout: Seconds without a received byte after which the server counts as disconnected.
+        credentials: Token and certificates.
+
+    Raises:
+        ValueError: If `url` is not an HTTP URL, or contains a password.
+    """
+    return HttpServer(url, timeout, credentials)
