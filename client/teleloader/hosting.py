@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from teleloader.dataset import RemoteDataset
-from teleloader.fetch.direct import DirectDataset
+from teleloader.fetch.direct import DirectDataset, Loader
 from teleloader_shared import local
 from teleloader_shared.errors import TeleloaderError
 
@@ -36,13 +36,20 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
             f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
             f"({type(dataset).__qualname__})"
         )
-    return _load_here(dataset) if num_workers == 0 else _host_here(dataset)
+    return DirectDataset(load_here(dataset, _NAME)) if num_workers == 0 else _host_here(dataset)
 
 
-def _load_here(dataset: Any) -> DirectDataset:
+def load_here(dataset: Any, name: str) -> Loader:
+    """Return a loader of an object, for the calling thread.
+
+    Raises:
+        TypeError: If the server package is missing.
+        TeleloaderError: If `dataset` is not a dataset.
+    """
     load = _entry_point("teleloader.load", dataset)
     with _explained(dataset):
-        return DirectDataset(load(dataset, _NAME))
+        loader: Loader = load(dataset, name)
+        return loader
 
 
 def _host_here(dataset: Any) -> RemoteDataset:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from teleloader.fetch.reorder import Arrived
 from teleloader.fetch.scheduler import RangeScheduler
@@ -43,6 +44,22 @@ class Epoch(Protocol):
         """Release the dataset's iterator."""
 
 
+class Workers(Protocol):
+    """Workers of a loader that run in the calling thread, for tests."""
+
+    def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
+        """Return the frame of a batch, or of the failure in its place.
+
+        Args:
+            address: The batch.
+            indices: Frame of the indices, for a client-side sampler.
+            error: Exception to report in place of the batch; None loads it.
+        """
+
+    def close(self) -> None:
+        """Release the iterators of the dataset."""
+
+
 class Loader(Protocol):
     """Loader of an object, as the entry point ``teleloader.load`` returns it."""
 
@@ -61,6 +78,14 @@ class Loader(Protocol):
             epoch: Number of the epoch.
             seeded: Whether `seed` was given.
             torch: Whether batches have torch tensors.
+        """
+
+    def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> Workers:
+        """Return workers for a loader.
+
+        Args:
+            spec: The loader.
+            functions: Collate and worker-init functions, by the names in specs.
         """
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 from teleloader.api.credentials import Credentials
 from teleloader.transport.http import HttpServer
 from teleloader.transport.interface import BatchServer
+
+fakes: Final[dict[str, Callable[[str, float, Credentials], BatchServer]]] = {}
+"""Servers of `teleloader.testing`, by URL."""
 
 
 def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer:
@@ -18,4 +24,4 @@ def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer
     Raises:
         ValueError: If `url` is not an HTTP URL, or contains a password.
     """
-    return HttpServer(url, timeout, credentials)
+    return fakes.get(url, HttpServer)(url, timeout, credentials)

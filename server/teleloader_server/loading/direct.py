@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate
@@ -15,8 +19,9 @@ from teleloader_server.loading.random_state import OwnRandomState, seed_worker
 from teleloader_server.loading.shards import state_of_beginning
 from teleloader_server.loading.stages import STAGES, Encode, Fetch
 from teleloader_server.loading.tasks import Task
+from teleloader_server.loading.worker_info import WorkerScope
 from teleloader_shared import local
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Address
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -69,6 +74,15 @@ class DirectLoader:
             hosted = replace(hosted, default_collate=default_collate)
         return DirectEpoch(hosted, spec, epoch, seeded=seeded)
 
+    def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> DirectWorkers:
+        """Return workers of a registered loader that run in the thread that calls, for tests without a server.
+
+        Args:
+            spec: The loader.
+            functions: Collate and worker-init functions, by the names in specs.
+        """
+        return DirectWorkers(replace(self._hosted, functions=functions), spec)
+
 
 class DirectEpoch:
     """Iteration over one epoch of a dataset, loaded in the calling threads."""
@@ -106,6 +120,80 @@ class DirectEpoch:
     def close(self) -> None:
         """Release the dataset's iterator, so that ``finally`` blocks of generators run."""
         self._loading.passes.close()
+
+
+class DirectWorkers:
+    """Workers of one loader that load in the thread that calls; one for each shard of an iterable-style dataset."""
+
+    def __init__(self, hosted: HostedDataset, spec: LoaderSpec) -> None:
+        self._spec = spec
+        self._length = 0 if hosted.info.kind == "iterable" else hosted.info.length or 0
+        self._workers = [_DirectWorker(hosted, spec, shard) for shard in range(spec.shards)]
+
+    def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
+        """Return the frame of a batch, or of the failure in its place.
+
+        Args:
+            address: The batch.
+            indices: Frame of the indices, for a client-side sampler.
+            error: Exception to report in place of the batch; None loads it.
+        """
+        task = Task(self._spec, self._length, address, indices)
+        return self._workers[address.batch % len(self._workers)].frame(task, error)
+
+    def close(self) -> None:
+        """Release the iterators of the dataset."""
+        for worker in self._workers:
+            worker.close()
+
+
+class _DirectWorker:
+    def __init__(self, hosted: HostedDataset, spec: LoaderSpec, shard: int) -> None:
+        self._contexts: list[AbstractContextManager[None]] = [OwnRandomState()]
+        if hosted.info.kind == "iterable":
+            hosted = replace(hosted, dataset=_copied(hosted.dataset))
+            shard += spec.num_workers * spec.rank
+        seed = (spec.seed + shard) % 2**63
+        if hosted.info.kind == "iterable" and spec.num_workers > 0:
+            self._contexts.append(WorkerScope(shard, spec.num_workers * spec.world_size, seed, hosted.dataset))
+        self._loading = Loading({spec.dataset: hosted}, -1, DEFAULT_MAX_BATCH_BYTES)
+        with self._inside():
+            seed_worker(spec.seed, shard)
+            worker_init = hosted.worker_init_of(spec.worker_init)
+            if worker_init is not None:
+                worker_init(shard)
+
+    def frame(self, task: Task, error: Exception | None) -> NDArray[np.uint8]:
+        buffers: list[NDArray[np.uint8]] = []
+
+        def place(nbytes: int) -> NDArray[np.uint8]:
+            buffers.append(np.empty(nbytes, np.uint8))
+            return buffers[-1]
+
+        with self._inside():
+            if error is None:
+                nbytes, _ = self._loading.load(task, place)
+            else:
+                nbytes, _ = self._loading.fail(task, error, place)
+        return buffers[-1][:nbytes]
+
+    def close(self) -> None:
+        with self._inside():
+            self._loading.passes.close()
+
+    def _inside(self) -> ExitStack:
+        stack = ExitStack()
+        for context in self._contexts:
+            stack.enter_context(context)
+        return stack
+
+
+def _copied(dataset: Any) -> Any:
+    """Return a copy of a dataset, as each worker has one; the dataset itself if it cannot be copied."""
+    try:
+        return deepcopy(dataset)
+    except Exception:  # noqa: BLE001 - a file, lock or generator cannot be copied
+        return dataset
 
 
 def load(dataset: Any, name: str) -> DirectLoader:

@@ -52,6 +52,34 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
     _asked = False
 
 
+class WorkerScope:
+    """Context in which user code of this process sees the worker info of a worker, for loading without processes.
+
+    Args:
+        id_: Number of the worker.
+        num_workers: Number of workers.
+        seed: Seed of the worker's random numbers.
+        dataset: The worker's replica of the dataset.
+    """
+
+    def __init__(self, id_: int, num_workers: int, seed: int, dataset: Any) -> None:
+        self._info = (id_, num_workers, seed, dataset)
+        self._asked = False
+
+    def __enter__(self) -> None:
+        global _asked
+        set_worker_info(*self._info)
+        _asked = self._asked
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        self._asked, _current = _asked, None
+        if sys.modules.get("torch") is not None:
+            from torch.utils.data._utils import worker
+
+            worker._worker_info = None
+
+
 @cache
 def _noted_info() -> Any:
     """Return a subclass of torch's ``WorkerInfo`` that records which fields user code reads."""

@@ -1,0 +1,221 @@
+"""`FakeServer`: a loader server for unit tests of training code, without processes and sockets."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from teleloader.api.control import Unreached
+from teleloader.api.credentials import Credentials
+from teleloader.fetch.direct import Workers
+from teleloader.hosting import load_here
+from teleloader.tensors.memory import HostBuffers, ordinary_memory
+from teleloader.tensors.output import choose_output
+from teleloader.transport.interface import BatchServer, TransportError
+from teleloader.transport.range import Range
+from teleloader.transport.selection import fakes
+from teleloader.transport.tracing import RequestTrace
+from teleloader_shared import codec
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Frame, Memory
+from teleloader_shared.errors import DatasetChanged, ProtocolError, UnknownDataset, UnknownLoader
+from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
+from teleloader_shared.orders.plan import Plan
+from teleloader_shared.spec import LoaderSpec
+
+_numbers = itertools.count()
+_loading: Final = threading.Lock()
+"""Held while a batch is loaded, which changes the global random generators of the process."""
+
+
+class FakeServer:
+    """Loader server of the calling process, for unit tests of training code.
+
+    In the ``with`` block, ``RemoteDataset(server.url, name)`` connects to it. Batches, their order, saved states and
+    errors are those of a server that hosts the same datasets. A background thread of the client loads one batch at a
+    time; while it loads, it sets the global random generators of the process, and restores them afterwards. Each shard
+    of an iterable-style dataset is a copy of the dataset, if it can be copied.
+
+    Args:
+        datasets: Datasets by name, as torch accepts them.
+        functions: Functions that a loader may name as `collate_fn` and `worker_init_fn`; none by default.
+        before_batch: Called as ``before_batch(dataset, epoch, batch)`` before each batch is loaded, in the background
+            thread, and again if the client repeats the request. A ConnectionError breaks the connection, and the client
+            retries; another exception is raised by ``next()`` in place of the batch; a function that sleeps delays the
+            batch. None (the default) calls nothing.
+
+    Raises:
+        TeleloaderError: If an object is not a dataset.
+
+    Example:
+        >>> with FakeServer({"train": [1, 2, 3]}) as server:  # doctest: +SKIP
+        ...     train(server.url)
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Any],
+        *,
+        functions: Iterable[Callable[..., Any]] = (),
+        before_batch: Callable[[str, int, int], object] | None = None,
+    ) -> None:
+        self.url: Final = f"http://fake-{next(_numbers)}.localhost:1"
+        """URL for `RemoteDataset`. Nothing listens there: outside of the ``with`` block connections are refused."""
+        self._datasets = {name: load_here(dataset, name) for name, dataset in datasets.items()}
+        self._functions = {f"{function.__module__}:{function.__qualname__}": function for function in functions}
+        self._before_batch = before_batch
+        self._loaders: dict[str, tuple[str, Workers]] = {}
+        """Dataset and workers of each registered loader, by its key."""
+
+    def __enter__(self) -> FakeServer:
+        fakes[self.url] = partial(_InProcessServer, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del fakes[self.url]
+        for key in list(self._loaders):
+            self._forget(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeServer:
+        return self  # frameworks copy loaders
+
+    def _infos(self) -> list[DatasetInfo]:
+        functions = list(self._functions)
+        return [replace(loader.info, functions=functions) for loader in self._datasets.values()]
+
+    def _info(self, name: str) -> DatasetInfo:
+        for info in self._infos():
+            if info.name == name:
+                return info
+        raise UnknownDataset(f"unknown dataset {name!r}: {self.url} hosts {', '.join(map(repr, self._datasets))}")
+
+    def _register(self, spec: LoaderSpec) -> Registration:
+        info = self._info(spec.dataset)
+        if spec.fingerprint not in (None, info.fingerprint):
+            raise DatasetChanged(
+                f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was made for "
+                f"{spec.fingerprint}: the length of the dataset changed"
+            )
+        spec = replace(spec, fingerprint=info.fingerprint)
+        key = spec.key
+        with _loading:
+            if key not in self._loaders:
+                workers = self._datasets[info.name].workers(spec, self._functions)
+                self._loaders[key] = (info.name, workers)
+        is_planned = info.kind == "map" and spec.order == "plan"
+        return Registration(
+            key=key,
+            batches=len(Plan(spec, info.length or 0, 0)) if is_planned else None,
+            length=info.length,
+            fingerprint=info.fingerprint,
+            num_workers=spec.shards,
+            max_batch_bytes=DEFAULT_MAX_BATCH_BYTES,
+        )
+
+    def _loader(self, key: str) -> tuple[str, Workers]:
+        found = self._loaders.get(key)
+        if found is None:
+            raise UnknownLoader(f"{self.url} knows no loader {key}")
+        return found
+
+    def _forget(self, key: str) -> None:
+        with _loading:
+            _, workers = self._loaders.pop(key, (None, None))
+            if workers is not None:
+                workers.close()
+
+    def _frame(self, address: Address, listed: bytes | None) -> NDArray[np.uint8]:
+        dataset, workers = self._loader(address.loader)
+        error = None
+        try:
+            if self._before_batch is not None:
+                self._before_batch(dataset, address.epoch, address.batch)
+        except ConnectionError:
+            raise
+        except Exception as raised:  # noqa: BLE001 - it stands for an exception of the dataset
+            error = raised
+        with _loading:
+            return workers.frame(address, listed, error)
+
+
+class _InProcessServer(BatchServer):
+    def __init__(self, fake: FakeServer, url: str, timeout: float, credentials: Credentials) -> None:
+        super().__init__(url, timeout, credentials)
+        self._running = fake
+
+    @property
+    def _fake(self) -> FakeServer:
+        if self.url not in fakes:
+            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed")
+        return self._running
+
+    def datasets(self) -> list[DatasetInfo]:
+        return self._fake._infos()
+
+    def dataset(self, name: str) -> DatasetInfo:
+        return self._fake._info(name)
+
+    def register(self, spec: LoaderSpec) -> Registration:
+        return self._fake._register(spec)
+
+    def touch(self, key: str) -> None:
+        self._fake._loader(key)
+
+    def end_session(self, key: str) -> None:
+        self._running._forget(key)
+
+    def batch(self, address: Address, listed: bytes | None = None, *, consumer: str) -> Frame:
+        return codec.read(ordinary_memory(choose_output(None), self._fake._frame(address, listed)))
+
+    def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> _Connection:
+        if self.url not in fakes:
+            raise TransportError("its FakeServer was closed")
+        return _Connection(self, key, epoch)
+
+
+class _Connection:
+    def __init__(self, server: _InProcessServer, key: str, epoch: int) -> None:
+        self._server = server
+        self._first = Address(key, epoch, 0)
+        self._wanted = Range(0, 0, 0)
+        self.trace: RequestTrace | None = None
+        self.first_byte = 0
+        self.is_usable = True
+
+    def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
+        self._check()
+        self._wanted, self.trace = wanted, trace
+
+    def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
+        self._check()
+        start, listed = self._wanted.start, self._wanted.listed
+        if listed is not None:
+            listed = listed[: codec.frame_size(listed[:PROLOGUE_SIZE])]
+        try:
+            frame = self._server._fake._frame(self._first._replace(batch=start), listed)
+        except ConnectionError as error:
+            self.close()
+            raise TransportError(str(error) or type(error).__name__) from error
+        self._check()
+        if len(frame) > max_bytes:
+            raise ProtocolError(f"batch {start} has {len(frame):,} bytes: increase max_batch_bytes")
+        self.first_byte = time.time_ns()
+        memory = buffers.take(len(frame), batches)
+        memory.data[:] = frame
+        return memory
+
+    def shut_down(self) -> None:
+        self.is_usable = False
+
+    close = shut_down
+
+    def _check(self) -> None:
+        if not self.is_usable:
+            raise TransportError("the connection was closed")

@@ -1,0 +1,156 @@
+"""Contract of transports: each keeps the rules of `teleloader.transport.interface`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teleloader.api.credentials import Credentials
+from teleloader.sampling import index_frame
+from teleloader.tensors.memory import HostBuffers
+from teleloader.testing import FakeServer
+from teleloader.transport.interface import BatchServer, Connection, TransportError
+from teleloader.transport.range import Range
+from teleloader.transport.selection import server_at
+from teleloader_server import serve
+from teleloader_shared import codec
+from teleloader_shared.buffers import BufferPool
+from teleloader_shared.codec import Address, Frame
+from teleloader_shared.errors import ProtocolError, TeleloaderError, UnknownLoader
+from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.spec import LoaderSpec
+
+SPEC = LoaderSpec(dataset="dataset", batch_size=2)
+REPORT = ConsumerReport(0, 0, 0, 0, 0)
+MAX_BYTES = 2**20
+
+
+class Held(list[int]):
+    """A dataset that waits before sample 4."""
+
+    def __init__(self) -> None:
+        super().__init__(range(8))
+        self.reached, self.going_on = threading.Event(), threading.Event()
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 4:
+            self.reached.set()
+            self.going_on.wait(30)
+        return super().__getitem__(index)
+
+
+@contextmanager
+def hosted(transport: str, dataset: Any) -> Iterator[BatchServer]:
+    """A server that hosts a dataset, with a transport."""
+    if transport == "http":
+        with serve(dataset, num_workers=0) as url:
+            yield server_at(url, 10, Credentials())
+    else:
+        with FakeServer({"dataset": dataset}) as fake:
+            yield server_at(fake.url, 10, Credentials())
+
+
+@pytest.fixture(params=["http", "fake"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """A transport."""
+    return str(request.param)
+
+
+def connected(server: BatchServer, spec: LoaderSpec = SPEC) -> Connection:
+    """A new connection, for a registered loader."""
+    return server.connect(server.register(spec).key, 0, "test", lambda: REPORT)
+
+
+def received(connection: Connection, wanted: Range, max_bytes: int = MAX_BYTES) -> list[Frame]:
+    """The frames of the response to one request."""
+    connection.send(wanted)
+    buffers = HostBuffers("numpy", BufferPool())
+    return list(codec.read_all(connection.receive(buffers, wanted.stop - wanted.start, max_bytes)))
+
+
+def test_a_response_has_the_first_batches_of_its_range(transport: str) -> None:
+    """At least one, and none that was not requested; further requests use the same connection."""
+    with hosted(transport, list(range(8))) as server:
+        connection = connected(server)
+        found: list[Frame] = []
+        while len(found) < 3:
+            frames = received(connection, Range(len(found), 3, 0))
+            assert 0 < len(frames) <= 3 - len(found)
+            assert connection.first_byte > 0
+            found += frames
+            assert connection.is_usable
+        connection.close()
+    assert [frame.address.batch for frame in found] == [0, 1, 2]
+    assert [frame.content.tolist() for frame in found] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_indices_of_a_client_side_sampler_are_sent(transport: str) -> None:
+    """One frame of indices for each batch of the range."""
+    spec = replace(SPEC, order="client", session="s", batch_size=1)
+    lists = {1: [7, 5], 2: [0, 0]}
+    with hosted(transport, list(range(8))) as server:
+        connection = connected(server, spec)
+        listed = b"".join(index_frame(Address(server.register(spec).key, 0, k), lists[k]) for k in lists)
+        frames = received(connection, Range(1, 3, 0, listed))
+        assert [frame.content.tolist() for frame in frames] == list(lists.values())[: len(frames)]
+        connection.close()
+        server.end_session(server.register(spec).key)
+
+
+def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
+    """In the thread that waits for a response, and for each further request."""
+    dataset = Held()
+    with hosted(transport, dataset) as server:
+        connection = connected(server)
+
+        def break_off() -> None:
+            dataset.reached.wait(30)
+            connection.shut_down()
+            dataset.going_on.set()
+
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        with pytest.raises(TransportError):
+            received(connection, Range(2, 3, 0))
+        thread.join()
+        assert not connection.is_usable
+        with pytest.raises(TransportError):
+            received(connection, Range(0, 1, 0))
+        connection.close()
+        connection.close()
+        other = connected(server)
+        assert received(other, Range(2, 3, 0))[0].content.tolist() == [4, 5]
+        other.close()
+
+
+def test_a_response_beyond_the_limit_is_refused(transport: str) -> None:
+    """Before memory is taken for it; the error names the setting."""
+    with hosted(transport, [np.zeros(1000)] * 2) as server:
+        connection = connected(server)
+        with pytest.raises(ProtocolError, match="increase max_batch_bytes"):
+            received(connection, Range(0, 1, 0), 1000)
+        connection.close()
+
+
+def test_an_unknown_loader_is_refused(transport: str) -> None:
+    """By an error of teleloader's, which is not that of a broken connection."""
+    with hosted(transport, [1, 2]) as server:
+        connection = server.connect("0" * 32, 0, "test", lambda: REPORT)
+        with pytest.raises(UnknownLoader) as raised:
+            received(connection, Range(0, 1, 0))
+        assert isinstance(raised.value, TeleloaderError)
+        connection.close()
+
+
+def test_a_closed_server_is_unreachable(transport: str) -> None:
+    """A new connection to it raises what a broken connection raises."""
+    with hosted(transport, [1, 2]) as server:
+        pass
+    with pytest.raises(TransportError):
+        server.connect("0" * 32, 0, "test", lambda: REPORT)
