@@ -16,9 +16,10 @@ import pytest
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, Epoch, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.records import Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
+from teleloader_shared.spec import LoaderSpec
 
 TRAIN: Epoch = ("train", 0)
 OTHER: Epoch = ("other", 0)
@@ -38,6 +39,7 @@ class Service:
         self.memory = Memory(budget)
         self.quotas: dict[str, Quota] = {}
         self.dispatcher = Dispatcher(self.memory, in_turn)
+        self.loaders: dict[str, Loader] = {}
         self.queues: dict[int, list[Address]] = {}
         self.worn: set[int] = set()
         self.held_up: set[int] = set()
@@ -54,13 +56,19 @@ class Service:
             self.quotas[of] = Quota(of, self.memory.budget if memory is None else memory, max_consumers)
         return self.quotas[of]
 
+    def loader(self, key: str) -> Loader:
+        """Return a loader, whose costs remain known."""
+        return self.loaders.setdefault(key, Loader(key, LoaderSpec(dataset="data"), 0, BATCHES))
+
     def ask(
         self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
     ) -> PendingRange:
         """A client of a principal asks for [start, stop)."""
         key, epoch = run
         request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
-        return self.dispatcher.ask(self.quota(of), request, batches, self.now)
+        loader = self.loader(key)
+        loader.batches = batches
+        return self.dispatcher.ask(self.quota(of), request, loader, self.now)
 
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
@@ -221,5 +229,3 @@ def let_go_of_all(service: Service) -> None:
     service.empty_cache()
     for worker in list(service.queues):
         service.lose(worker)
-    for loader in {address.loader for address in service.begun}:
-        service.dispatcher.forget_loader(loader)

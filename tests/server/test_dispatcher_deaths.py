@@ -141,7 +141,7 @@ def test_a_suspect_that_a_client_waits_for_is_not_starved_by_work_ahead() -> Non
     service.teach(TRAIN, seconds=SLOW)
     waiting = service.ask("a", TRAIN, 0, 2)
     # two batches in one queue: unknown times are taken for short ones
-    service.dispatcher.forget_loader("train")
+    service.loader("train").batch_seconds = None
     service.decide()
     assert numbers(service.queues[0]) == [0, 1]
     service.lose()

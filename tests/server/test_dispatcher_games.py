@@ -225,7 +225,7 @@ class Game(RuleBasedStateMachine):
         for loader in "xy":
             batches = [*self.service.running(), *self.service.ready]
             if not any(run[0] == loader for _, run in after) and not any(a.loader == loader for a in batches):
-                self.service.dispatcher.forget_loader(loader)
+                self.service.loaders.pop(loader, None)
                 self.sizes.pop(loader, None)
         self.forget_suspects()
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from teleloader_server.dispatch.counters import Counters
-from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine, Loader
+from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import RangeRequest
+from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.health import WorkerExit
 from teleloader_server.workers.pool import WorkerState
@@ -73,7 +73,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     engine = Engine(pool, Memory(BUDGET), Counters())
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
-    loader = Loader(spec.key, spec, 100, MAX_EPOCH, engine)
+    loader = Loader(spec.key, spec, 100, MAX_EPOCH)
 
     def finish(worker: int, task: Task) -> None:
         pool.tasks.remove((worker, task))
@@ -101,7 +101,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     submitted = [task.address.batch for task in pool.submitted]
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
     assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
-    assert not any(consumer.asks for consumer, _ in engine.consumers()), "and nothing is kept of it"
+    assert not any(consumer.asks for consumer in engine.consumers()), "and nothing is kept of it"
 
 
 async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
     quota = Quota("anyone", BUDGET, 2 * FORGOTTEN_TOGETHER)
     for seed in range(FORGOTTEN_TOGETHER + 1):
         spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
-        loader = Loader(spec.key, spec, 100, 100, engine)
+        loader = Loader(spec.key, spec, 100, 100)
         request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
         async with engine.batches(loader, quota, request, lambda: None):
             pass
@@ -132,7 +132,7 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     engine = Engine(pool, memory, Counters())
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100, engine)
+    loader = Loader(spec.key, spec, 100, 100)
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
     async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()

@@ -24,7 +24,7 @@ from teleloader_server.dispatch.counters import (
     Recent,
 )
 from teleloader_server.dispatch.quotas import Quota
-from teleloader_server.dispatch.records import Consumer, EpochState, PrincipalShare
+from teleloader_server.dispatch.records import Consumer, EpochState, Loader, PrincipalShare
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
@@ -170,7 +170,8 @@ def report_at(elapsed: float, waited: float) -> ConsumerReport:
 
 def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str = SPEC.key) -> Consumer:
     """A pass through an epoch."""
-    return Consumer(PrincipalShare(Quota(principal, 2**20, 10), 0.0), name, (loader, epoch), EpochState(), 0, 0.0, 0.0)
+    share = PrincipalShare(Quota(principal, 2**20, 10), 0.0)
+    return Consumer(share, name, Loader(loader, SPEC, 0, 1), (loader, epoch), EpochState(), 0, 0.0, 0.0)
 
 
 def _mark(metrics: Counters, now: float) -> None:

@@ -26,6 +26,7 @@ from teleloader_server.dispatch.records import (
     Batch,
     Consumer,
     Epoch,
+    Loader,
     PendingRange,
     PrincipalShare,
     RangeRequest,
@@ -87,18 +88,16 @@ class Dispatcher:
         """By name of the principal, as long as it has consumers."""
         self._level = 0.0
         """Seconds served to the principal for which a batch was begun last: new principals start there."""
-        self._seconds: dict[str, float] = {}
-        self._sizes: dict[str, float] = {}
 
     # -- what happened: consumers
 
-    def ask(self, quota: Quota, request: RangeRequest, batches: int, now: float) -> PendingRange:
+    def ask(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRange:
         """A client requests batches of an epoch.
 
         Args:
             quota: The quota of the client's principal.
             request: The request.
-            batches: Number of batches in the epoch.
+            loader: The requested loader, for which costs are measured.
             now: The time.
 
         Raises:
@@ -109,7 +108,7 @@ class Dispatcher:
         if consumer is None:
             if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
                 self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
-            consumer = self._join(quota, request.consumer, run, start, now)
+            consumer = self._join(quota, request, loader, now)
         if consumer not in self.store.active:
             # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
             principal_share = consumer.principal_share
@@ -125,7 +124,7 @@ class Dispatcher:
             self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(ask.stop for ask in consumer.asks)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        consumer.ahead_stop = min(batches, furthest + request.prefetch)
+        consumer.ahead_stop = min(loader.batches, furthest + request.prefetch)
         self.store.active[consumer] = None
         return asked
 
@@ -162,14 +161,16 @@ class Dispatcher:
         self._forget(gone)
         return gone
 
-    def _join(self, quota: Quota, name: str, run: Epoch, position: int, now: float) -> Consumer:
+    def _join(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> Consumer:
         if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
-        principal_share = self._principal_shares.get(quota.name)
-        if principal_share is None:
-            principal_share = self._principal_shares[quota.name] = PrincipalShare(quota, self._level)
-        consumer = self._consumers[quota.name, name, run] = self.store.join(principal_share, name, run, position, now)
+        principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
+        run, level = (request.key, request.epoch), principal_share.level
+        state = self.store.state(run)
+        consumer = Consumer(principal_share, request.consumer, loader, run, state, request.start, level, now)
+        self._consumers[quota.name, consumer.name, run] = consumer
         quota.consumers[consumer] = consumer.asks
+        self.store.join(consumer)
         return consumer
 
     def _forget_some(self, quota: Quota) -> None:
@@ -256,8 +257,9 @@ class Dispatcher:
         """Record a batch that is ready; `worker` is None for a failure that the server put in its place."""
         if worker is not None:
             self._queues[worker].remove(address)
-            self._seconds[address.loader] = _smoothed(self._seconds.get(address.loader), seconds)
-            self._sizes[address.loader] = _smoothed(self._sizes.get(address.loader), len(frame.raw))
+            loader = self.store.batch(address).consumer.loader
+            loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
+            loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
         self.store.deaths.pop(address, None)
         self._charge(self.store.finished(address, frame), seconds)
 
@@ -268,11 +270,6 @@ class Dispatcher:
             batch.charged = seconds
             batch.consumer.served += more
             batch.consumer.principal_share.served += more
-
-    def forget_loader(self, key: str) -> None:
-        """Forget the measurements of a loader."""
-        self._seconds.pop(key, None)
-        self._sizes.pop(key, None)
 
     def release(self) -> None:
         """Release all memory for other dispatchers; no batches follow."""
@@ -339,8 +336,8 @@ class Dispatcher:
                     left.remove(consumer)
 
     def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, begun: list[Start]) -> bool:
-        estimate = int(self._sizes.get(address.loader, 0))
-        principal_share = consumer.principal_share
+        loader, principal_share = consumer.loader, consumer.principal_share
+        estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
         if self.store.is_full(principal_share, estimate):
@@ -350,7 +347,7 @@ class Dispatcher:
             if not waited_for and self.store.is_full(principal_share, estimate):
                 return False
         batch = self.store.begun(address, consumer, estimate)
-        self._charge(batch, self._seconds.get(address.loader, 0.001))
+        self._charge(batch, 0.001 if loader.batch_seconds is None else loader.batch_seconds)
         self._queues[worker].append(address)
         begun.append(Start(worker, batch))
         return True
@@ -396,8 +393,8 @@ class Dispatcher:
         if worker is None or not self._queues[worker]:
             return worker
         queue = self._queues[worker]
-        seconds = self._seconds.get(queue[-1].loader, QUEUE_SECONDS)
-        room = min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
+        seconds = self.store.batch(queue[-1]).consumer.loader.batch_seconds
+        room = 1 if seconds is None else min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
         return worker if len(queue) <= room else None
 
     def _takes(self, worker: int, *, suspect: bool) -> bool:

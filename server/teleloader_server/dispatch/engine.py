@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from typing import Final
 import numpy as np
 
 from teleloader_server import request_ids
-from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.records import Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit
@@ -27,28 +26,11 @@ from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
-from teleloader_shared.spec import LoaderSpec
 
 FORGOTTEN_TOGETHER: Final = 256
 """Idle loaders that are forgotten in one turn of the event loop: each one costs a message to every worker."""
 LONG_SECONDS: Final = 5.0
 """Seconds of computation after which the worker of a batch may be preempted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """A registered loader and the engine that computes its batches."""
-
-    key: str
-    """Key of the spec, stored because its computation takes 75 us."""
-    spec: LoaderSpec
-    length: int
-    """Samples in the dataset; 0 if it has no length."""
-    batches: int
-    """Batches in an epoch; `MAX_EPOCH` if only its end determines their number."""
-    engine: Engine
-    indices: IndexKind = "any"
-    """Indices that a client-side sampler may list, see `DatasetConfig.indices`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +101,8 @@ class Engine:
         self.tally: Final[PoolCounters] = metrics.pool()
         """Counters of this pool."""
         self._dispatcher = Dispatcher(memory, in_turn)
-        self._loaders: dict[str, Loader] = {}
+        self._loaders: set[str] = set()
+        """Keys of the loaders that workers may know."""
         self._decision_due = False
         self._context = Context()
         """Context of decisions, which concern all requests: log lines name none of them."""
@@ -168,8 +151,8 @@ class Engine:
             ServerUnavailable: If the principal has too many consumers.
         """
         now = time.monotonic()
-        ask = self._dispatcher.ask(quota, request, loader.batches, now)
-        self._loaders[loader.key] = loader
+        ask = self._dispatcher.ask(quota, request, loader, now)
+        self._loaders.add(loader.key)
         self._decide_soon()
         tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
         tally.asks(now, request.report)
@@ -302,23 +285,21 @@ class Engine:
         if self._end is not None:
             return
         for worker, batch in self._dispatcher.decide():
-            loader = self._loaders[batch.address.loader]
-            indices = batch.consumer.index_list(batch.address.batch)
+            loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
             self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
         """Forget idle consumers, and some of the loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
-        for key in list(islice(self._loaders.keys() - in_use, FORGOTTEN_TOGETHER)):
-            del self._loaders[key]
+        for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
+            self._loaders.remove(key)
             self.forget_loader(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
 
     def forget_loader(self, key: str) -> None:
-        """Forget the measurements of a loader, and have the workers forget it; consumers may remain."""
-        self._dispatcher.forget_loader(key)
+        """Have the workers forget a loader; consumers may remain."""
         self._pool.forget(key)
 
     def wake(self) -> None:
@@ -342,9 +323,9 @@ class Engine:
 
     # -- state
 
-    def consumers(self) -> list[tuple[Consumer, Loader]]:
-        """Return the known consumers with their loaders."""
-        return [(consumer, self._loaders[consumer.run[0]]) for consumer in self._dispatcher.consumers()]
+    def consumers(self) -> Iterable[Consumer]:
+        """Return the known consumers."""
+        return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
         """Return the state of each worker, and True if it has a batch to compute."""

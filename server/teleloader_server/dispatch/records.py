@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.codec import Address
 from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.spec import LoaderSpec
 
 if TYPE_CHECKING:
     from teleloader_server.dispatch.tracing import Made, RequestTrace
@@ -41,6 +43,25 @@ class ReadyFrame(NamedTuple):
     """True if it holds an exception in place of the batch. It is sent once and not kept: a retry may succeed."""
     made: Made | None = None
     """Times and worker of the computation; None without tracing."""
+
+
+@dataclass(slots=True, eq=False)
+class Loader:
+    """A registered loader."""
+
+    key: str
+    """Key of the spec, stored because its computation takes 75 us."""
+    spec: LoaderSpec
+    length: int
+    """Samples in the dataset; 0 if it has no length."""
+    batches: int
+    """Batches in an epoch; `MAX_EPOCH` if only its end determines their number."""
+    indices: IndexKind = "any"
+    """Indices that a client-side sampler may list, see `DatasetConfig.indices`."""
+    batch_seconds: float | None = None
+    """Smoothed time of computation of a batch; None until one is finished."""
+    batch_nbytes: float | None = None
+    """Smoothed size of a frame; None until one is finished."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +144,7 @@ class Consumer:
 
     principal_share: PrincipalShare
     name: str
+    loader: Loader
     run: Epoch
     state: EpochState = field(repr=False)
     """State of that epoch."""

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 
 from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.dispatch.counters import Counters, ServerTotals
-from teleloader_server.dispatch.engine import BatchStream, Loader
+from teleloader_server.dispatch.engine import BatchStream, Engine
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
-from teleloader_server.dispatch.records import RangeRequest
+from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
@@ -43,6 +43,8 @@ class _Known(NamedTuple):
     """A registered loader."""
 
     loader: Loader
+    engine: Engine
+    """Computes its batches."""
     length: int | None
     """Length of its dataset; None if it has none."""
     quota: Quota
@@ -178,14 +180,14 @@ class LoaderService:
             AccessDenied: The caller may not use the loader's dataset.
             UnknownLoader: No loader of that key is registered.
         """
-        loader, length, *_ = self._resolve(caller, key)
-        loader.engine.touch()
+        loader, engine, length, *_ = self._resolve(caller, key)
+        engine.touch()
         return Registration(
             key=key,
             batches=None if loader.batches == MAX_EPOCH else loader.batches,
             length=length,
             fingerprint=loader.spec.fingerprint or "",
-            num_workers=loader.engine.num_workers,
+            num_workers=engine.num_workers,
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
@@ -203,10 +205,10 @@ class LoaderService:
             engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered meanwhile
                 length = 0 if info.kind == "iterable" else info.length or 0
-                loader = Loader(key, spec, length, batches, engine, self._host.index_kind(info.name))
+                loader = Loader(key, spec, length, batches, self._host.index_kind(info.name))
                 quota.loaders.add(key)
                 held.callback(quota.loaders.remove, key)
-                self._loaders[key] = _Known(loader, info.length, quota, held.pop_all())
+                self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())
 
     def _make_room(self, quota: Quota, nbytes: int) -> None:
         """Forget idle loaders of a principal that leave no room for one more with so many bytes."""
@@ -219,7 +221,7 @@ class LoaderService:
         known = self._loaders.pop(key)
         known.held.close()
         if key not in self.engines.sessions:  # its workers end with the session
-            known.loader.engine.forget_loader(key)
+            known.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
         """End the workers of a caller's session. An unknown session has ended already.
@@ -245,7 +247,7 @@ class LoaderService:
         Returns:
             The number of forgotten loaders.
         """
-        in_use = {consumer.run[0] for engine in self.engines.started() for consumer, _ in engine.consumers()}
+        in_use = {consumer.run[0] for engine in self.engines.started() for consumer in engine.consumers()}
         idle = [
             key
             for key, known in self._loaders.items()
@@ -367,7 +369,8 @@ class LoaderService:
             request = replace(request, prefetch=0)
         dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
         quota = self.quotas.of(caller.authorize(need, dataset))
-        asked = loader.engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
+        engine = self._loaders[loader.key].engine
+        asked = engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
         async with asked as stream:
             with self.grants.hold(caller, need, dataset, stream.end):
                 yield stream

@@ -137,13 +137,14 @@ class Store:
 
     # -- consumers
 
-    def join(self, principal_share: PrincipalShare, name: str, run: Epoch, position: int, now: float) -> Consumer:
-        """Add a consumer that iterates over an epoch from `position` on."""
-        state = self._runs.setdefault(run, EpochState())
-        consumer = Consumer(principal_share, name, run, state, position, principal_share.level, now)
-        state.consumers.append(consumer)
-        self.want_again(state, state.batches)
-        return consumer
+    def state(self, run: Epoch) -> EpochState:
+        """Return the state of an epoch, which may be new."""
+        return self._runs.setdefault(run, EpochState())
+
+    def join(self, consumer: Consumer) -> None:
+        """Add a consumer."""
+        consumer.state.consumers.append(consumer)
+        self.want_again(consumer.state, consumer.state.batches)
 
     def leave(self, gone: list[Consumer]) -> None:
         """Remove consumers."""

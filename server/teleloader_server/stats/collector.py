@@ -21,7 +21,7 @@ from teleloader_server.dispatch.counters import (
     LoopCounters,
     ServerTotals,
 )
-from teleloader_server.dispatch.engine import Engine, Loader
+from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
 from teleloader_server.dispatch.service import LoaderService
@@ -237,20 +237,20 @@ class StatsCollector:
         """
         # all consumers are looked up before the first await, during which consumers may be removed
         known = [
-            (look, *pair, look.engine.tally.of(pair[0]))
+            (look, consumer, look.engine.tally.of(consumer))
             for look in looks
-            for pair in look.engine.consumers()
-            if pair[0].name != PREVIEW
+            for consumer in look.engine.consumers()
+            if consumer.name != PREVIEW
         ]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
         latest: dict[LoopCounters, _Seen] = {}
         found: list[tuple[Engine, _Seen]] = []
-        async for look, consumer, loader, tally in _in_slices(known):
+        async for look, consumer, tally in _in_slices(known):
             later = latest.get(tally.loop)
             if later is not None and not consumer.asks:
                 continue
-            recent = _rates(look, consumer, loader, tally.loop, now) if later is None else later.recent
-            seen = _Seen(consumer, loader, tally, recent)
+            recent = _rates(look, consumer, tally.loop, now) if later is None else later.recent
+            seen = _Seen(consumer, tally, recent)
             latest.setdefault(tally.loop, seen)
             found.append((look.engine, seen))
         loops: dict[Engine, list[_Seen]] = {look.engine: [] for look in looks}
@@ -273,13 +273,12 @@ class _Seen(NamedTuple):
     """Snapshot of a consumer."""
 
     consumer: Consumer
-    loader: Loader
     tally: ConsumerCounters
     recent: ConsumerRates
     """Rates of the consumer's training loop, over all its iterations."""
 
 
-def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCounters, now: float) -> ConsumerRates:
+def _rates(look: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float) -> ConsumerRates:
     """Return the rates of a training loop, given the consumer of its latest iteration."""
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
     recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
@@ -291,7 +290,7 @@ def _rates(look: EngineSnapshot, latest: Consumer, loader: Loader, loop: LoopCou
         starved_fraction=recent.waiting,
         sending_fraction=recent.sending,
         data_wait_fraction=recent.loop_waiting,
-        stages=look.stages.get(loader.key, {}),
+        stages=look.stages.get(latest.loader.key, {}),
     )
 
 
@@ -312,7 +311,8 @@ def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> Pool
 
 
 def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
-    consumer, loader, tally, recent = seen
+    consumer, tally, recent = seen
+    loader = consumer.loader
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(
         consumer=consumer.name,
