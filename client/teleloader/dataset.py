@@ -112,7 +112,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Description of the dataset as of connection; for a server in this process, the current one."""
+        """Description of the dataset at the time of connection; always current for a server in this process."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info

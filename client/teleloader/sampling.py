@@ -57,7 +57,7 @@ def make_samplers(
 
 
 def torchs_collate(*, batched: bool) -> Any:
-    """Return the value of torch's DataLoader's `collate_fn` attribute if the argument is None."""
+    """Return the function that torch's DataLoader uses if `collate_fn` is None."""
     from torch.utils.data import default_collate, default_convert
 
     return default_collate if batched else default_convert

@@ -31,7 +31,7 @@ def allocate(size: int) -> Buffer:
 
 
 class BufferPool:
-    """Thread-safe pool of aligned buffers that return to it when they are garbage-collected.
+    """Thread-safe pool of aligned memory buffers; a buffer returns to the pool when it is garbage-collected.
 
     Args:
         free_bytes: Maximum size of the free buffers that the pool keeps, in bytes; applied at each `take`.

@@ -65,7 +65,7 @@ class Memory(Protocol):
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """The bytes, 1-D and contiguous."""
+        """Bytes of this memory as a 1-D contiguous array."""
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocate further memory of `nbytes` bytes, for copied or decompressed arrays."""
@@ -110,7 +110,7 @@ class Bits:
         return type(self)(self.data[start : start + nbytes].copy())
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a view as an array of the NumPy type that holds the bits of `dtype_name`."""
+        """Return an array that views this memory, of the NumPy type that holds the bits of `dtype_name`."""
         return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
 
 
@@ -151,7 +151,7 @@ class End:
 
 
 class Frame(NamedTuple):
-    """Decoded frame."""
+    """Decoded frame: a batch, a failure or the end of a shard."""
 
     address: Address
     content: Any
@@ -271,7 +271,7 @@ def frame_size(prologue: bytes | memoryview) -> int:
 
 
 class Envelope(NamedTuple):
-    """Partially decoded frame: prologue parsed, header and arrays not."""
+    """Partially decoded frame: only the prologue is parsed, not the header and the arrays."""
 
     size: int
     """Size of the frame in bytes."""
@@ -401,7 +401,7 @@ class _Segments:
 
     @property
     def unpacked(self) -> int:
-        """Bytes of arrays that are not views of the frame."""
+        """Total size of the decompressed arrays in bytes; 0 without compression."""
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:

@@ -20,7 +20,7 @@ from teleloader_shared.errors import StateMismatch
 
 
 class Delivered(NamedTuple):
-    """Progress of a shard in an epoch."""
+    """Progress of one shard of an iterable-style dataset in an epoch."""
 
     first: int
     """Number of the first delivered batch of the shard; not 0 if the iteration was resumed."""
@@ -33,7 +33,7 @@ class Delivered(NamedTuple):
 
 
 def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
-    """Return the rolling digest after one more frame.
+    """Return the rolling digest of delivered frames, updated with one more frame.
 
     Args:
         digest: Digest of the preceding frames, 0 if there are none.

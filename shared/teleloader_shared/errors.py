@@ -48,7 +48,7 @@ class UnknownLoader(TeleloaderError, LookupError):
 
 
 class BatchOutOfRange(TeleloaderError, IndexError):
-    """The requested batch number is not below the number of batches of the epoch."""
+    """The requested batch number is beyond the end of the epoch."""
 
 
 class DatasetChanged(TeleloaderError, ValueError):

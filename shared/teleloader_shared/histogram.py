@@ -36,7 +36,7 @@ class Histogram:
         self._noted: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Add one duration; counted together with others, once `BLOCK` of them are collected or read."""
+        """Add one duration in seconds; durations are counted in blocks, because counting each one is slow."""
         self._noted.append(seconds)
         if len(self._noted) >= BLOCK:
             self._put_away()

@@ -111,7 +111,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Response to ``POST /v1/loaders``."""
+    """Response to the registration of a loader (``POST /v1/loaders``)."""
 
     key: str
     """Identifier of the loader in URL paths (`LoaderSpec.key`); equal specs have equal keys on every server."""

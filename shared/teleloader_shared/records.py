@@ -30,7 +30,7 @@ def is_dunder(name: str) -> bool:
 
 
 def is_name(name: object) -> bool:
-    """Return True for a valid class or field name: an identifier that is not a keyword or reserved by Python."""
+    """Return True for a valid class or field name: an identifier that is neither a keyword nor reserved by Python."""
     return type(name) is str and name.isidentifier() and not iskeyword(name) and not is_dunder(name)
 
 

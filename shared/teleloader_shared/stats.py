@@ -52,7 +52,7 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class SlowBatch:
-    """One of the batches that took a worker longest to fetch."""
+    """Record of one of the slowest batches of a dataset, by the duration of the fetch stage."""
 
     batch: int
     epoch: int

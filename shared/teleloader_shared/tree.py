@@ -1,4 +1,4 @@
-"""Conversion of a batch, as a tree of containers, plain values and arrays, to msgpack types and back.
+"""Conversion of batches (trees of containers, plain values and arrays) to msgpack types and back.
 
 `flatten` converts a batch into a tree of msgpack's own types and the list of its arrays, in tree order; `unflatten` is
 the inverse. docs/protocol.md ("Tree encoding") specifies the encoding of each node.
@@ -52,15 +52,15 @@ class Leaf(Protocol):
 
     @property
     def dtype_name(self) -> str:
-        """One of `dtypes.NAMES`."""
+        """Element type, one of `dtypes.NAMES`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dimension."""
+        """Shape of the array."""
 
     @property
     def kind(self) -> str:
-        """``tensor``, ``ndarray``, or ``scalar`` for a NumPy scalar."""
+        """Kind of the array: ``tensor``, ``ndarray``, or ``scalar`` for a NumPy scalar."""
 
     def write(self, out: NDArray[Any]) -> None:
         """Write the elements to `out`, an array of `shape` and of the NumPy type `dtypes.storage(dtype_name)`."""
@@ -75,7 +75,7 @@ class ArrayLeaf(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dimension."""
+        """Shape of the array."""
         return self.array.shape
 
     def write(self, out: NDArray[Any]) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from teleloader.cli.showing import print_json, progress_bar, to_people
+from teleloader.cli.showing import print_json, progress_bar, results_console
 from teleloader_shared.orders import plan
 from teleloader_shared.orders.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
@@ -53,7 +53,7 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
         print_json({"dataset": name, "epoch": epoch, **facts(found)})
         return
     ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
-    console = to_people()
+    console = results_console()
     console.print(
         Text(
             harmless(

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
 from teleloader.api.control import Server
-from teleloader.cli.showing import print_json, progress_bar, to_people
+from teleloader.cli.showing import print_json, progress_bar, results_console
 from teleloader.cli.stats import TIMEOUT, record_of, sentence
 from teleloader.dataset import consumers_prefix
 from teleloader.loader import DataLoader
@@ -134,7 +134,7 @@ class Bench:
             if self._step:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
-        diagnosis, workers = seen_by(url)  # before close(), while the server still lists this consumer
+        diagnosis, workers = own_diagnosis(url)  # before close(), while the server still lists this consumer
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
@@ -180,7 +180,7 @@ class Bench:
                 yield elapsed
 
 
-def seen_by(url: str) -> tuple[Diagnosis | None, int | None]:
+def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
     """Return the server's diagnosis of this process, and the number of workers if they are its bottleneck.
 
     The diagnosis is None if the token does not permit reading it. The number is None if the workers are not the
@@ -214,7 +214,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
         rates = {name: getattr(measured, name) for name in _RATES}
         print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})
         return
-    console = to_people()
+    console = results_console()
     console.print(
         Text(
             harmless(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from teleloader.cli.showing import Column, print_json, table, to_people
+from teleloader.cli.showing import Column, print_json, results_console, table
 from teleloader.dataset import RemoteDataset
 from teleloader.errors import exception_of
 from teleloader_shared.codec import End, Failure, Frame
@@ -21,7 +21,7 @@ def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
     if as_json:
         print_json(_facts(frame, dataset))
         return not isinstance(frame.content, Failure)
-    console = to_people()
+    console = results_console()
     if isinstance(frame.content, Failure):
         error = exception_of(frame.content, frame.address, dataset.url)
         console.print(Text(harmless(f"{type(error).__name__}: {error}")), soft_wrap=True)

@@ -19,7 +19,7 @@ PIPE_WIDTH: Final = 1000
 """Assumed width of an output that is not a terminal, in characters, so that lines are neither cut nor wrapped."""
 
 
-def to_people() -> Console:
+def results_console() -> Console:
     """Return a rich console for results on stdout: in color in a terminal, plain in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)

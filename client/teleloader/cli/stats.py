@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from teleloader.api.control import Server
-from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, shortened, table, to_people
+from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, results_console, shortened, table
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
     Bottleneck,
@@ -92,7 +92,7 @@ def once(url: str, limit: int, *, as_json: bool) -> None:
     if as_json:
         print_json(response)
         return
-    console = to_people()
+    console = results_console()
     console.print(shown(record_of(Stats, response), console.width))
 
 
@@ -102,7 +102,7 @@ def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
     In a terminal, the output is refreshed in place; in a pipe, it is appended. If the server does not respond, for
     example during a restart, the request is retried.
     """
-    console, server = to_people(), Server(url, TIMEOUT)
+    console, server = results_console(), Server(url, TIMEOUT)
     if as_json or not console.is_terminal:
         for found in _every(interval, server, limit):
             if as_json:

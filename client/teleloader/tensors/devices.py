@@ -73,7 +73,7 @@ class TorchDevice:
 
     @property
     def pins(self) -> bool:
-        """True if copies are faster from page-locked memory; torch cannot allocate it for Apple's MPS."""
+        """True if copies are faster from page-locked memory, which torch can allocate for all devices but MPS."""
         return bool(self.device.type != "mps")
 
     def enter_thread(self) -> None:
@@ -144,7 +144,7 @@ class JaxDevice:
         self._x64 = jax.config.jax_enable_x64
 
     def enter_thread(self) -> None:
-        """Do nothing: settings are applied for each copy."""
+        """Do nothing: JAX's settings are applied for each copy."""
 
     def copy(self, batch: Any) -> Copy:
         """Start to copy the arrays of a batch that stand for tensors (`Tensor`)."""
@@ -184,7 +184,7 @@ class CopyTimes:
         """Without the batches, so that they can be freed."""
 
     def add(self, copy: Copy) -> None:
-        """Add a copy that was started."""
+        """Add a started copy, whose duration is to be measured."""
         self._pending.append(replace(copy, batch=None, tensors=[]))
 
     def collect(self) -> float:

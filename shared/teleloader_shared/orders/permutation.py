@@ -89,7 +89,7 @@ class Permutation:
 
     @property
     def length(self) -> int:
-        """Number of positions."""
+        """Length of the permuted range."""
         return self._length
 
     @property

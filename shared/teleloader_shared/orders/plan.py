@@ -146,7 +146,7 @@ class Coverage:
 
 
 def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
-    """Count the visits of each sample over the index arrays of `batches`: planned ones of all ranks, or received ones.
+    """Count the occurrences of each sample in the index arrays of `batches`, to find missing and repeated samples.
 
     Takes 8 bytes of memory per sample of the dataset.
 
