@@ -40,10 +40,10 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
 
 
 def load_here(dataset: Any, name: str) -> Loader:
-    """Return a loader of an object, for the calling thread.
+    """Create an in-process loader of a dataset object, which loads in the calling thread.
 
     Raises:
-        TypeError: If the server package is missing.
+        TypeError: If the server package is not installed.
         TeleloaderError: If `dataset` is not a dataset.
     """
     load = _entry_point("teleloader.load", dataset)

@@ -1,4 +1,4 @@
-"""`FakeServer`: a loader server for unit tests of training code, without processes and sockets."""
+"""`FakeServer`: in-process loader server for unit tests of training code, without processes and sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _loading: Final = threading.Lock()
 
 
 class FakeServer:
-    """Loader server of the calling process, for unit tests of training code.
+    """In-process loader server for unit tests of training code.
 
     In the ``with`` block, ``RemoteDataset(server.url, name)`` connects to it. Batches, their order, saved states and
     errors are those of a server that hosts the same datasets. A background thread of the client loads one batch at a

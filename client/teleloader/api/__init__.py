@@ -1,4 +1,4 @@
-"""JSON requests of a client to its servers, and the credentials for them.
+"""Control requests to servers (JSON over HTTP), credentials and retries.
 
 May import `tensors`, `errors` and shared records. Start reading in `control`.
 """

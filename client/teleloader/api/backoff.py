@@ -1,4 +1,4 @@
-"""Waits between retries."""
+"""Exponential backoff between retries."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 
 FIRST_DELAY: Final = 0.05
 LAST_DELAY: Final = 1.0
-"""Limit of a wait in seconds, and so of the delay until a client notices that its server is available again."""
+"""Maximum wait in seconds; also the maximum delay until a client notices that its server is available again."""
 
 
 class Backoff:
-    """Exponential backoff with full jitter: clients that lost a server do not all reconnect at the same time.
+    """Exponential backoff with full jitter, so that the clients of a failed server do not reconnect simultaneously.
 
     Args:
-        timeout: Seconds after the first failure since `reset` for which to retry.
-        sleep: Waits the given seconds, or less if it is interrupted.
+        timeout: Seconds for which to retry, from the first failure since `reset`.
+        sleep: Function that waits the given seconds, or less if it is interrupted.
     """
 
     def __init__(self, timeout: float, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -28,23 +28,23 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Note a success: the next failure is a first one."""
+        """Reset delay and timeout after a successful attempt."""
         self._deadline: float | None = None
         self._delay = FIRST_DELAY
 
     @property
     def first(self) -> bool:
-        """True if nothing has failed since `reset`."""
+        """True if no attempt has failed since `reset`."""
         return self._deadline is None
 
     def pause(self, at_least: float = 0.0) -> bool:
         """Wait before the next attempt.
 
         Args:
-            at_least: Seconds to wait that the server specified, limited by the rest of `timeout`.
+            at_least: Minimum wait in seconds that the server requested; limited by the rest of `timeout`.
 
         Returns:
-            False, without a wait, if `timeout` is over.
+            False, without waiting, if `timeout` has expired.
         """
         now = time.monotonic()
         if self._deadline is None:

@@ -1,4 +1,4 @@
-"""Control requests of a client: everything but batches, each request on its own connection."""
+"""Control requests to a loader server (all requests except training batches), each on its own connection."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from teleloader_shared.text import excerpt, sentence, short
 
 MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 4 * 2**20
-"""Limit of a list of datasets, and of ``/stats``, in bytes."""
+"""Maximum size of the responses of ``/v1/datasets`` and ``/stats``."""
 MAX_RECORD_BYTES: Final = 2**20
-"""Limit of one dataset, or one registration, as JSON, in bytes."""
+"""Maximum size of the description of one dataset, and of a registration, as JSON."""
 MAX_PROBLEM_BYTES: Final = 2**18
-"""Limit of the part that is read of an unsuccessful response, in bytes."""
+"""Maximum size that is read of an unsuccessful response."""
 PATIENCE_FACTOR: Final = 3
-"""Limit of the duration of a response, as a multiple of the timeout for each byte."""
+"""Maximum duration of a response, as a multiple of the timeout per received byte."""
 END_TIMEOUT: Final = 2.0
-"""Limit of the wait of a deleted iterator for the end of its session, in seconds."""
+"""Timeout of the request that ends a session, in seconds: finalizers of iterators wait for it."""
 MAX_PATIENCE: Final = 4
-"""Limit of the wait for a slow server, as a multiple of its `timeout`."""
+"""Maximum timeout for a slow server, as a multiple of its `timeout`."""
 PROBE: Final = 1.0
-"""Time after which a server that sends nothing is waiting for a request, in seconds."""
+"""Seconds without data after which the server is assumed to wait for a request."""
 
 logger = logging.getLogger("teleloader")
 
@@ -66,26 +66,26 @@ _Result = TypeVar("_Result")
 
 
 class Unreached(ServerUnavailable):
-    """The connection could not be established."""
+    """The connection to the server could not be established."""
 
 
 class Response(NamedTuple):
-    """A complete response to a control request."""
+    """Complete HTTP response to a control request."""
 
     status: int
     body: bytearray
     retry_after: float
-    """Seconds to wait before a retry; 0.0 if the response does not state them."""
+    """Seconds to wait before a retry, from the ``Retry-After`` header; 0.0 by default."""
 
 
 def _confirmed(
     request: Callable[Concatenate[Server, _Arguments], _Result],
 ) -> Callable[Concatenate[Server, _Arguments], _Result]:
-    """Repeat a refused request at once on a new connection, and raise only the second refusal.
+    """Decorate a request to repeat it immediately on a new connection if it is refused, and raise the second error.
 
-    One damaged bit in a request or in a response can look like any refusal. Not repeated: requests to an unavailable
-    server, because the caller waits before a retry; TLS errors, because TLS detects damage; and requests to a server
-    that has never responded as a loader server, because it probably is another server.
+    A corrupted bit in a request or a response can look like any refusal. Not repeated are requests to an unavailable
+    server, because the caller waits before a retry; TLS errors, because TLS detects corruption; and requests to a URL
+    where no loader server has ever responded, because it probably belongs to another server.
     """
 
     @wraps(request)
@@ -103,7 +103,7 @@ def _confirmed(
 
 
 class Server:
-    """A loader server.
+    """Client of one loader server for control requests, with its credentials and its health.
 
     Args:
         url: URL of the server.
@@ -122,11 +122,11 @@ class Server:
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
         self.last_error: type[Exception] | None = None
-        """Error of the last request: other servers are preferred, and a warning was logged."""
+        """Error of the last request, if it failed: other servers are preferred, and a warning was logged."""
         self.is_identified = False
-        """True if a loader server has responded: then responses of another kind come from a proxy."""
+        """True if a loader server has responded at this URL: unexpected responses then come from a proxy."""
         self._slowest = 0.0
-        """Duration of the slowest recent response or wait, in seconds; each faster response reduces it by a tenth."""
+        """Duration of the slowest recent response or timeout, in seconds; decays by a tenth per faster response."""
 
     def succeeded(self) -> None:
         """Record a successful request; log the recovery if the previous request failed."""
@@ -136,7 +136,7 @@ class Server:
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:
-        """Return the hosted datasets that the token permits."""
+        """Fetch the descriptions of all hosted datasets that the token permits to read."""
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
         if not isinstance(datasets, list):
             raise ProtocolError(
@@ -147,16 +147,16 @@ class Server:
 
     @_confirmed
     def dataset(self, name: str) -> DatasetInfo:
-        """Return the description of a dataset."""
+        """Fetch the description of one dataset."""
         return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
 
     @_confirmed
     def register(self, spec: LoaderSpec) -> Registration:
-        """Register a loader; idempotent.
+        """Register a loader with the server; idempotent.
 
         Raises:
             ServerUnavailable: If the server does not respond.
-            DatasetChanged: If the server hosts other data than `spec` was made for.
+            DatasetChanged: If the server hosts data with another fingerprint than that of `spec`.
             VersionMismatch: If the server uses another version of the protocol.
             ProtocolError: If the response is not the registration of `spec`.
         """
@@ -176,7 +176,7 @@ class Server:
 
     @_confirmed
     def touch(self, key: str) -> None:
-        """Send a heartbeat for a session whose client requests no batches.
+        """Send a heartbeat to keep a session alive while its client requests no batches.
 
         Raises:
             ServerUnavailable: If the server does not respond.
@@ -185,7 +185,7 @@ class Server:
         self._request("GET", loader_path(key))
 
     def end_session(self, key: str) -> None:
-        """End a private pool of workers; without this the server ends it after an idle time."""
+        """Request the server to end a session and its private workers; otherwise it does so after an idle timeout."""
         with suppress(TeleloaderError):
             self._end_session(key)
 
@@ -198,8 +198,8 @@ class Server:
         """Fetch and decode one batch.
 
         Args:
-            address: The batch.
-            listed: Frame of the indices of the batch, for a client-side sampler.
+            address: Identifier of the batch.
+            listed: Encoded sample indices of the batch, for a client-side sampler.
             consumer: Name of the client in ``/stats``.
 
         Raises:
@@ -219,10 +219,10 @@ class Server:
 
     @_confirmed
     def stats(self, limit: int) -> Any:
-        """Return the response of ``/stats``, as JSON.
+        """Fetch the statistics of the server (``/stats``) as JSON.
 
         Args:
-            limit: The most consumers to include.
+            limit: Maximum number of consumers to include.
 
         Raises:
             ServerUnavailable: If the server does not respond.
@@ -231,20 +231,20 @@ class Server:
         return self._request("GET", f"{STATS_PATH}?limit={limit}", limit=MAX_JSON_BYTES)
 
     def is_alive(self) -> bool:
-        """Return True if the server responds."""
+        """Send a health check; return True if the server responds."""
         if local.is_served_here(self.url):
-            return True  # user code in this process delays it
+            return True  # user code may delay a server in this process, but it cannot become unavailable
         try:
             response = self._response("GET", HEALTH_PATH, timeout=self._patience(self.timeout / 2))
         except ServerUnavailable:
             return False
         except TeleloaderError:
             return True
-        # 5xx is the response of a proxy for a server that is unavailable
+        # a proxy responds with 5xx if the server behind it is unavailable
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """Return the TLS error behind a broken connection; None if a retry may help."""
+        """Return the TLS error that broke a connection, for an accurate message; None for other causes."""
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found
@@ -261,9 +261,9 @@ class Server:
         return self.url.startswith("https")
 
     def _hangs_up(self, context: ssl.SSLContext) -> bool | None:
-        """Return True if the server closes a TLS connection before a request; None if it does not speak TLS.
+        """Return True if the server closes a TLS connection without a request; None if it does not speak TLS.
 
-        A server that rejects the client's certificate does so.
+        Servers that reject the client's certificate close the connection like this.
         """
         url = httpx.URL(self.url)
         try:
@@ -281,11 +281,11 @@ class Server:
             return None
 
     def _patience(self, least: float) -> float:
-        """Return the seconds to wait for a response: longer for a server that has been slow."""
+        """Return the timeout of a response in seconds: longer than `least` if the server has been slow recently."""
         return min(max(least, 2 * self._slowest), MAX_PATIENCE * self.timeout)
 
     def _request(self, method: str, path: str, *, limit: int = MAX_RECORD_BYTES, **options: Any) -> Any:
-        """Return the JSON of a successful response of at most `limit` bytes; None if the response has no content."""
+        """Send a request and return the JSON value of the response; None if the response has no content."""
         body = self._successful(method, path, limit=limit, **options)
         if not body:
             return None
@@ -300,7 +300,7 @@ class Server:
         return content
 
     def _successful(self, method: str, path: str, **options: Any) -> bytearray:
-        """Return the body of a successful response.
+        """Send a request and return the body of a successful response.
 
         Raises:
             TeleloaderError: If the status is not 200 or 204.
@@ -335,8 +335,8 @@ class Server:
         connected: list[socket.socket] = []
         began = time.monotonic()
         try:
-            # one client for each of these few requests: no socket stays open between them. Proxy settings of the
-            # environment are ignored, because batches do not use a proxy either
+            # a new client for each request, so that no socket stays open: control requests are rare. Proxy settings of
+            # the environment are ignored, because batches do not use a proxy either
             with (
                 httpx.Client(verify=verify, trust_env=False) as client,
                 _deadline(timeout, connected) as trace,
@@ -361,10 +361,10 @@ class Server:
 
 
 def _parsed(url: object) -> httpx.URL:
-    """Return a server's URL, parsed.
+    """Parse and validate the URL of a server.
 
     Raises:
-        ValueError: If it is not an HTTP URL, or contains a password.
+        ValueError: If the URL is not an HTTP URL, or contains a password.
     """
     invalid = f"invalid server URL {_without_secrets(url)}: expected http://host:port"
     if not isinstance(url, str) or any(c.isspace() for c in url):
@@ -386,7 +386,7 @@ def _parsed(url: object) -> httpx.URL:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return True if the host of a URL is this machine, without a DNS lookup."""
+    """Return True if a host name or IP address is a loopback one, without a DNS lookup."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -395,7 +395,7 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-@functools.cache  # once for each server
+@functools.cache  # at most one warning for each server
 def _warn_of_clear_token(url: str) -> None:
     logger.warning(
         "the token for %s is sent in clear text: http:// has no TLS, so the token can be read and used on the network "
@@ -405,7 +405,7 @@ def _warn_of_clear_token(url: str) -> None:
 
 
 def _without_secrets(url: object) -> str:
-    """Return the part of a URL that may be logged."""
+    """Return the repr of a URL for a message; hide it if it may contain a password."""
     return "(hidden: it contains '@')" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 
@@ -413,16 +413,17 @@ def _without_secrets(url: object) -> str:
 def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator[Callable[[str, dict[str, Any]], None]]:
     """Shut the connection down if the response takes `PATIENCE_FACTOR` times the timeout; yield httpx's trace hook.
 
-    The timeout is for each byte: a server that sends single bytes could delay the client for ever.
+    The timeout alone limits the time between two bytes: a server that sends single bytes could delay the client
+    indefinitely.
 
     Args:
-        timeout: Seconds; None has no limit.
-        connected: Receives the socket of the connection.
+        timeout: Timeout in seconds; None for no limit.
+        connected: List to which the socket of the connection is appended.
     """
 
     def trace(event: str, info: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
-            # a duplicate: TLS takes the socket itself over
+            # a duplicate, because TLS takes ownership of the socket itself
             connected.append(info["return_value"].get_extra_info("socket").dup())
 
     def break_off() -> None:
@@ -444,11 +445,11 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
 
 
 def _body_of(response: httpx.Response, limit: int) -> bytearray:
-    """Return the raw body. It is not decompressed: a small body could decompress to a very large one.
+    """Read the raw body of a response, not decompressed: a small body could decompress to a very large one.
 
     Args:
-        response: The response.
-        limit: Limit of a successful response, in bytes. Others are cut off after `MAX_PROBLEM_BYTES`.
+        response: Response to read.
+        limit: Maximum size of a successful response; others are truncated to `MAX_PROBLEM_BYTES`.
     """
     is_success = response.status_code == httpx.codes.OK
     body = bytearray()

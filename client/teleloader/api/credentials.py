@@ -1,6 +1,6 @@
-"""Credentials of a client, its token and certificate, and the CAs by which it verifies servers.
+"""Credentials of a client (token and certificate), and the CAs with which it verifies servers.
 
-The token is in no ``repr``, error message, pickle or saved state, and a `Secret` in each local variable.
+The token never appears in a ``repr``, error message, pickle or saved state, and is a `Secret` in each local variable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
 
 
 class Credentials:
-    """Credentials of one `RemoteDataset`.
+    """Token, client certificate and CAs of one `RemoteDataset`.
 
     Args:
         token: Token that authenticates the client. None reads ``TELELOADER_TOKEN``, or the file that
@@ -34,7 +34,7 @@ class Credentials:
         ca: File (PEM) of the CAs that sign servers' certificates. None reads ``TELELOADER_CA``, or uses the CAs of the
             system.
         cert: File (PEM) of the client certificate. None reads ``TELELOADER_CERT``.
-        key: File (PEM) of its key, if it is in another file. None reads ``TELELOADER_KEY``.
+        key: File (PEM) of the certificate's key, if it is in another file. None reads ``TELELOADER_KEY``.
 
     Raises:
         ValueError: If the token is malformed, or its file cannot be read.
@@ -51,22 +51,22 @@ class Credentials:
 
     @property
     def token(self) -> Secret | None:
-        """The token; None if there is none."""
+        """Token that authenticates the client; None if no token is configured."""
         return self._token
 
     @property
     def has_certificate(self) -> bool:
-        """True if the client has a certificate."""
+        """True if a client certificate is configured."""
         return bool(self._cert or os.environ.get(CERT_VARIABLE))
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of a request that authenticate the client and show that it is not a web page."""
+        """HTTP headers that authenticate the client and protect against cross-site requests."""
         token = self._token
         return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": Secret(f"Bearer {token}")})}
 
     def renew(self, refused: str | None) -> bool:
-        """Read the token again after a server refused one; return True if it differs from the refused one."""
+        """Read the token again after a server rejected it; return True if it has changed since."""
         with self._lock:
             if self._token == refused:
                 try:
@@ -76,10 +76,10 @@ class Credentials:
             return self._token != refused
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS settings: at least TLS 1.2, with verification of the server's certificate and name.
+        """Return the TLS context: TLS 1.2 or later, with verification of the server's certificate and name.
 
         Raises:
-            TlsError: If a file cannot be loaded.
+            TlsError: If a certificate or key file cannot be loaded.
         """
         with self._lock:
             if self._context is None:
@@ -90,10 +90,10 @@ class Credentials:
         return "Credentials(...)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Credentials:
-        return self  # the token may be in copies in the same process
+        return self  # copies within a process may share the token
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # no token in pickles: the process that loads one reads its environment
+        # no token in pickles: the process that unpickles reads the token from its environment
         return Credentials, (None, self._ca, self._cert, self._key)
 
     def _read(self) -> Secret | None:
@@ -143,7 +143,7 @@ def _why(error: OSError) -> str:
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:
-    """Return the permanent TLS error behind a failed request; None if a retry may succeed."""
+    """Return the TLS error that caused a failed request; None for other causes, and if a retry may succeed."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
@@ -153,7 +153,7 @@ def tls_error(error: BaseException | None, url: str) -> TlsError | None:
 
 
 def refused_client(url: str, credentials: Credentials) -> TlsError:
-    """Return the error for a server that closes the connection after the handshake."""
+    """Create the error for a server that rejects the client's certificate by closing the connection."""
     reason = "UNKNOWN" if credentials.has_certificate else "REQUIRED"
     return TlsError(f"cannot connect to {url}: {_refused(f'ALERT_CERTIFICATE_{reason}')}")
 

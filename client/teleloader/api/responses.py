@@ -1,4 +1,4 @@
-"""Interpretation of responses: errors for statuses, and typed records from JSON. Pure functions."""
+"""Conversion of HTTP responses to exceptions and typed records, as pure functions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.text import excerpt, sentence, short
 
 MAX_NAME: Final = 4096
-"""Limit of a string in a record, in characters."""
+"""Maximum length of a string in a record, in characters."""
 MAX_LISTED: Final = 4096
-"""Limit of a list of names, in entries."""
+"""Maximum number of entries in a list of names."""
 MAX_RETRY_DIGITS: Final = 10
 
 _Record = TypeVar("_Record", DatasetInfo, Registration)
@@ -27,7 +27,7 @@ _Record = TypeVar("_Record", DatasetInfo, Registration)
 TRANSIENT: Final = frozenset(
     {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS, httpx.codes.NOT_FOUND}
 )
-"""Statuses besides 5xx after which a retry may succeed; 404 only from a proxy."""
+"""Status codes besides 5xx after which a retry may succeed; 404 only from a proxy."""
 
 
 def error_of(
@@ -39,18 +39,18 @@ def error_of(
     retry_after: float = 0.0,
     is_identified: bool = True,
 ) -> TeleloaderError:
-    """Return the error for a response whose status is not 200.
+    """Create the exception for an unsuccessful HTTP response.
 
     Args:
-        status: Status of the response.
+        status: Status code of the response.
         body: Body of the response: problem details with a code from a loader server, anything else from a proxy.
         server: URL of the server.
         path: Path of the request.
-        retry_after: Seconds to wait before a retry, as the response states them.
+        retry_after: Seconds to wait before a retry, from the ``Retry-After`` header.
         is_identified: Whether a loader server has responded at this URL before.
 
     Returns:
-        A `ServerUnavailable` if a retry may succeed.
+        `ServerUnavailable` if a retry may succeed, else another `TeleloaderError`.
     """
     problem = _problem_of(body)
     code, detail = problem.get("code", ""), sentence(problem.get("detail", excerpt(body)))
@@ -69,14 +69,14 @@ def error_of(
 
 
 def _is_transient(status: int, code: str) -> bool:
-    """Return True if a retry may succeed."""
+    """Return True if a retry may succeed after a response with that status and problem code."""
     if code and (status == httpx.codes.NOT_FOUND or code == WorkerDied.__name__):
         return False
     return status in TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
 
 
 def parse_retry_after(header: str) -> float:
-    """Return the seconds of a ``Retry-After`` header, a number or a date; 0.0 if it is invalid."""
+    """Parse a ``Retry-After`` header, a number or a date, as seconds from now; 0.0 if it is invalid."""
     if header.isascii() and header.isdecimal() and len(header) < MAX_RETRY_DIGITS:
         return float(header)
     try:
@@ -86,12 +86,12 @@ def parse_retry_after(header: str) -> float:
 
 
 def refusing(server: str) -> str:
-    """Return the prefix of errors for a request that a server refused."""
+    """Return the prefix of error messages for a refused request, with the server's URL."""
     return f"{server} refused the request: "
 
 
 def _problem_of(body: bytes | bytearray) -> dict[str, str]:
-    """Return the strings of a problem+json body; {} for another body."""
+    """Return the string fields of a problem+json body; {} for any other body."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
@@ -100,14 +100,14 @@ def _problem_of(body: bytes | bytearray) -> dict[str, str]:
 
 
 def record(kind: type[_Record], fields: Any) -> _Record:
-    """Return a record from JSON; fields that a newer server adds are ignored.
+    """Convert a JSON object to a record; ignore unknown fields, which a newer server may add.
 
     Args:
-        kind: Class of the record.
-        fields: The JSON value.
+        kind: Dataclass of the record.
+        fields: JSON object from a server.
 
     Raises:
-        ProtocolError: If a field is missing, or its value is not of its type.
+        ProtocolError: If a field is missing, or its value has a wrong type.
     """
     hints = get_type_hints(kind)
     if not isinstance(fields, dict) or not set(hints) <= set(fields):
@@ -124,7 +124,7 @@ def record(kind: type[_Record], fields: Any) -> _Record:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Return True if a JSON value is of the type of a record's field."""
+    """Return True if a JSON value matches the type hint of a record's field."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is UnionType:
         return any(_fits(value, part) for part in parts)

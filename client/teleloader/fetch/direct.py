@@ -1,7 +1,7 @@
-"""Loading in the thread that calls ``next()``: ``num_workers=0`` for an object of this process.
+"""Loading of a dataset object in the thread that calls ``next()``, without a server (``num_workers=0``).
 
-Replaces a server, a receiver and a reorder buffer: the server package loads each batch when the training loop waits for
-it, so the settings of the training loop's thread apply in the dataset, as in torch. Batches are never encoded.
+Replaces server, receiver and reorder buffer: the server package loads each batch when the training loop waits for it,
+so the settings of the training loop's thread apply in the dataset, as in torch. Batches are never encoded.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.tree import Tensor, flatten
 
 _HERE: Final = "this process"
-"""Replaces the URL of a server."""
+"""Used in messages in place of a server's URL."""
 
 
 class Epoch(Protocol):
-    """One iteration, as the entry point ``teleloader.load`` provides it."""
+    """Interface of one iteration over a dataset object, implemented by the server package."""
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Return a batch, or the `End` in its place, and the state of an iterable-style dataset after it."""
+        """Load a batch; return the batch (or `End`) and the state of an iterable-style dataset after it."""
 
     def close(self) -> None:
         """Release the dataset's iterator."""
 
 
 class Workers(Protocol):
-    """Workers of a loader that run in the calling thread, for tests."""
+    """Interface of a loader's workers that run in the calling thread, for `teleloader.testing`."""
 
     def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
-        """Return the frame of a batch, or of the failure in its place.
+        """Load a batch and encode it as a frame; encode a failure if loading raises an exception.
 
         Args:
-            address: The batch.
-            indices: Frame of the indices, for a client-side sampler.
-            error: Exception to report in place of the batch; None loads it.
+            address: Identifier of the batch.
+            indices: Encoded sample indices of the batch, for a client-side sampler.
+            error: Exception to encode in place of the batch; None to load the batch.
         """
 
     def close(self) -> None:
@@ -61,39 +61,39 @@ class Workers(Protocol):
 
 
 class Loader(Protocol):
-    """Loader of an object, as the entry point ``teleloader.load`` returns it."""
+    """Interface of the server package's in-process loading (entry point ``teleloader.load``)."""
 
     @property
     def info(self) -> DatasetInfo:
-        """The dataset as it is now."""
+        """Current description of the dataset."""
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the state of an iterable-style dataset as it is now, for resuming at the beginning of `epoch`."""
+        """Return the current state of an iterable-style dataset, from which the start of `epoch` can be resumed."""
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
-        """Begin an epoch.
+        """Start an iteration over the dataset.
 
         Args:
-            spec: The loader.
-            epoch: Number of the epoch.
-            seeded: Whether `seed` was given.
-            torch: Whether batches have torch tensors.
+            spec: Parameters of the loader.
+            epoch: Epoch number.
+            seeded: Whether the `seed` argument was given.
+            torch: Whether batches consist of torch tensors.
         """
 
     def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> Workers:
-        """Return workers for a loader.
+        """Create workers that load the batches of a loader in the calling thread.
 
         Args:
-            spec: The loader.
-            functions: Collate and worker-init functions, by the names in specs.
+            spec: Parameters of the loader.
+            functions: Collate and worker-init functions, by the names that specs use.
         """
 
 
 class DirectDataset:
-    """Object of this process that is loaded in the calling thread; replaces a `RemoteDataset`.
+    """Dataset object that is loaded in the calling thread; counterpart of `RemoteDataset`.
 
     Args:
-        loader: Loads the object.
+        loader: In-process loader of the object.
     """
 
     is_here: Final = True
@@ -107,11 +107,11 @@ class DirectDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """The dataset as it is now."""
+        """Current description of the dataset."""
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Return `position`; at the beginning of an epoch, with the current state of the dataset."""
+        """Add the current state of an iterable-style dataset to a position at the start of an epoch."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)
@@ -119,9 +119,9 @@ class DirectDataset:
 
 
 class Raised:
-    """Exception in place of a batch.
+    """Exception to raise in place of a batch.
 
-    Before it is raised, it must be removed from this object: its traceback refers to frames that refer to this object,
+    It must be removed from this object before it is raised: its traceback refers to frames that refer to this object,
     and the reference cycle would keep the dataset in memory until the garbage collector runs.
     """
 
@@ -132,18 +132,18 @@ class Raised:
 
 
 class DirectReceiver:
-    """Loads the batches of one iteration when the training loop waits for them; also its reorder buffer.
+    """In-process counterpart of `Receiver` and `ReorderBuffer`: loads each batch when the training loop waits for it.
 
     Args:
-        dataset: The dataset.
-        spec: The loader.
-        epoch: Number of the epoch.
-        scheduler: Position of the training loop.
+        dataset: Dataset to load.
+        spec: Parameters of the loader.
+        epoch: Epoch number.
+        scheduler: Only holds the position of the training loop.
         plan: Indices of all batches; None for an iterable-style dataset, and for a client-side sampler.
-        measures: Counts batches.
+        measures: Counters of loaded batches.
         output: Array library of the batches.
-        seeded: Whether `seed` was given.
-        pinned: Page-locked memory to copy tensors into; None does not copy them.
+        seeded: Whether the `seed` argument was given.
+        pinned: Allocator of page-locked memory to copy tensors into; None for no copy.
     """
 
     loads_ahead: Final = False
@@ -169,16 +169,16 @@ class DirectReceiver:
         self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
         self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
-        """Index lists of a client-side sampler, for batches that were not received."""
+        """Index lists of a client-side sampler for the batches that are not loaded yet, by batch number."""
         self._lock = threading.RLock()
         """Held while a batch is loaded: with asyncio, each batch may be loaded in another thread."""
         self._arrived: Arrived | None = None
         self._interruption: str | None = None
-        """Class of the exception that interrupted an iterable-style dataset within a batch."""
+        """Name of the exception class that interrupted an iterable-style dataset within a batch."""
 
     @property
     def reorder_buffer(self) -> DirectReceiver:
-        """This object."""
+        """Reorder buffer of the iteration: this object itself."""
         return self
 
     @property
@@ -187,11 +187,11 @@ class DirectReceiver:
         return self._address.loader
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the exception or end in its place, if it was loaded."""
+        """Return the next batch, or the exception or end of shard in its place; None if it is not loaded yet."""
         return self._arrived
 
     def wait(self, timeout: float = 0) -> None:
-        """Load the next batch in this thread, unless it was loaded. There is no timeout without workers.
+        """Load the next batch in this thread, unless it is loaded already; `timeout` is ignored.
 
         Raises:
             BaseException: An interruption of the dataset, such as Ctrl-C; the next call loads the batch again.
@@ -205,7 +205,7 @@ class DirectReceiver:
             try:
                 self._arrived = Arrived(self._frame(), _HERE, 0)
             except BaseException as error:
-                if self._iterable and self._arrived is None:  # samples that the dataset has yielded are lost
+                if self._iterable and self._arrived is None:  # the samples yielded so far for this batch are lost
                     self._interruption = type(error).__name__
                 raise
 
@@ -214,7 +214,7 @@ class DirectReceiver:
         await asyncio.to_thread(self.wait)
 
     def take(self, number: int) -> None:
-        """Remove the batch that `peek` returned; do nothing if it was removed before."""
+        """Remove the batch that `peek` returned; do nothing if it was already removed."""
         if self._arrived is not None and self._arrived.frame.address.batch == number:
             self.scheduler.taken = number + 1
             self._lists.pop(number, None)
@@ -222,24 +222,24 @@ class DirectReceiver:
 
     @staticmethod
     def index_list(address: Address, indices: Any) -> Any:
-        """Return the indices of the sampler unchanged: nothing is encoded."""
+        """Return a sampler's indices unchanged, since they need not be encoded for a server."""
         return indices
 
     def feed(self, indices: dict[int, Any]) -> None:
-        """Add index lists of a client-side sampler, by batch number."""
+        """Add index lists of a client-side sampler, by batch number, for further batches."""
         if indices:
             self._lists.update(indices)
             self.scheduler.extend(max(indices) + 1)
 
     def complete(self) -> None:
-        """Do nothing: the dataset determines the end."""
+        """Do nothing: no requests wait for further index lists."""
 
     def close(self, why: BaseException | None = None) -> None:
-        """Release the dataset's iterator."""
+        """Release the iterator of the dataset."""
         self._epoch.close()
 
     def end_session(self) -> None:
-        """Do nothing: there are no workers."""
+        """Do nothing: in-process loading has no workers to end."""
 
     def _frame(self) -> Frame:
         address = self._address._replace(batch=self.scheduler.taken)
@@ -251,7 +251,7 @@ class DirectReceiver:
             else:
                 content = self._convert(content)
                 self.measures.batches += 1
-        except StopIteration as stop:  # in torch it ends the epoch silently, and samples are lost
+        except StopIteration as stop:  # torch would end the epoch silently, and samples would be lost
             return Frame(address, _stopped(stop), 0, 0, state)
         except Exception as error:  # noqa: BLE001 - raised in place of the batch
             return Frame(address, Raised(error), 0, 0, state)
@@ -277,11 +277,11 @@ def _interrupted(number: int, kind: str) -> TeleloaderError:
 
 
 class DirectStager:
-    """Copies each batch to a device in the training loop's thread, when ``next()`` returns it.
+    """In-process counterpart of `Stager`: copies each batch to a device when ``next()`` returns it.
 
     Args:
         device: Destination of the copies.
-        measures: Counts the duration of the copies.
+        measures: Collects the duration of the copies.
     """
 
     def __init__(self, device: Device, measures: Measures) -> None:
@@ -290,29 +290,29 @@ class DirectStager:
         self._measures = measures
 
     def use(self, frame: Frame) -> Any:
-        """Return a batch on the device, for the current stream."""
+        """Copy a batch to the device and return the copy, for use on the current stream."""
         copy = self._device.copy(frame.content)
         self._times.add(copy)
         self._measures.copy += self._times.collect()
         return self._device.use(copy)
 
     def warn(self) -> None:
-        """Do nothing: nothing is copied in advance."""
+        """Do nothing: without copies ahead of the training loop there are no warnings."""
 
     def discard(self, frame: Frame) -> None:
-        """Do nothing: no copy is kept."""
+        """Do nothing: copies are not stored."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing: there is no thread to stop."""
 
 
 def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Callable[[Any], Any]:
     """Return a function that converts the arrays of a collated batch to the library `output`.
 
     Args:
-        output: The library.
+        output: Array library of the batches.
         walk: Whether to search for arrays of other libraries; torch's collate functions return none.
-        pinned: Page-locked memory to copy tensors into; None does not copy them.
+        pinned: Allocator of page-locked memory to copy tensors into; None for no copy.
     """
 
     def convert(batch: Any) -> Any:
@@ -327,7 +327,7 @@ def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Cal
 
 
 def _pinned(batch: Any, buffers: HostBuffers) -> Any:
-    """Return a batch with tensors in page-locked memory; as in torch, a class may define its own ``pin_memory()``."""
+    """Copy the tensors of a batch to page-locked memory; as in torch, a batch may define its own ``pin_memory()``."""
     import torch
 
     def pin(tensor: Any) -> Any:
@@ -343,7 +343,7 @@ def _pinned(batch: Any, buffers: HostBuffers) -> Any:
 
 
 def _array_of(output: Output, value: Any) -> Any:
-    """Return a torch tensor, or an array that represents one, as an array of the library."""
+    """Convert a torch tensor, or an array of type `Tensor`, to an array of the library `output`."""
     _, (leaf,) = flatten(value)
     bits = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
     leaf.write(bits)

@@ -1,4 +1,4 @@
-"""Background thread that requests batches from a server, receives and decodes them."""
+"""Background thread that requests, receives and decodes batches from a server."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ from teleloader_shared.text import sentence
 logger = logging.getLogger("teleloader")
 
 MAX_DAMAGED: Final = 3
-"""Consecutive damaged responses after which the client stops retrying."""
+"""Consecutive corrupt responses after which the client stops retrying."""
 LEFT_SECONDS: Final = 5.0
 """Cooldown of a failed server while others are available, in seconds."""
 TOUCH_EVERY: Final = 10.0
-"""Seconds without a request after which a heartbeat is sent to the server of a session."""
+"""Interval of the heartbeats that keep a session alive while no batches are requested, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """Batches to receive, and the memory for them."""
+    """Parameters of the requests for the batches of one epoch."""
 
     spec: LoaderSpec
     key: str
-    """Key of the spec."""
+    """Key of the loader (`LoaderSpec.key`)."""
     epoch: int
     consumer: str
     """Name of this iterator in the statistics of servers."""
     buffers: HostBuffers
-    """Memory to receive into."""
+    """Allocator of the memory to receive into."""
     device: Device | None
-    """Accelerator of that memory, if it is page-locked."""
+    """Accelerator that page-locked memory is allocated for; None for ordinary memory."""
     max_batch_bytes: int
-    """Limit of a frame, in bytes."""
+    """Maximum size of a frame."""
     reconnect_timeout: float
     """Seconds for which requests are retried."""
     trace: IterationTrace | None
-    """Creates spans; None without tracing."""
+    """Creates the spans of the requests; None without tracing."""
 
 
 class _Failures:
-    """Failures of a server since its last batch.
+    """Consecutive failures of a server, since the last batch that it sent.
 
     Args:
         backoff: Waits between retries.
@@ -71,22 +71,22 @@ class _Failures:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the counts, because a batch was received."""
+        """Reset the counters after a batch was received."""
         self.backoff.reset()
         self.damaged = 0
-        """Consecutive damaged responses."""
+        """Consecutive corrupt responses."""
         self._refused = False
 
     def count(self, error: Exception, *, is_confirmed: bool) -> bool:
-        """Count a failure.
+        """Count a failed request.
 
         Args:
-            error: The failure.
-            is_confirmed: Whether the request has been repeated already.
+            error: The exception.
+            is_confirmed: Whether the request has already been repeated.
 
         Returns:
-            False for the first refusal. One damaged bit in a request, or in the head of a response, can look like any
-            refusal, so a second request is sent immediately on a new connection.
+            False for the first refusal, after which the request should be repeated immediately on a new connection: a
+            corrupted bit in a request, or in the headers of a response, can look like any refusal.
         """
         self.damaged = self.damaged + 1 if isinstance(error, CorruptFrame) else 0
         if is_confirmed or isinstance(error, BROKEN):
@@ -96,14 +96,14 @@ class _Failures:
 
 
 class Fetcher:
-    """Receives batches from one server, or from one of several at a time.
+    """Background thread that receives batches from one server at a time, and fails over to the next one.
 
     Args:
-        number: Number of this fetcher in the reorder buffer and the scheduler.
+        number: Number of this fetcher in the reorder buffer and the scheduler, from 0.
         servers: Servers to receive from; if one fails, the next one is used.
-        options: Batches to receive.
+        options: Parameters of the requests.
         reorder_buffer: Destination of the batches.
-        is_registered: Whether the loader is registered at the first server.
+        is_registered: Whether the loader is already registered with the first server.
     """
 
     def __init__(
@@ -121,29 +121,29 @@ class Fetcher:
         self._reorder_buffer = reorder_buffer
         self._is_registered = is_registered
         self._shards = DeliveredShards(options.spec, options.epoch) if reorder_buffer.scheduler.has_shards else None
-        """Delivered batches, after which a server that has evicted the session continues."""
+        """Record of delivered batches, from which a server restores a session that it evicted."""
         self.registered_at = {servers[0]} if is_registered else set()
-        """Servers at which the loader is registered."""
+        """Servers with which the loader was registered."""
         self._in_flight: deque[tuple[Connection, Range]] = deque()
-        """Pending requests, in the order in which they are received."""
+        """Pending requests, in the order in which their responses are received."""
         self._idle: list[Connection] = []
         self._connections: list[Connection] = []
         self._has_received = False
         """True if a request succeeded since the last retry."""
         self._calls = False
-        """True while the thread waits for a server in a way that `interrupt` does not end."""
+        """True during a control request or connection attempt, which `interrupt` cannot end."""
         self._heard = time.monotonic()
-        """Time of the last request."""
+        """Time of the last request (``time.monotonic()``)."""
         self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self.thread.start()
 
     def interrupt(self) -> None:
-        """Wake the thread when the epoch is over. The caller holds the reorder buffer's lock."""
+        """Shut down all connections, to wake the thread at the end of the epoch; requires the reorder buffer's lock."""
         for connection in self._connections:
             connection.shut_down()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread, unless it waits for a server: then it ends with the response or timeout."""
+        """Wait for the thread to end, unless it is in a control request: it then ends after the response or timeout."""
         if not self._calls:
             self.thread.join(timeout)
 
@@ -155,7 +155,7 @@ class Fetcher:
             if self._options.device is not None:
                 self._options.device.enter_thread()
             self._receive_epoch()
-        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would wait forever
+        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would otherwise wait forever
             self._reorder_buffer.fail(error)
         finally:
             self._drop_connections()
@@ -182,7 +182,7 @@ class Fetcher:
                     self._servers.rotate(-1)
 
     def _disconnect(self, error: Exception) -> None:
-        """Drop all connections after an error; their pending ranges are requested again."""
+        """Close all connections after an error; their pending ranges are requested again."""
         for connection, _ in self._in_flight:
             if connection.trace is not None:
                 connection.trace.broke(error)
@@ -193,7 +193,7 @@ class Fetcher:
         self._is_registered = False
 
     def _pause(self, failures: _Failures, error: Exception) -> None:
-        """Wait before a retry, or take the server out of rotation."""
+        """Wait before a retry; after `reconnect_timeout`, take the server out of rotation."""
         server, timeout = self._servers[0], self._options.reconnect_timeout
         if failures.damaged >= MAX_DAMAGED:
             error = ProtocolError(
@@ -211,7 +211,7 @@ class Fetcher:
             )  # fmt: skip
         server.last_error = last_error
         if isinstance(error, BROKEN):
-            # with several servers the next one is used meanwhile, which did not request this wait
+            # with several servers the next attempt uses another one, which did not request this wait
             requested = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
             if failures.backoff.pause(requested):
                 return
@@ -242,16 +242,16 @@ class Fetcher:
             frames, nbytes = self._decode(memory, wanted), len(memory.data)
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
-            del memory  # a waiting thread must not keep a batch alive
+            del memory  # a waiting thread must not keep a batch in memory
             self._reorder_buffer.decoded(time.perf_counter() - began)
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
-            # not before: a server that registers a loader may still refuse its batches
+            # only here, because a server that registers a loader may still refuse its batches
             self._servers[0].succeeded()
             rest = self._reorder_buffer.deliver(self._number, self._servers[0].url, frames, nbytes)
             del frames
-            # a response may be shorter than the range: the rest, which was not ready, is requested again first
+            # a response may be shorter than the range: the rest, which was not ready, is requested next
             if rest is not None:
                 while not self._reorder_buffer.await_room(rest.start, TOUCH_EVERY):
                     self._keep_session()
@@ -307,7 +307,7 @@ class Fetcher:
             )
         with self._reorder_buffer.changed:
             self._connections.append(connection)
-            if self._reorder_buffer.is_over():  # since the connection was begun
+            if self._reorder_buffer.is_over():  # became over while connecting
                 connection.shut_down()
         return connection
 
@@ -323,7 +323,7 @@ class Fetcher:
             self._heard, self._has_received = time.monotonic(), True
 
     def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
-        """Return the frames of a response, which must be the first batches of the requested range."""
+        """Decode a response, which must consist of the first batches of the requested range."""
         frames = []
         key, epoch = self._options.key, self._options.epoch
         try:
@@ -362,5 +362,5 @@ class Fetcher:
         )
 
     def _reason(self, error: Exception) -> str:
-        """Return the text of an error without the URL of the server."""
+        """Return the text of an exception without the URL of the server."""
         return sentence(str(error)).removeprefix(refusing(self._servers[0].url)) or type(error).__name__

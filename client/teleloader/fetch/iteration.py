@@ -1,4 +1,4 @@
-"""Iteration over an epoch, in the training loop's thread."""
+"""Iterator over the batches of an epoch, running in the training loop's thread."""
 
 from __future__ import annotations
 
@@ -32,40 +32,41 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class Delivery(NamedTuple):
-    """Outcome of next() for a batch, kept until next() has returned or raised it."""
+    """Result of ``next()`` for one batch, stored until ``next()`` has returned or raised it."""
 
     frame: Frame
     batch: Any = None
     raised: Raised | None = None
-    """Exception in place of the batch."""
+    """Exception to raise in place of the batch."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Position of an iterator. Outlives the iterator, so that an abandoned epoch can be resumed.
+    """Position of an iterator in its epoch; outlives the iterator, so that an abandoned epoch can be resumed.
 
-    Signal handlers may raise in next() at any bytecode. So the position and the delivery that leads to it are replaced
-    in one store: before it, the next call delivers the same batch; after it, next() only returns.
+    Signal handlers may raise in ``next()`` at any bytecode. The position and the delivery that leads to it are
+    therefore replaced in a single store: if it is interrupted before, the next call delivers the same batch; after the
+    store, ``next()`` only returns.
     """
 
     state: tuple[Position, Delivery | None]
-    """The next batch, and its delivery if that has begun."""
+    """Position of the next batch, and its delivery if an interrupted call of ``next()`` has prepared it."""
     longest: int | None = None
     """Number of batches of the rank that has the most, if known."""
     sampler_states: SamplerStates | None = None
-    """States of a client-side sampler."""
+    """None without a client-side sampler."""
     keeps_base_seed: bool = False
     """True if the next epoch has the same base seed, as with torch's persistent workers."""
     keeps_dataset: bool = False
     """True if the next epoch iterates the same replicas of the dataset."""
     finished: bool = False
-    """True once next() has raised StopIteration."""
+    """True once ``next()`` has raised StopIteration."""
     is_unused: bool = True
-    """True until the first call of next()."""
+    """True until the first call of ``next()``."""
 
     @property
     def next(self) -> Position:
-        """The next batch."""
+        """Position of the next batch, without the state of a client-side sampler."""
         return self.state[0]
 
     @property
@@ -75,11 +76,11 @@ class Progress:
 
     @property
     def delivery(self) -> Delivery | None:
-        """The delivery of the next batch, if an earlier call of next() began it."""
+        """Delivery of the next batch, if an interrupted call of ``next()`` has prepared it."""
         return self.state[1]
 
     def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
-        """Return the state after a frame, for `state`."""
+        """Return the new value of `state` after the batch in `frame` was delivered."""
         epoch, batch, random, base_seed, states, sampler = self.state[0]
         if frame.shard_state is not None:
             place = frame.address.batch % shards
@@ -90,7 +91,7 @@ class Progress:
 
     @property
     def position(self) -> Position:
-        """The next batch; after the last one, the beginning of the next epoch."""
+        """Position to resume from: the next batch, or the start of the next epoch after the last batch."""
         position = self.next
         if self.finished or (self.longest is not None and position.batch >= self.longest):
             return self.following
@@ -102,7 +103,7 @@ class Progress:
 
     @property
     def following(self) -> Position:
-        """The beginning of the next epoch, if this one ends here."""
+        """Start of the next epoch, if the current epoch ends at the current position."""
         position = self.next
         return Position(
             position.epoch + 1,
@@ -117,24 +118,25 @@ class Iteration:
     """State and resources of one iteration over an epoch."""
 
     dataset: RemoteDataset | DirectDataset
-    """Keeps the server of an object of this process alive."""
+    """Referenced so that a server in this process keeps running."""
     spec: LoaderSpec
     progress: Progress
     batches: Sized | None
-    """Has the length of the epoch, in batches; None for an iterable-style dataset."""
+    """Object whose length is the number of batches of the epoch; None for an iterable-style dataset."""
     receiver: Receiver | DirectReceiver
     lists: IndexLists | None
-    """Index lists of a client-side sampler."""
+    """None without a client-side sampler."""
     timeout: float
+    """Seconds to wait for a batch; 0 for no limit."""
     stays: bool
     """True if the loader's private workers outlive the epoch."""
     length_check: LengthCheck | None
-    """Checks the length of an iterable-style dataset."""
+    """None for a map-style dataset."""
     stager: Stager | DirectStager | None
-    """Copies batches to a device."""
+    """None unless batches are copied to a device."""
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread."""
-    # attributes and not properties: next() reads them ten times for each batch
+    # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
     measures: Measures = field(init=False)
@@ -145,20 +147,21 @@ class Iteration:
         self.measures = self.reorder_buffer.measures
 
     def feed(self, *, taking: bool = False) -> None:
-        """Draw further index lists, for several batches at a time.
+        """Draw index lists from a client-side sampler and queue the requests for their batches.
 
         Args:
-            taking: Whether the loop is about to take a batch: what is drawn after it is drawn before, because drawing
-                is user code, which may be interrupted, and the batch would be lost.
+            taking: Whether ``next()`` is about to return a batch. The list that torch would draw after that batch is
+                drawn before it: a sampler is user code, and its interruption after taking the batch would lose the
+                batch.
         """
         lists = self.lists
         if lists is None:
             return
         if lists.frames:
-            self._send_lists(lists)  # that an interrupted call had drawn
+            self._send_lists(lists)  # lists drawn by an interrupted call
         window = self.scheduler.window
-        # a sampler of the user's own may draw from generators that the loop draws from too: one list for each batch,
-        # as torch does; ours is drawn from for some batches at once
+        # a user's sampler may share random generators with the training loop, so one list is drawn for each batch, as
+        # in torch; torch's own samplers are drawn from for several batches at once
         step = max(1, window // 4) if self.scheduler.adaptive else 1
         goal = self.progress.batch + taking + window
         if goal - lists.drawn < step:
@@ -178,12 +181,12 @@ class Iteration:
             self.reorder_buffer.complete()
 
     def over(self) -> bool:
-        """Return True if the epoch's last batch was taken."""
+        """Return True if the training loop has received the last batch of the epoch."""
         drawn_all = self.lists is None or self.lists.exhausted
         return drawn_all and self.progress.batch >= self.scheduler.stop
 
     def close(self) -> None:
-        """End the receiving threads and the copies to a device."""
+        """Stop the receiving threads and the copies to a device."""
         self.measures.end()
         try:
             self.receiver.close()
@@ -193,29 +196,29 @@ class Iteration:
 
 
 class LoaderIterator:
-    """Iterator over the batches of an epoch. Its resources end with the epoch or with the iterator."""
+    """Iterator over the batches of an epoch; releases its resources at the end of the epoch or when deleted."""
 
     _numbers = itertools.count()
 
     def __init__(self) -> None:
         self.base_seed: int | None = None
-        """Base seed of persistent workers, drawn once, as torch does."""
+        """Base seed of persistent workers, drawn only once, as in torch."""
         self.spec: LoaderSpec | None = None
         """Spec for which persistent workers were started."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        """Held by next(), because several threads may share an iterator."""
+        """Held by ``next()``, because several threads may share an iterator."""
         self._is_awaited = False
         self._iteration: Iteration | None = None
         self._finalizer: weakref.finalize[Any, LoaderIterator] | None = None
 
     @classmethod
     def consumer_name(cls, rank: int, loader: int) -> str:
-        """Return the consumer name of a new iteration; those of one loader differ after the ``#`` only."""
+        """Return a unique consumer name for a new iteration; names of the same loader differ only after the ``#``."""
         return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
 
     def begin(self, iteration: Iteration) -> None:
-        """Start another iteration and close the one before it."""
+        """Set the iteration to yield batches from; close the previous one."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._iteration is not None:
@@ -228,14 +231,14 @@ class LoaderIterator:
 
     @property
     def is_copy(self) -> bool:
-        """Return True in a forked process, where the threads and connections are the parent's."""
+        """True in a forked child process, where threads and connections of the iterator do not exist."""
         return os.getpid() != self._pid
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        """Return the number of batches of the whole epoch, as torch's iterators do.
+        """Return the number of batches of the whole epoch, as in torch.
 
         Raises:
             TypeError: If the dataset is iterable-style, or the sampler has no length.
@@ -258,11 +261,11 @@ class LoaderIterator:
                 batch, raised = delivery.batch, delivery.raised
                 progress.state = after
         except BaseException:
-            # releasing the lock is a call, after which a signal may have been handled
+            # a signal handler may have raised after the store, while the lock was released
             if after is not None and progress.state is after:
                 progress.state = before
             raise
-        # no call from here on: what is committed is delivered
+        # no function call from here on, so no signal handler can run: the committed batch is delivered
         if raised is None:
             return batch
         error = raised.error
@@ -273,7 +276,7 @@ class LoaderIterator:
             del error
 
     def _settle(self, current: Iteration, delivery: Delivery) -> None:
-        """Release the batch's resources and count it. If interrupted, the next call does it again."""
+        """Release the batch's resources and count the batch; repeatable after an interruption."""
         number = delivery.frame.address.batch
         current.reorder_buffer.take(number)
         if current.stager is not None:
@@ -283,7 +286,7 @@ class LoaderIterator:
             current.length_check.yielded(number, delivery.batch)
 
     def _delivery(self, current: Iteration) -> Delivery:
-        """Return the delivery of the next batch: that of an interrupted call, or of the batch that has arrived.
+        """Return the delivery of the next batch: the one that an interrupted call prepared, or a new one.
 
         Raises:
             StopIteration: At the end of the epoch.
@@ -301,7 +304,7 @@ class LoaderIterator:
         if current.lists is not None and current.receiver.loads_ahead:
             current.feed(taking=True)
         arrived = current.reorder_buffer.peek()
-        if arrived is None:  # the batch waits for its copy to a device once more
+        if arrived is None:  # the copy to a device was discarded, so the batch has to be copied again
             self._wait(current)
             arrived = current.reorder_buffer.peek()
         assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
@@ -312,10 +315,10 @@ class LoaderIterator:
         return delivery
 
     def _made(self, current: Iteration, arrived: Arrived) -> Delivery:
-        """Return the transformed batch, or the error in its place.
+        """Return the transformed batch, or the exception in its place.
 
         Raises:
-            BaseException: What interrupts it. The batch is not lost: the next call begins with it anew.
+            BaseException: An interruption, such as KeyboardInterrupt; the next call transforms the same batch again.
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):
@@ -333,7 +336,7 @@ class LoaderIterator:
             if isinstance(error, Exception) and not is_out_of_memory(error):
                 return Delivery(frame, raised=Raised(error))
             if current.stager is not None:
-                current.stager.discard(frame)  # the transform may have changed it
+                current.stager.discard(frame)  # the transform may have modified the copy in place
             raise
 
     async def __anext__(self) -> Any:
@@ -396,7 +399,7 @@ class LoaderIterator:
 
     def _finish(self, current: Iteration) -> NoReturn:
         if current.lists is not None and current.lists.error is not None:
-            raise current.lists.error  # again and again: StopIteration would look like the end of the epoch
+            raise current.lists.error  # at each call: StopIteration would look like the end of the epoch
         current.progress.finished = True
         current.measures.end()
         if not current.stays and self._finalizer is not None:
@@ -410,7 +413,7 @@ class LoaderIterator:
 
 
 class AsyncLoaderIterator:
-    """Asynchronous iterator. Starting it, which sends requests, does not block the event loop either."""
+    """Asynchronous iterator over the batches of an epoch; neither its start nor a wait blocks the event loop."""
 
     def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
         self._begin = begin
@@ -426,13 +429,13 @@ class AsyncLoaderIterator:
 
 
 _iterations: set[Iteration] = set()
-"""Iterations of this process that have not ended."""
+"""Open iterations of this process."""
 
 
 def _end(iteration: Iteration) -> None:
     """Close an iteration, and end its private workers."""
     if iteration not in _iterations:
-        return  # a forked copy: it is the parent's
+        return  # in a forked child: the iteration belongs to the parent
     _iterations.discard(iteration)
     try:
         iteration.close()
@@ -442,15 +445,15 @@ def _end(iteration: Iteration) -> None:
 
 
 def _leave() -> None:
-    """End all iterations when the interpreter exits; threads that still iterate end silently."""
+    """End all iterations when the interpreter exits; threads that still iterate get SystemExit."""
     for iteration in _iterations.copy():
-        with suppress(Exception):  # the others end all the same
+        with suppress(Exception):  # a failure must not keep the other iterations open
             iteration.receiver.close(SystemExit())
             _end(iteration)
 
 
 _of_parent: list[Iteration] = []
-"""Iterations of the parent, in a forked process. Never freed, because freeing device memory calls the device's driver,
+"""The parent's iterations, in a forked child. Never freed, because freeing device memory calls the device's driver,
 which does not work after a fork."""
 
 
@@ -459,7 +462,8 @@ def _leave_to_parent() -> None:
     _iterations.clear()
 
 
-# what is registered last is called first: before the servers of objects of this process end, which are finalizers too
+# exit handlers run in reverse order of registration: iterations end before servers in this process, which end in
+# finalizers; creating one here registers the exit handler of all finalizers before `_leave`
 weakref.finalize(Iteration, lambda: None)
 atexit.register(_leave)
 after_fork_in_child(_leave_to_parent)

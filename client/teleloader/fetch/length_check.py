@@ -1,4 +1,4 @@
-"""Check of the number of samples of an iterable-style dataset, which detects shards that overlap or omit samples."""
+"""Check of the number of samples of an iterable-style dataset, to detect shards that overlap or omit samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _IN_NEXT, _IN_FINISH = 4, 5
 
 
 class LengthCheck:
-    """Counts the samples of one epoch, and warns of a wrong number.
+    """Check of one epoch of an iterable-style dataset: warns if it yields too many, too few or repeated samples.
 
     Args:
-        dataset: The dataset.
+        dataset: Iterable-style dataset, for the texts of the warnings.
         num_workers: `num_workers` of the loader: the number of shards; 0 for one shard without workers.
-        reported: ``len(dataset)`` when ``len(loader)`` was last called; None if it never was.
-        samples: ``len(dataset)``; None if it is unknown, or counts samples of other ranks.
-        may_repeat: Whether to warn of shards that each yield the whole dataset: once for each loader, and not if a
-            ``worker_init_fn`` may divide the dataset.
+        reported: ``len(dataset)`` when ``len(loader)`` was last called; None if it was never called.
+        samples: ``len(dataset)``; None if unknown, or if it includes samples of other ranks.
+        may_repeat: Whether to warn if each shard yields the whole dataset; False after the first warning of a loader,
+            and if a ``worker_init_fn`` may divide the dataset.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LengthCheck:
         self._may_repeat = may_repeat
         self._yielded = 0
         self._number: int | None = None
-        """Number of the last batch."""
+        """Number of the last counted batch."""
         self._ends: dict[int, End] = {}
         self._first: Any = None
         self._alike = False
@@ -46,9 +46,9 @@ class LengthCheck:
         """True if every shard yielded the whole dataset."""
 
     def yielded(self, number: int, batch: Any) -> None:
-        """Count a batch that the training loop receives; a second call for the same batch changes nothing.
+        """Count a batch that the training loop received; repeated calls for the same batch have no effect.
 
-        As in torch, the number of batches is compared with the number of samples.
+        As in torch, the warning compares the number of batches, not of samples, with the reported length.
         """
         if number == self._number:
             return
@@ -72,11 +72,11 @@ class LengthCheck:
             warnings.warn(text, stacklevel=_IN_NEXT)
 
     def ended(self, number: int, end: End) -> None:
-        """Note the end of the shard of batch `number`; it is repeated in place of each further batch."""
+        """Record the end of a shard, received in place of batch `number`; repeated for later batches of the shard."""
         self._ends[number % max(1, self._num_workers)] = end
 
     def finished(self) -> None:
-        """Check the numbers at the end of the epoch."""
+        """Warn of missing or repeated samples at the end of the epoch."""
         ends = self._ends.values()
         total = sum(end.samples for end in ends)
         if self._samples is not None and total < self._samples:

@@ -1,4 +1,4 @@
-"""Background threads that receive the batches of one iteration: one for each server."""
+"""Background threads that receive the batches of one iteration, one thread per server."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from teleloader.stats import Measures
 from teleloader_shared import local
 
 CLOSE_TIMEOUT: Final = 5.0
-"""Seconds to wait for the threads to end. Only connecting to an unresponsive machine takes long."""
+"""Seconds to wait for each thread to end; only an attempt to connect to an unresponsive machine takes longer."""
 
 HELD_FACTOR: Final = 4
-"""Memory limit of buffered batches, as a multiple of the largest batch; at the limit no further batch is requested."""
+"""Memory limit of buffered batches, as a multiple of `max_batch_bytes`; at the limit, requests are paused."""
 
 
 class Receiver:
-    """Receives the batches of one epoch.
+    """Group of the background threads that receive the batches of one epoch into a reorder buffer.
 
     Args:
-        dataset: Names the servers.
-        registered_at: Number of the server that knows the loader.
-        options: The batches, and how to receive them.
-        scheduler: Schedules the requests.
-        measures: Counts the batches that arrive.
-        stays: Keep the loader's private workers until `close`, even if all batches have arrived.
+        dataset: Dataset with the servers to receive from.
+        registered_at: Index of the server at which the loader is registered.
+        options: Parameters of the requests.
+        scheduler: Scheduler of the requests.
+        measures: Counters of received batches.
+        stays: Whether to keep the loader's private workers until `close`, even if all batches have arrived.
     """
 
     loads_ahead: Final = True
-    """True if batches are loaded before the training loop waits for them."""
+    """True if batches are prefetched, before the training loop waits for them."""
     index_list = staticmethod(index_frame)
-    """Encodes the indices of a batch for `ReorderBuffer.feed`; takes the batch's address and the sampler's value."""
+    """Encodes the indices of a batch for `ReorderBuffer.feed`, given the batch's identifier and the sampler's value."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class Receiver:
         ]
 
     def close(self, why: BaseException | None = None) -> None:
-        """End the threads and their connections; a thread that waits for a batch raises `why`."""
+        """Stop the receiving threads and close their connections; a thread that waits for a batch raises `why`."""
         self.reorder_buffer.close(why)
         for fetcher in self._fetchers:
             if threading.current_thread() is not fetcher.thread and not local.is_server_thread():
-                # a daemon thread that is in torch's code when the interpreter ends would abort the process
+                # a daemon thread that runs torch's code when the interpreter exits would abort the process
                 fetcher.join(CLOSE_TIMEOUT)
 
     def end_session(self) -> None:
-        """Tell the servers to end the loader's private workers."""
+        """Request all servers to end the loader's private workers."""
         for fetcher in self._fetchers:
             for server in fetcher.registered_at.copy():
-                if local.is_server_thread():  # it must not wait for its own answer
+                if local.is_server_thread():  # a server's thread must not wait for its own response
                     threading.Thread(target=server.end_session, args=(self.key,), daemon=True).start()
                 else:
                     server.end_session(self.key)

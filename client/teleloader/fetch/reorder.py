@@ -1,4 +1,4 @@
-"""Reorder buffer: receiving threads add batches in any order, the training loop takes them in order."""
+"""Reorder buffer: receiving threads add batches in any order, the training loop removes them in order."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from teleloader_shared.errors import (
 )
 
 BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
-"""Errors after which the request is repeated."""
+"""Errors after which a request is retried."""
 
 
 class Arrived(NamedTuple):
-    """A received batch whose predecessors have all arrived."""
+    """Received batch whose predecessors have all arrived, ready for delivery in order."""
 
     frame: Frame
     url: str
-    """The server that sent it."""
+    """URL of the server that sent the batch."""
     total: int
-    """Bytes of memory of all batches of the iterator up to and including this one."""
+    """Cumulative memory of the iterator's batches up to and including this one, in bytes."""
 
 
 class ReorderBuffer:
-    """Received batches of an epoch, and the error that ends it.
+    """Thread-safe buffer between the receiving threads and the training loop, with the error that ends the epoch.
 
     Args:
-        scheduler: Schedules the requests. Used under `changed` only, except by the training loop's thread.
+        scheduler: Scheduler of the requests; guarded by `changed`, except in the training loop's thread.
         urls: URLs of the servers.
-        measures: Counts the batches that arrive.
-        most_held: Limit of the bytes of buffered batches; at the limit no further batch is requested.
+        measures: Counters of received batches.
+        most_held: Memory limit of buffered batches, in bytes; at the limit, requests are paused.
         complete: True if the end of the epoch is known or reported by a server; False if `complete` declares it.
-        stays: Keep the receiving threads until `close`, even if all batches have arrived.
+        stays: Whether to keep the receiving threads until `close`, even if all batches have arrived.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class ReorderBuffer:
         self.scheduler = scheduler
         self.measures = measures
         self.lock = threading.RLock()
-        """Held by its own methods in C, unlike a condition: a signal handler that raises cannot leave it locked."""
+        """Its methods are in C, unlike a condition's, so a signal handler that raises cannot leave it locked."""
         self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
-        """Error of a wait for a batch after the iterator was closed."""
+        """Exception that waits for a batch raise after the iterator was closed."""
         self._most_held = most_held
         self._bell = threading.Lock()
         """Locked while the training loop waits; released to make the loop check again."""
         self._bell.acquire()
         self._bytes_in = 0
-        """Bytes of all received batches. Used by the receiving threads only, under `changed`."""
+        """Total memory of all received batches. Used by the receiving threads only, under `changed`."""
         self._bytes_ordered = 0
-        """Bytes of all batches that were ever appended to `_batches`."""
+        """Total memory of all batches that were appended to `_batches` so far."""
         self._bytes_out = 0
-        """Bytes of all batches that the training loop has taken. Used by its thread only."""
+        """Total memory of all batches that the training loop has received. Used by its thread only."""
         self._complete = complete
         self._stays = stays
         self._indices: dict[int, bytes] = {}
@@ -83,23 +83,23 @@ class ReorderBuffer:
         self._early: dict[int, tuple[Frame, str]] = {}
         """Batches that arrived before one of their predecessors, with the URL of their server."""
         self._batches: deque[Arrived] = deque()
-        """Batches that the training loop may take, in order."""
+        """Batches ready for delivery, in order."""
         self.starved = False
         """True while the training loop waits for a batch."""
         self._is_ready: Callable[[Frame], bool] | None = None
-        """None unless batches are copied to a device before the loop may take them."""
+        """None unless batches are copied to a device before delivery."""
         self._callback: Callable[[], object] | None = None
         self._sated = 0
         """Number of receiving threads that have nothing to request."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
-        """Final error of each server; None for servers that are still waited for."""
+        """Final error by server URL; None for servers that have not failed."""
         self._error: Exception | None = None
         self._on_end: list[Callable[[], object]] = []
 
     # -- in the training loop's thread
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the failure or end in its place; None while the loop cannot take it."""
+        """Return the next batch, or the failure or end of shard in its place; None if it is not ready for delivery."""
         if not self._batches:
             return None
         first = self._batches[0]
@@ -112,20 +112,20 @@ class ReorderBuffer:
             timeout: Limit in seconds; 0 for none.
 
         Raises:
-            LoaderTimeout: The batch did not arrive in time. It may still arrive.
+            LoaderTimeout: If the batch did not arrive in time; it may still arrive.
             Exception: The error that ended the iteration.
         """
         if self.peek() is None:
             self._await_batch(timeout)
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` once, from any thread, as soon as `wait` would return without waiting. None cancels it."""
+        """Call `callback` once, from any thread, as soon as `wait` would not block; None cancels an earlier call."""
         with self.lock:
             if callback is None:
                 self._callback = None
                 self.starved = False
                 return
-            # said before it is looked: the other thread looks after it has delivered
+            # set before the check below: a receiving thread that delivers after the check finds the callback
             self._callback = callback
             self.starved = True
             self.changed.notify_all()
@@ -133,7 +133,7 @@ class ReorderBuffer:
                 self._wake()
 
     async def arrival(self) -> None:
-        """Asynchronous form of `wait`. A task that is cancelled meanwhile loses no batch."""
+        """Wait for the next batch like `wait`, but asynchronously; cancellation loses no batch."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
 
@@ -146,12 +146,12 @@ class ReorderBuffer:
             await arrived.wait()
         finally:
             self.call_when_arrived(None)
-        self.wait(0)  # raises what has come in place of a batch
+        self.wait(0)  # does not block; raises the error that ended the iteration
 
     def take(self, number: int) -> None:
-        """Remove the batch that `peek` returned; does nothing if it was removed before.
+        """Remove the batch that `peek` returned; do nothing if it was already removed.
 
-        Whatever a signal handler interrupts here can be done again: totals are set, and not added to.
+        If a signal handler interrupts this method, it can be called again: totals are set, never incremented.
         """
         with self.lock:
             if self._batches and self._batches[0].frame.address.batch == number:
@@ -159,13 +159,13 @@ class ReorderBuffer:
                 self.scheduler.taken = number + 1
                 self._batches.popleft()
             was_over_memory = self.scheduler.over_memory
-            if was_over_memory:  # taking a batch only frees memory
+            if was_over_memory:  # removing a batch never exceeds the limit
                 self._weigh()
             if was_over_memory or self._is_ready is not None or (self._sated and self.scheduler.has_room):
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
-        """Add the encoded indices of further batches of a client-side sampler, to be requested in order."""
+        """Add the encoded indices of further batches, from a client-side sampler, and schedule their requests."""
         if indices:
             with self.lock:
                 self._indices.update(indices)
@@ -173,13 +173,13 @@ class ReorderBuffer:
                 self.changed.notify_all()
 
     def complete(self) -> None:
-        """Declare that `feed` will not be called any more."""
+        """Declare the end of the epoch: `feed` will not be called again."""
         with self.lock:
             self._complete = True
             self.changed.notify_all()
 
     def close(self, why: BaseException | None = None) -> None:
-        """Drop all batches and end the receiving threads; further waits raise `why`."""
+        """Discard all batches and stop the receiving threads; further waits raise `why`."""
         with self.lock:
             self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
             self._batches.clear()
@@ -204,7 +204,7 @@ class ReorderBuffer:
                 left = -1 if deadline is None else deadline - time.monotonic()
                 if deadline is not None and left <= 0:
                     raise timed_out(timeout)
-                # not a condition: a signal handler that raised in its wait() could leave the lock in any state
+                # not a condition: a signal handler that raises in its wait() could leave the lock in any state
                 self._bell.acquire(timeout=left)
         finally:
             self.starved = False
@@ -212,32 +212,32 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Let the loop take a batch only once `is_ready` returns True for it; call `staged` when that may change."""
+        """Deliver a batch only once `is_ready` returns True for it; call `staged` when its result may change."""
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
-        """Iterate over the batches that have arrived in order; call it under `changed`."""
+        """Iterate over the batches that have arrived in order; requires the lock of `changed`."""
         return (batch.frame for batch in self._batches)
 
     def staged(self) -> None:
-        """Wake the training loop if it waits for a batch that is ready now; call it under `changed`."""
+        """Wake the training loop if it waits for a batch that is ready now; requires the lock of `changed`."""
         if self.starved and self.peek() is not None:
             self._wake()
 
     # -- in the threads that receive
 
     def is_over(self) -> bool:
-        """Return True if nothing more is to be received."""
+        """Return True if no more batches are to be received, at the end of the epoch or after an error."""
         all_here = self._complete and self.scheduler.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
     @property
     def several(self) -> bool:
-        """Return True if the batches come from more than one server."""
+        """True if the batches come from more than one server."""
         return len(self._failing) > 1
 
     def on_end(self, interrupt: Callable[[], object]) -> None:
-        """Call `interrupt` when nothing more is to be received, to end a thread that waits for a response."""
+        """Register `interrupt` to be called when `is_over` becomes true, to end a thread that waits for a response."""
         with self.changed:
             self._on_end.append(interrupt)
             if self.is_over():
@@ -246,7 +246,8 @@ class ReorderBuffer:
     def await_room(self, k: int, timeout: float) -> bool:
         """Wait until the rest of a range, from batch k on, may be requested; return False after `timeout` seconds.
 
-        It may be once the training loop has taken enough batches, or if it waits for that very batch.
+        The request may be sent once the memory of buffered batches is below the limit, or if the training loop waits
+        for batch k.
         """
         scheduler = self.scheduler
         with self.changed:
@@ -261,15 +262,15 @@ class ReorderBuffer:
             )
 
     def next_range(self, server: int) -> Range | None:
-        """Return the next range to request from a server, or None."""
+        """Return the next range of batches to request from a server; None if there is nothing to request."""
         with self.changed:
             wanted = self.scheduler.next_range(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
             return self._listed(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
-        """Wait until there may be something to request from a server, or for `timeout` seconds."""
-        if self.scheduler.shared:  # an overdue request of another server causes no notification
+        """Wait until batches may be requested from a server, for at most `timeout` seconds."""
+        if self.scheduler.shared:  # another server's request that becomes overdue causes no notification
             timeout = HEDGE_LEAST
         with self.changed:
             self._sated += 1
@@ -277,7 +278,7 @@ class ReorderBuffer:
             self._sated -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """Add the first batches of a server's oldest request; return the rest of its range, or None."""
+        """Add received batches, the first ones of a server's oldest request; return the rest of its range, or None."""
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
@@ -309,7 +310,7 @@ class ReorderBuffer:
             return self._listed(rest)
 
     def _weigh(self) -> None:
-        """Update `over_memory`: at the limit no further batch is requested."""
+        """Update `over_memory`: True while buffered batches exceed the memory limit, so that requests are paused."""
         was_over_memory, self.scheduler.over_memory = (
             self.scheduler.over_memory,
             self._bytes_in - self._bytes_out > self._most_held,
@@ -318,29 +319,29 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
-        """Record that a server has registered the loader, and its number of workers."""
+        """Record that the loader was registered with a server, and the server's number of workers."""
         with self.changed:
             self._failing[url] = None
             self.scheduler.joined(server, num_workers)
 
     def decoded(self, seconds: float) -> None:
-        """Add the duration of decoding a response."""
+        """Add the time that decoding a response took to the statistics."""
         with self.changed:
             self.measures.decode += seconds
 
     def broke(self) -> None:
-        """Count a connection that broke, or that the server closed."""
+        """Count a connection that broke or that the server closed."""
         with self.changed:
             self.measures.reconnects += 1
 
     def disconnected(self, server: int) -> None:
-        """Schedule the unanswered requests of a disconnected server again."""
+        """Reschedule the pending requests of a disconnected server."""
         with self.changed:
             self.scheduler.disconnected(server)
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:
-        """Stop waiting for a server; return False if another server is left."""
+        """Record the final failure of a server; return False if other servers remain, else end the iteration."""
         with self.changed:
             self._failing[url] = error
             if not all(self._failing.values()):
@@ -354,19 +355,19 @@ class ReorderBuffer:
             return True
 
     def fail(self, error: Exception) -> None:
-        """End the iteration: the training loop raises `error`."""
+        """End the iteration with an error, which the training loop raises."""
         with self.changed:
             self._error = error
             self._wake()
             self._end()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a number of seconds, or until nothing more is to be received."""
+        """Wait for a number of seconds, or until `is_over`."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 
     def _listed(self, wanted: Range | None) -> Range | None:
-        """Return the range with the encoded indices of its batches, if a client-side sampler gave them."""
+        """Add the encoded indices of its batches to a range, if there is a client-side sampler."""
         if wanted is None or not self._indices:
             return wanted
         return wanted._replace(listed=b"".join(self._indices[k] for k in range(wanted.start, wanted.stop)))
@@ -388,5 +389,5 @@ class ReorderBuffer:
 
 
 def timed_out(timeout: float) -> LoaderTimeout:
-    """Return the error of a batch that did not arrive in time, worded as torch does."""
+    """Create the error for a batch that did not arrive in time, with torch's message."""
     return LoaderTimeout(f"DataLoader timed out after {timeout:g} seconds")

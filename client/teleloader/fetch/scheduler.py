@@ -1,11 +1,12 @@
-"""Scheduling of requests: which batches to request next, from which server, how far ahead. No I/O, no threads.
+"""Scheduling of batch requests: next range, server and prefetch window. No I/O, no threads.
 
-A request is for a range of batches: one large batch, or many small ones, because the cost of a response would
-otherwise take most of the time.
+A request is for a range of batches: one large batch, or many small ones, because the overhead of a response would
+otherwise dominate.
 
-Of several servers, each is sent the next range when it has answered, so a faster one computes more batches. Batches are
-delivered in order, so the training loop waits for the slowest response. If that is overdue, an idle server is sent the
-same request (a *hedged* request), and the first response counts. A server that was too slow is ejected for a cooldown.
+With several servers, each one is sent the next range after its response, so a faster server computes more batches.
+Batches are delivered in order, so the training loop waits for the slowest response. If that response is overdue, an
+idle server is sent the same request (a *hedged* request), and the first response counts. A server whose response came
+second is ejected for a cooldown.
 """
 
 from __future__ import annotations
@@ -19,58 +20,58 @@ from teleloader.transport.range import Range
 from teleloader_shared.messages import READY_BYTES
 
 COVERED_SECONDS: Final = 0.25
-"""Seconds of training that prefetched batches cover, which hides the network's latency."""
+"""Training time that the prefetch window covers, in seconds, to hide the network's latency."""
 COVERED_BYTES: Final = 128 * 2**20
-"""Limit of the bytes that are prefetched for `COVERED_SECONDS`."""
+"""Maximum size of the batches that are prefetched for `COVERED_SECONDS`."""
 MAX_WINDOW: Final = 2048
 MAX_WORKERS: Final = 1024
-"""Limit of the number of workers that a server may report: each one enlarges the prefetch window."""
+"""Upper limit for the number of workers that a server reports, since each worker enlarges the prefetch window."""
 MAX_AHEAD: Final = 256
-"""Limit of the batches that a server computes beyond the requested ones and keeps."""
+"""Maximum number of batches that a server computes beyond the requested ones."""
 
 HEDGE_QUANTILE: Final = 0.95
 """Quantile of the recent latencies after which a request is hedged."""
 HEDGE_LEAST: Final = 0.05
-"""Minimum seconds before a request is hedged, and interval in which an idle server is checked for one to hedge."""
+"""Minimum seconds before a request is hedged, and interval at which idle servers check for overdue requests."""
 HEDGE_UNKNOWN: Final = 1.0
 """Seconds before a request is hedged while too few latencies are known."""
 RECENT_ANSWERS: Final = 64
 MIN_COOLDOWN_S: Final = 1.0
-"""Seconds for which a slow server is ejected; doubled for each slow response in a row."""
+"""Seconds for which a slow server is ejected; doubled for each consecutive slow response."""
 MAX_COOLDOWN_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request for batches [start, stop) that has no complete response."""
+    """Pending request for batches [start, stop)."""
 
     start: int
     stop: int
     ahead: int
     since: float
     is_hedge: bool = False
-    """True if the same batches had been requested from another server."""
+    """True if the same batches were already requested from another server."""
 
 
 @dataclass(slots=True)
 class _Server:
     num_workers: int
     in_flight: deque[_Request] = field(default_factory=deque)
-    """Unanswered requests, in the order of their responses."""
+    """Pending requests, in the order of their responses."""
     is_disconnected: bool = False
     cooldown: float = 0.0
     ejected_until: float = -math.inf
 
 
 class RangeScheduler:
-    """Schedule of the requests for batches [start, stop) of an epoch.
+    """Scheduler of the requests for batches [start, stop) of an epoch, on one or several servers.
 
     Args:
-        start: The first batch.
-        stop: The end of the epoch, as far as known: `extend` and `shard_ended` move it.
-        prefetch_factor: Batches to hold ready for each of the servers' workers.
-        num_workers: Workers of each server, 0 if unknown: `joined` updates it.
-        adaptive: Enlarge the window for a fast training loop, and let the server compute batches beyond it.
+        start: Number of the first batch.
+        stop: End of the epoch, as far as known; changed by `extend` and `shard_ended`.
+        prefetch_factor: Batches to prefetch for each of the servers' workers.
+        num_workers: Workers of each server, 0 if unknown; updated by `joined`.
+        adaptive: Whether to enlarge the window for a fast training loop, and let the server compute batches beyond it.
         shards: Number of shards of an iterable-style dataset, which deliver batches in turn; 0 for map-style.
         servers: Number of servers; they are numbered from 0.
     """
@@ -87,20 +88,20 @@ class RangeScheduler:
         servers: int = 1,
     ) -> None:
         self.taken = start
-        """The next batch that the training loop takes."""
+        """Number of the next batch that the training loop receives."""
         self.received = start
-        """The next batch that has not arrived."""
+        """Number of the first batch that has not arrived."""
         self.stop = stop
         self.over_memory = False
-        """True while received batches fill the memory limit: no further batch is requested."""
+        """True while buffered batches exceed the memory limit, so that requests are paused."""
         self.hedges = 0
         """Number of batches that were requested from a second server because the first one was slow."""
         self._asked = start
-        """The first batch that was never requested."""
+        """Number of the first batch that was never requested."""
         self._retries: list[Range] = []
-        """Unanswered ranges of disconnected servers, in order."""
+        """Ranges to request again, because their servers disconnected; sorted."""
         self._beyond: set[int] = set()
-        """Batches after `received` that have arrived."""
+        """Numbers of the batches after `received` that have arrived."""
         self._servers = [_Server(min(num_workers, MAX_WORKERS)) for _ in range(servers)]
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
@@ -115,31 +116,31 @@ class RangeScheduler:
 
     @property
     def connections(self) -> int:
-        """Number of connections on which a server is sent requests at a time.
+        """Maximum number of concurrent connections to a server.
 
-        The second connection carries the next request while a response is received on the first. But two requests
-        may overtake each other, and a shard cannot go back to an earlier batch.
+        A second connection carries the next request while a response is received on the first one. Shards use only one,
+        because two requests may overtake each other, and a shard cannot go back to an earlier batch.
         """
         return 1 if self._shards else 2
 
     @property
     def has_shards(self) -> bool:
-        """Return True if the batches come from shards, which can end at different times."""
+        """True if the batches come from the shards of an iterable-style dataset, which can end at different times."""
         return self._shards > 0
 
     @property
     def shared(self) -> bool:
-        """Return True if the batches are spread over several servers."""
+        """True if the batches are distributed over several servers."""
         return len(self._servers) > 1
 
     @property
     def finished(self) -> bool:
-        """Return True if every batch has arrived."""
+        """True if all batches of the epoch have arrived."""
         return self.received >= self.stop
 
     @property
     def window(self) -> int:
-        """Prefetch window: number of batches that may be requested beyond those that the training loop took."""
+        """Prefetch window: maximum number of requested batches that the training loop has not received."""
         least = self._prefetch_factor * sum(max(1, server.num_workers) for server in self._servers)
         if not self.adaptive:
             return least
@@ -150,7 +151,7 @@ class RangeScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Return True if enough of the window is free for the next request, which asks for several batches."""
+        """True if enough of the prefetch window is free for another request, which covers several batches."""
         if self.over_memory:
             return False
         room = self.taken + self.window - self._asked
@@ -158,11 +159,11 @@ class RangeScheduler:
 
     @property
     def has_retries(self) -> bool:
-        """Return True if ranges of disconnected servers wait to be requested again."""
+        """True if ranges have to be requested again because their servers disconnected."""
         return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
-        """Return True if `next_range` would return a range for the server."""
+        """Return True if there are batches to request from a server, so that `next_range` returns a range."""
         if self._retries:
             return True
         if self._is_ejected(server, now):
@@ -170,7 +171,7 @@ class RangeScheduler:
         return self.has_room or self._to_hedge(server, now) is not None
 
     def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
-        """Return the next range to request from a server, None if enough is in flight."""
+        """Return the next range to request from a server; None if enough requests are pending."""
         while self._retries:
             lost = self._retries.pop(0)
             if (wanted := self._missing(lost)) is not None:
@@ -194,8 +195,8 @@ class RangeScheduler:
         start = self._asked
         together = self._together
         if self.shared:
-            # the batches after this range may be another server's, so a range must occupy all workers of this one,
-            # and still leave the other servers their share of the window
+            # the next range may go to another server, so this range must occupy all workers of this server, and still
+            # leave the other servers their share of the window
             share = math.ceil(self.window / (self.connections * len(self._servers)))
             together = max(self._servers[server].num_workers, min(together, share))
         self._asked = min(self.stop, self.taken + self.window, start + together)
@@ -211,15 +212,15 @@ class RangeScheduler:
         """Number of batches that the server computes beyond the requested ones."""
         if self.shared:
             return 0
-        if self._shards:  # shards deliver in turn, so one range is requested after another
+        if self._shards:  # shards deliver in turn, so only one range is requested at a time
             return max(0, self.taken + self.window - self._asked)
         if not self.adaptive:
             return 0
-        # as many as the next response can carry: the workers continue until its request arrives
+        # as many as the next response can carry, so that the workers stay busy until the next request arrives
         return max(min(self._together, self.window, MAX_AHEAD), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
-        """Return a range without its first batches that have arrived or are beyond the end; None if nothing is left."""
+        """Return the part of a range that still has to be received; None if it is empty."""
         start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
         while start in self._beyond:
             start += 1
@@ -228,12 +229,12 @@ class RangeScheduler:
     # -- several servers
 
     def _is_out(self, wanted: Range) -> bool:
-        """Return True if an unanswered request covers the whole range."""
+        """Return True if a pending request covers the whole range."""
         in_flight = (request for server in self._servers for request in server.in_flight)
         return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
 
     def _to_hedge(self, server: int, now: float) -> Range | None:
-        """Return the missing rest of a request to another server that is overdue and holds up the training loop."""
+        """Return the range to hedge: the rest of another server's overdue request that the training loop waits for."""
         holding = [
             (other, request)
             for other, state in enumerate(self._servers)
@@ -255,7 +256,7 @@ class RangeScheduler:
         return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
 
     def _is_ejected(self, server: int, now: float) -> bool:
-        """Return True if the server is ejected for being slow and another one is available."""
+        """Return True if the server is ejected for a cooldown and another one is available."""
         return now < self._servers[server].ejected_until and any(
             not other.is_disconnected and now >= other.ejected_until for other in self._servers
         )
@@ -267,7 +268,7 @@ class RangeScheduler:
         self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
 
     def disconnected(self, server: int) -> None:
-        """Schedule the unanswered requests of a server again after its connection broke."""
+        """Reschedule the pending requests of a server whose connection broke."""
         gone = self._servers[server]
         gone.is_disconnected = True
         in_flight = list(gone.in_flight)
@@ -277,7 +278,7 @@ class RangeScheduler:
         self._retries.sort()
 
     def extend(self, stop: int) -> None:
-        """Move the end of the epoch to `stop`."""
+        """Set the end of the epoch, as far as known, to batch `stop`."""
         self.stop = stop
 
     def shard_ended(self, k: int) -> None:
@@ -292,10 +293,10 @@ class RangeScheduler:
         return k >= self.received and k not in self._beyond
 
     def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
-        """Record the first `count` batches of a server's oldest request, `nbytes` together.
+        """Record the arrival of the first `count` batches of a server's oldest request, `nbytes` bytes in total.
 
         Returns:
-            The rest of the range, to be requested on the same connection before anything else.
+            The rest of the range, which must be the next request on the same connection; None if nothing is left.
         """
         answering = self._servers[server]
         request = answering.in_flight[0]
@@ -321,7 +322,7 @@ class RangeScheduler:
         return rest
 
     def paced(self, now: float) -> None:
-        """Measure the training loop's batch rate; called whenever batches arrive."""
+        """Update the estimate of the training loop's batch rate; called whenever batches arrive."""
         if self._pace_mark is None:
             self._pace_mark = (now, self.taken)
             return

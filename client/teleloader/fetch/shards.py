@@ -1,4 +1,4 @@
-"""Delivered batches of the shards of an iterable-style dataset, from which a server can restore an evicted session."""
+"""Client's record of the delivered batches of an iterable-style dataset, for re-registration of evicted sessions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from teleloader_shared.spec import MAX_STATES, LoaderSpec
 
 
 class DeliveredShards:
-    """Delivered batches of an epoch, with which the session is registered again.
+    """Record of the delivered batches of an epoch, from which a server can restore an evicted session.
 
     Args:
         spec: Spec of the session.
-        epoch: Number of the epoch.
+        epoch: Epoch number.
     """
 
     def __init__(self, spec: LoaderSpec, epoch: int) -> None:
@@ -28,11 +28,11 @@ class DeliveredShards:
         self._shards: list[Delivered | None] = [None] * spec.shards
 
     def add(self, frames: Iterable[Frame], raw: NDArray[np.uint8]) -> None:
-        """Record the next frames.
+        """Record received frames as delivered.
 
         Args:
-            frames: The frames.
-            raw: Their bytes.
+            frames: Decoded frames of one response.
+            raw: Bytes of the response.
         """
         start = 0
         for frame in frames:
@@ -47,7 +47,10 @@ class DeliveredShards:
 
     @property
     def spec(self) -> LoaderSpec:
-        """Spec with the delivered batches; without their states if these exceed the limit with those of the spec."""
+        """Spec that registers the session again, including the progress of its shards.
+
+        The states of the shards are omitted if they exceed the limit for a spec.
+        """
         text = delivered.pack(self._epoch, self._shards)
         if len(text) + sum(map(len, filter(None, self._spec.shard_states or ()))) > MAX_STATES:
             stateless = [None if shard is None else shard._replace(state=None) for shard in self._shards]

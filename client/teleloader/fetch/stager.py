@@ -1,8 +1,8 @@
-"""Thread that copies received batches to a device before the training loop requests them.
+"""Background thread that copies received batches to a device before the training loop requests them.
 
-There is one thread for each iterator. Settings of the training loop's thread (current device and stream, autocast,
-inference mode, default device) do not apply in it, so a batch does not depend on the time of its copy. User code does
-not run in it: transforms run in the training loop's thread and on its stream.
+Each iterator has one. Settings of the training loop's thread (current device and stream, autocast, inference mode,
+default device) do not apply in it, so the content of a batch does not depend on the time of its copy. No user code runs
+in it: transforms run in the training loop's thread and on its stream.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from teleloader.tensors.devices import Copy, CopyTimes, Device, is_out_of_memory
 from teleloader_shared.codec import End, Failure, Frame
 
 _IN_NEXT: Final = 4
-"""The line of the training loop, seen from `Stager.warn` through `LoaderIterator`."""
+"""Stack level of the training loop in `Stager.warn`, which `LoaderIterator` calls."""
 CLOSE_TIMEOUT: Final = 5.0
-"""Limit of the wait for the end of the thread, in seconds; a driver may block it."""
+"""Maximum wait for the end of the thread, in seconds; a device driver may block the thread."""
 
 
 class Stager:
-    """Copies up to `ahead` batches before the training loop requests them, each when it has arrived.
+    """Background copier of received batches to a device, ahead of the training loop.
 
-    A copy does not remove its batch from the reorder buffer, so a batch can be copied again after an interruption.
+    A copied batch stays in the reorder buffer, so that it can be copied again after an interruption.
 
     Args:
         reorder_buffer: Source of the batches.
         device: Destination of the copies.
-        ahead: Limit of the copies that the training loop has not received. With 0, a batch is copied when the training
-            loop waits for it.
+        ahead: Maximum number of copies that the training loop has not received. With 0, a batch is copied when the
+            training loop waits for it.
     """
 
     def __init__(self, reorder_buffer: ReorderBuffer, device: Device, ahead: int) -> None:
@@ -38,12 +38,12 @@ class Stager:
         self._device = device
         self._ahead = ahead
         self._copies: dict[int, Copy | Exception] = {}
-        """Copies that the training loop has not received, or errors in their place, by batch number."""
+        """Copies that the training loop has not received, or exceptions in their place, by batch number."""
         self._times = CopyTimes(device)
         self._late: int | None = None
-        """Last batch that was counted as a late copy."""
+        """Number of the last batch that was counted as a late copy."""
         self._warning: str | None = None
-        """Warning to raise in the training loop's thread."""
+        """Text of a warning to issue in the training loop's thread."""
         reorder_buffer.stage(self.is_ready)
         self._thread = threading.Thread(target=self._run, name="teleloader-stager", daemon=True)
         self._thread.start()
@@ -51,20 +51,20 @@ class Stager:
     # -- in the training loop's thread
 
     def is_ready(self, frame: Frame) -> bool:
-        """Return True if a batch, or an error in its place, is ready for the training loop."""
+        """Return True if the copy of a batch has started, or if the frame has nothing to copy."""
         return isinstance(frame.content, Failure | End) or frame.address.batch in self._copies
 
     def warn(self) -> None:
-        """Issue the warning of the copying thread in the training loop's thread, once."""
+        """Issue the pending warning of the copying thread, if any, in the training loop's thread."""
         if self._warning is not None:
             text, self._warning = self._warning, None
             warnings.warn(text, stacklevel=_IN_NEXT)
 
     def use(self, frame: Frame) -> Any:
-        """Return a batch that is ready, on the device, for the current stream.
+        """Return the copy of a batch on the device, for use on the current stream.
 
         Raises:
-            Exception: If the copy failed.
+            Exception: The exception with which the copy failed.
         """
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
@@ -72,13 +72,13 @@ class Stager:
         return self._device.use(copy)
 
     def discard(self, frame: Frame) -> None:
-        """Release the copy of a batch: the training loop received it, or needs another copy."""
+        """Release the copy of a batch, because the training loop received it or needs a new copy."""
         with self._reorder_buffer.lock:
             self._copies.pop(frame.address.batch, None)
             self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, without waiting for copies: the allocators keep the memory that copies use."""
+        """Stop the thread without waiting for copies: the allocators keep the memory that copies use."""
         with self._reorder_buffer.lock:
             self._reorder_buffer.changed.notify_all()
         if threading.current_thread() is not self._thread:
@@ -105,7 +105,7 @@ class Stager:
             if isinstance(copy, Copy):
                 self._times.add(copy)
             self._reorder_buffer.measures.copy += self._times.collect()
-            del frame, copy  # a waiting thread must not keep a batch alive
+            del frame, copy  # a waiting thread must not keep a batch in memory
 
     def _next(self) -> Frame | None:
         """Wait for a batch to copy; return None if the iterator was closed."""
@@ -136,7 +136,7 @@ class Stager:
                 self._reorder_buffer.staged()
 
     def _stop_ahead(self, error: Exception) -> None:
-        """Copy each following batch only when the training loop waits for it, and may have freed memory."""
+        """Stop copying ahead: copy each further batch when the training loop waits for it and has freed memory."""
         self._ahead = 0
         self._warning = (
             f"out of device memory while a batch was copied ahead of use ({str(error).splitlines()[0]}): the rest of "

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connection on which ranges of batches are requested, one at a time, and received without a copy.
+"""HTTP/1.1 transport: requests ranges of batches, one at a time, and receives them without a copy.
 
 httpx is four times slower at this than ``readinto`` of the standard library: it returns chunks that must be joined,
 whereas here the kernel writes into the final buffer of the batch.
@@ -38,26 +38,26 @@ KEEPALIVE_OPTIONS: Final = (
     # while a request is not acknowledged, the kernel sends no keep-alive probes
     ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_IDLE * (1 + KEEPALIVE_TRIES)),
 )
-"""Options by their names in `socket`; no system has all of them."""
+"""Socket options by their names in the `socket` module; no system has all of them."""
 # unlike the default selector of Linux and macOS it has no file descriptor, which forked processes would share
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
-"""Limit of a response without its body, in bytes: headers, or "100 Continue" responses, could be endless."""
+"""Maximum size of a response without its body: headers, or "100 Continue" responses, could be endless."""
 LEAST_RATE: Final = 1024
 """Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6
-"""Limit of the wait on a connection without data, as a multiple of the server's `timeout`: although the server is
-available, a proxy may have dropped the connection."""
+"""Maximum wait on a connection without data, as a multiple of the server's `timeout`: a proxy may have dropped the
+connection although the server is available."""
 
 _open: set[HttpConnection] = set()
-"""All connections of this process."""
+"""Open connections of this process."""
 
 
 class HttpServer(BatchServer):
-    """Loader server that is reached over HTTP/1.1."""
+    """Loader server whose batches are requested over HTTP/1.1."""
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
-        """Return a new connection."""
+        """Open an HTTP connection for the batches of one epoch; arguments and errors are those of `BatchServer`."""
         try:
             return HttpConnection(self, batches_path(key, epoch), consumer, report)
         except OSError as error:
@@ -65,10 +65,10 @@ class HttpServer(BatchServer):
 
 
 class BoundedReader(io.RawIOBase):
-    """Response with limits: the allowed number of bytes, and a minimum rate.
+    """Stream of a response that enforces a maximum size and a minimum rate.
 
     Args:
-        raw: The response.
+        raw: Stream to read from.
         patience: Seconds over which the rate is measured, from the first byte on.
     """
 
@@ -80,19 +80,19 @@ class BoundedReader(io.RawIOBase):
         self._due = 0.0
 
     def allow(self, nbytes: int) -> None:
-        """Allow `nbytes` more bytes."""
+        """Raise the maximum size by `nbytes`."""
         self._left += nbytes
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: the stream supports reading."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read the next bytes into `buffer`, and return their number.
+        """Read the next bytes into `buffer`; return the number of bytes read.
 
         Raises:
-            ProtocolError: If there are more bytes than allowed.
-            TimeoutError: If the rate is too low.
+            ProtocolError: If the maximum size is exceeded.
+            TimeoutError: If the rate is below the minimum.
         """
         got = self._raw.readinto(buffer)
         if got:
@@ -114,19 +114,19 @@ class BoundedReader(io.RawIOBase):
         self._due = now + self._patience
 
     def close(self) -> None:
-        """Close the response."""
+        """Close this stream and the underlying one."""
         self._raw.close()
         super().close()
 
 
 class HttpConnection:
-    """Connection to a server.
+    """HTTP/1.1 connection to a server for the batches of one epoch.
 
     Args:
-        server: The server.
-        path: Path of the epoch's batches.
+        server: Server to connect to.
+        path: URL path of the epoch's batches.
         consumer: Name of the iterator in the server's statistics.
-        report: Returns the report on the iterator that is sent with each request.
+        report: Returns the `ConsumerReport` to send with each request.
 
     Raises:
         OSError: If the server is unreachable.
@@ -140,7 +140,7 @@ class HttpConnection:
         self.trace: RequestTrace | None = None
         self.first_byte = 0
         self._shown: str | None = None
-        """Token of the last request."""
+        """Token that the last request carried."""
         self._consumer = consumer
         self._report = report
         if parts.scheme == "https":
@@ -167,7 +167,7 @@ class HttpConnection:
         return self._http.sock is not None and not self._arrival.select(0)
 
     def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the request for a range."""
+        """Send the HTTP request for a range of batches."""
         self._shown = self._server.credentials.token
         headers = {
             CONSUMER_HEADER: self._consumer,
@@ -188,7 +188,7 @@ class HttpConnection:
             raise _broken(error) from error
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Return the frames of the response."""
+        """Receive the body of the response, which consists of frames, into newly allocated memory."""
         try:
             return self._receive(buffers, batches, max_bytes)
         except TeleloaderError:
@@ -224,7 +224,7 @@ class HttpConnection:
             return memory
 
     def _response(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
-        """Return the response after its first byte has arrived."""
+        """Create the response object after the first byte of the response has arrived."""
         response = http.client.HTTPResponse(*args, **options)
         try:
             self._arriving = BoundedReader(response.fp.detach(), self._server.timeout)
@@ -237,7 +237,7 @@ class HttpConnection:
         return response
 
     def _await(self, arriving: io.BufferedReader) -> None:
-        """Wait for the first byte. The time to compute a batch is not limited while health checks succeed."""
+        """Wait for the first byte of the response; no limit applies while the server's health checks succeed."""
         for _ in range(2 * SILENT_TIMEOUTS):
             if self._arrival.select(self._server.timeout / 2):
                 if self._has_begun(arriving):
@@ -248,7 +248,7 @@ class HttpConnection:
         raise SilentConnection
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:
-        """Return True if the response has begun: over TLS, handshake messages may arrive first."""
+        """Return True if bytes of the response have arrived; over TLS, handshake messages may arrive first."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return True
         self._socket.settimeout(0)
@@ -261,19 +261,19 @@ class HttpConnection:
         return True
 
     def shut_down(self) -> None:
-        """Break the connection, from any thread."""
+        """Shut the connection down, from any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the connection was broken already
+            return  # the connection is already broken
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection and release its socket."""
         _open.discard(self)
         self._http.close()
 
     def close_copy(self) -> None:
-        """Close the copy in a forked process, which would keep the connection open after the end of its owner."""
+        """Close a forked child's copy of the socket, which would keep the connection open after its owner closes it."""
         descriptor = self._socket.detach()
         if descriptor >= 0:  # negative if the server closed the connection after its last response
             socket.close(descriptor)

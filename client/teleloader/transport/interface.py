@@ -1,4 +1,4 @@
-"""Interface of a transport: a `BatchServer` opens each `Connection`, on which ranges of batches are received."""
+"""Interface of a transport: a `BatchServer` opens connections, on which ranges of batches are received."""
 
 from __future__ import annotations
 
@@ -15,71 +15,71 @@ from teleloader_shared.messages import ConsumerReport
 
 
 class TransportError(Exception):
-    """A connection broke, or delivered anything but a response: the request is repeated on another connection."""
+    """A connection broke or received an invalid response; the request is retried on another connection."""
 
 
 class SilentConnection(TransportError):
-    """A connection delivers nothing although the server is available: only the connection is replaced."""
+    """A connection received no data although the server is available; only the connection is replaced."""
 
 
 class Connection(Protocol):
-    """Connection to a server, for the batches of one epoch of one loader. Requests do not overlap."""
+    """Interface of a connection to a server for the batches of one epoch, with one request at a time."""
 
     trace: RequestTrace | None
-    """Trace of the last request; None without tracing."""
+    """Span of the last request; None without tracing."""
     first_byte: int
-    """Arrival of the first byte of its response, as ``time.time_ns()``."""
+    """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
 
     @property
     def is_usable(self) -> bool:
         """False if the connection is known to be broken or closed, for example because it was idle."""
 
     def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the request for a range; `receive` returns the response.
+        """Send the request for a range of batches; `receive` returns the response.
 
         Args:
-            wanted: The range.
-            trace: Trace of this request; None without tracing.
+            wanted: Range of batches to request.
+            trace: Span of this request; None without tracing.
 
         Raises:
             TransportError: If the connection broke.
         """
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Return the frames of the response: the first batches of the range, at least one.
+        """Receive the response: frames of the first batches of the range, at least one.
 
         Args:
-            buffers: Provides the memory to receive into.
-            batches: Batches in the range.
-            max_bytes: Limit of the response, in bytes.
+            buffers: Allocator of the memory to receive into.
+            batches: Number of batches in the range.
+            max_bytes: Maximum size of the response.
 
         Raises:
             TransportError: If the connection broke, or the response is truncated or malformed.
-            SilentConnection: If nothing arrives for long although the server is available.
-            ServerUnavailable: If nothing arrives and the server does not respond to a health check, or if the server
-                refused the request for now; `retry_after` is the wait that it requested.
+            SilentConnection: If no data arrives for a long time although the server is available.
+            ServerUnavailable: If no data arrives and the server does not respond to a health check, or if the server
+                temporarily refused the request; `retry_after` is the wait that it requested.
             TeleloaderError: If the server refused the request for another reason.
         """
 
     def shut_down(self) -> None:
-        """Break the connection, from any thread: a thread that waits on it gets a `TransportError`."""
+        """Shut the connection down, from any thread; a thread that waits on it gets a `TransportError`."""
 
     def close(self) -> None:
         """Release the resources of the connection; may be called again."""
 
 
 class BatchServer(Server, ABC):
-    """Loader server with a transport for batches. Control requests are those of `Server`, unless overridden."""
+    """Base class of a loader server with a transport for batches; inherits the control requests of `Server`."""
 
     @abstractmethod
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> Connection:
-        """Return a new connection.
+        """Open a connection for the batches of one epoch.
 
         Args:
             key: Key of the loader.
-            epoch: Number of the epoch.
+            epoch: Epoch number.
             consumer: Name of the iterator in the server's statistics.
-            report: Returns the report on the iterator that is sent with each request.
+            report: Returns the `ConsumerReport` to send with each request.
 
         Raises:
             TransportError: If the server is unreachable.

@@ -1,4 +1,4 @@
-"""Range of batches that one request is for."""
+"""Range of consecutive batches in one request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Request for the batches [start, stop)."""
+    """Range of consecutive batches, [start, stop), in one request."""
 
     start: int
     stop: int
     ahead: int
-    """Batches to prefetch after `stop`."""
+    """Number of batches after `stop` that the server computes in advance."""
     listed: bytes | None = None
-    """Frames with the indices of the batches, for a client-side sampler."""
+    """Encoded sample indices of the batches; None without a client-side sampler."""

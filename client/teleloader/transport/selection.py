@@ -1,4 +1,4 @@
-"""Selection of the transport for a server URL, in this one place."""
+"""Selection of the transport for a server URL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ fakes: Final[dict[str, Callable[[str, float, Credentials], BatchServer]]] = {}
 
 
 def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer:
-    """Return the server at a URL, with the transport for it.
+    """Create the client of the server at a URL, with the transport for that URL.
 
     Args:
         url: URL of the server.

@@ -1,6 +1,6 @@
-"""Tracing of requests in the client: a span for each request, with spans for receiving and decoding.
+"""OpenTelemetry spans of the client's batch requests, with child spans for receiving and decoding.
 
-The request carries the context of its span, so that the server's spans are its children.
+Each request carries the context of its span, so that the server's spans become children of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Spans of one iteration, as children of the span that was current at its ``iter()``.
+    """Creates the spans of one iteration, as children of the span that was current when ``iter()`` was called.
 
     Args:
         key: Key of the loader.
-        epoch: Number of the epoch.
+        epoch: Epoch number.
     """
 
     def __init__(self, key: str, epoch: int) -> None:
@@ -31,7 +31,7 @@ class IterationTrace:
         self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
 
     def start(self, wanted: Range) -> RequestTrace:
-        """Start the span of a request."""
+        """Start the span of a batch request."""
         from opentelemetry.trace import SpanKind
 
         attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
@@ -41,14 +41,14 @@ class IterationTrace:
 
 
 class RequestTrace:
-    """Span of one request."""
+    """OpenTelemetry span of one batch request."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that carry the context of the span."""
+        """HTTP headers that propagate the span's context to the server."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -60,9 +60,9 @@ class RequestTrace:
         """End the span after the response was received and decoded.
 
         Args:
-            first_byte: Arrival of the first byte, as ``time.time_ns()``.
-            last_byte: Arrival of the last byte.
-            frames: Batches in the response.
+            first_byte: Arrival time of the first byte, as ``time.time_ns()``.
+            last_byte: Arrival time of the last byte, likewise.
+            frames: Number of batches in the response.
             nbytes: Size of the response in bytes.
         """
         from opentelemetry import trace
@@ -75,7 +75,7 @@ class RequestTrace:
         self._span.end()
 
     def broke(self, error: Exception) -> None:
-        """End the span with an error, unless it has ended."""
+        """End the span with an error, unless it has already ended."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._span.is_recording():
