@@ -268,6 +268,17 @@ def test_a_worker_that_does_not_start_is_reported_in_bounded_time(
             lacking_since = now
 
 
+def test_a_start_that_succeeded_ends_a_row_of_failed_ones() -> None:
+    """Also if the machine then lacked a resource for the worker's batches."""
+    restarts = Restarts()
+    for _ in range(MAX_FAILED_STARTS - 1):
+        restarts.exited(LOST, WorkerHealth(START), START)
+    restarts.record_ready(START)
+    restarts.exited(LACKING, WorkerHealth(START, ready=True), START)
+    restarts.exited(LOST, WorkerHealth(START), START)
+    assert not restarts.must_report(LIMITS, START, lacks_resource=False, has_substitute=False)
+
+
 @pytest.mark.parametrize("lacks_resource", [False, True])
 def test_nothing_is_reported_while_another_worker_can_compute_the_batches(*, lacks_resource: bool) -> None:
     """Then nobody waits for the one that does not start."""

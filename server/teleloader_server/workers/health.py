@@ -215,7 +215,7 @@ class Restarts:
         if loss.attribution == "machine":
             return self.start_failed()
         self.failures = 0 if health.completed else self.failures + 1
-        self.failed_starts = 0 if health.ready else self.failed_starts + 1
+        self.failed_starts += not health.ready
         return backoff(self.failures)
 
     def start_failed(self) -> float:
@@ -225,7 +225,7 @@ class Restarts:
 
     def record_ready(self, now: float) -> bool:
         """Record that a process is ready; return True if it replaces one that was lost."""
-        self.lacking_since = None
+        self.failed_starts, self.lacking_since = 0, None
         if self.exited_at is None:
             return False
         self.last_duration, self.exited_at = now - self.exited_at, None
