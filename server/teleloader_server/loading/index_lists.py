@@ -156,7 +156,7 @@ def checked_address(frame: bytes, rules: Rules) -> Address:
 
 
 def _parse(frame: bytes) -> _List:
-    envelope = codec.open_frame(frame, 0, MAX_HEADER_BYTES)
+    envelope = codec.open_frame(memoryview(frame), 0, MAX_HEADER_BYTES)
     fields = dict(_fields(envelope.header))
     if "compression" in fields:
         raise ProtocolError("an index list must not be compressed")
