@@ -1,5 +1,5 @@
-"""Scheduling of batches: their workers and order, the batches kept in memory, and the waiting requests.
+"""Scheduling of batches: assignment to workers, caching of frames, and delivery to waiting requests.
 
-May import `workers` and what lies below it. `dispatcher`, `store`, `records` and `quotas` decide without I/O, `engine`
-carries out what they decide. Start reading in `service`: everything that the endpoints offer, without HTTP.
+Imports `workers` and the layers below it. `dispatcher`, `store`, `records` and `quotas` make decisions without I/O, and
+`engine` executes them. Entry point: `service`, which implements all endpoints without HTTP.
 """

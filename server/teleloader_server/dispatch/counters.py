@@ -1,4 +1,7 @@
-"""Counters of datasets, loaders, consumers and workers: a few additions per batch. Readers derive recent rates."""
+"""Counters of datasets, loaders, consumers and workers, from which `stats` computes recent rates.
+
+Updating them costs a few additions per batch.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +29,41 @@ logger = logging.getLogger(__name__)
 SLOWEST: Final = 5
 MAX_ERROR_TYPES: Final = 20
 OTHER_ERRORS: Final = "other"
-"""Name that counts errors of further types: a dataset can create exception types at run time."""
+"""Name under which errors beyond `MAX_ERROR_TYPES` are counted: datasets can create exception types at run time."""
 MAX_TYPE: Final = 200
 MAX_MESSAGE: Final = 500
 MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
-"""Largest index list that is kept with a slow batch, in bytes."""
+"""Maximum size in bytes of an index list that is kept with a slow batch."""
 MAX_KEPT_LOOPS: Final = 4096
 OVERTAKEN: Final = 2.0
-"""Seconds by which a client's report may be late: requests on several connections may overtake each other."""
+"""Seconds within which an older report of a client is ignored, because requests on several connections can overtake
+each other.
+"""
 KEEP_LOOPS: Final = 60.0
-"""Seconds for which a training loop is remembered after its last request."""
+"""Seconds for which the counters of a training loop are kept after its last request."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """Origin of the workers of an engine."""
+    """Owner of an engine's workers, and the setting of their number."""
 
     session: str | None
-    """Key of the loader that the workers belong to; None if all loaders share them."""
+    """Key of the loader to which the workers belong; None for shared workers."""
     setting: str
-    """The setting of their number, for advice: ``{}`` stands for the number."""
+    """Setting of the number of workers as shown to users, with ``{}`` in place of the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTotals:
-    """Facts of the whole server that no engine has."""
+    """Server-wide values for the statistics, which do not belong to an engine."""
 
     datasets: Mapping[str, DatasetInfo]
     memory_sending: int
-    """Bytes of frames that are being sent."""
+    """Memory of frames that are being sent, in bytes."""
     connections: int
-    """Open connections."""
+    """Number of open connections."""
     draining: bool
 
 
@@ -74,13 +79,13 @@ class _Slow(NamedTuple):
     task: Task
 
     def record(self) -> SlowBatch:
-        """Return the record of the batch for ``/stats``."""
+        """Convert to the record of a slow batch in ``/stats``."""
         address = self.task.address
         return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
 
 
 class DatasetCounters:
-    """Counters of one dataset, over all loaders."""
+    """Counters of one dataset, for all loaders together."""
 
     def __init__(self, now: float) -> None:
         self.computed = 0
@@ -90,25 +95,25 @@ class DatasetCounters:
         self.retried = 0
         self.samples = 0
         self.waiting = 0.0
-        """Seconds for which consumers, together, have waited for batches that were not ready."""
+        """Total seconds for which consumers waited for batches that were not ready."""
         self.made = RateWindow(now, 0)
-        """Of samples."""
+        """Window of computed samples."""
         self.left = RateWindow(now, 0, 0)
-        """Of batches and bytes that were sent."""
+        """Window of sent batches and bytes."""
         self.slow_from = 0.0
-        """Fetch time in seconds from which a batch is among the slowest."""
+        """Minimum fetch time in seconds of the slowest batches."""
         self._slowest: list[_Slow] = []
         self._errors: dict[str, _Error] = {}
         self.stages = {stage.name: Histogram() for stage in STAGES}
-        """Time per batch of each stage."""
+        """Histogram of the time per batch, by stage."""
 
     def mark(self, now: float) -> None:
-        """Note the totals."""
+        """Sample the totals, for recent rates."""
         self.made.mark(now, self.samples)
         self.left.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
-        """Record a batch whose fetch time is at least `slow_from`."""
+        """Add a batch to the slowest batches, if its fetch time is at least `slow_from`."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
         self._slowest.append(_Slow(seconds, task))
@@ -118,11 +123,11 @@ class DatasetCounters:
             self.slow_from = self._slowest[-1].seconds
 
     def slowest(self) -> list[SlowBatch]:
-        """Return the batches with the longest fetch times, the slowest first."""
+        """Return the batches with the longest fetch times, slowest first."""
         return [slow.record() for slow in self._slowest]
 
     def fail(self, failure: Failure) -> bool:
-        """Count an exception in place of a batch; return True if it is the first of its type."""
+        """Count a failed batch by exception type; return True for the first exception of its type."""
         self.failed += 1
         known = self._errors
         name = failure.type[:MAX_TYPE]
@@ -136,7 +141,7 @@ class DatasetCounters:
         return is_first
 
     def errors(self, now: float) -> list[ErrorCount]:
-        """Return the failures by type, the latest first."""
+        """Return the counted exceptions by type, most recent first."""
         latest = sorted(self._errors.items(), key=lambda item: item[1].when, reverse=True)
         return [
             ErrorCount(
@@ -153,7 +158,7 @@ class DatasetCounters:
 
 
 class LoaderCounters:
-    """Counters of one loader."""
+    """Counters of one loader: computed batches and time per stage."""
 
     __slots__ = ("batches", "dataset", "seconds", "window")
 
@@ -164,11 +169,11 @@ class LoaderCounters:
         self.window = RateWindow(now, 0, *self.seconds)
 
     def mark(self, now: float) -> None:
-        """Note the totals."""
+        """Sample the totals, for recent rates."""
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
-        """Return the mean seconds per batch of each stage: recent ones, or if there were none, of all batches."""
+        """Return the mean seconds per batch of each stage, of recent batches or, without any, of all batches."""
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
@@ -177,36 +182,37 @@ class LoaderCounters:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Counters of one place of a pool."""
+    """Counters of one worker ID, including the processes that had it before."""
 
     window: RateWindow
-    """Of the time at work."""
+    """Window of `busy`, including the current task."""
     batches: int = 0
     busy: float = 0.0
 
 
 class Recent(NamedTuple):
-    """Recent rates of a training loop, all over the same time."""
+    """Recent rates of a training loop, all measured over the same period."""
 
     span: float
-    """Length of that time in seconds."""
+    """Length of the period in seconds."""
     batches: float
-    """Batches/s sent to it."""
+    """Sent batches/s."""
     nbytes: float
-    """Bytes/s sent to it."""
+    """Sent bytes/s."""
     waiting: float
-    """Fraction of the time in which requested batches were not ready."""
+    """Fraction of time for which requested batches were not ready."""
     sending: float
-    """Fraction of the time in which a response was being sent."""
+    """Fraction of time for which a response was being sent."""
     loop_waiting: float | None
-    """Fraction of the time in which the loop waited for data; None if its client does not report it."""
+    """Fraction of time for which the training loop waited for data; None if its client does not report it."""
 
 
 class LoopCounters:
-    """Counters of one training loop over all its iterations: one epoch may be too short to derive rates from it.
+    """Counters of one training loop over all its iterations, because one epoch may be too short for rates.
 
-    If the client reports its times, recent rates are taken over the time that the client reports. Then the fractions of
-    both sides refer to the same time, and time between two iterations (a validation, for example) does not count.
+    If the client reports its measurements, recent rates are computed over the time that the client reports. Then the
+    fractions of both sides refer to the same period, and time between two iterations (validation, for example) does not
+    count.
     """
 
     def __init__(self, now: float) -> None:
@@ -215,28 +221,29 @@ class LoopCounters:
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
-        """Time in which a requested batch was not ready."""
+        """Time during which a requested batch was not ready."""
         self.sending = Stopwatch()
-        """Time in which a response was being sent."""
+        """Time during which a response was being sent."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._said: RateWindow | None = None
-        """Totals of the server, and seconds of data wait, by the client's clock."""
+        """Window of data wait and of the server's totals, by the client's clock; None before the first report."""
         self._said_last: tuple[float, ...] = ()
         self._said_at: float | None = None
 
     def reported(self, report: ConsumerReport, now: float) -> bool:
-        """Record the client's report, which comes with each request.
+        """Record a client's report, which each request contains.
 
-        Reports from before the loop's first batch count for no rate: workers and caches are being started.
+        Reports from before the training loop's first batch are not used for rates: workers and caches are still
+        starting.
 
         Returns:
-            False if the report is older than the last one.
+            False if the report is older than the previous one.
         """
         if self._said is not None and report.elapsed < self._said_last[0]:
             if self._said_at is not None and now - self._said_at < OVERTAKEN:
                 return False
-            self._said = None  # a process of the same name counts anew
+            self._said = None  # another process with the same name starts its own count
         self._said_at = now
         if not report.taken:
             return True
@@ -250,13 +257,13 @@ class LoopCounters:
         return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
 
     def mark(self, now: float) -> None:
-        """Note the totals."""
+        """Sample the totals, for recent rates."""
         self._window.mark(now, *self._totals(now))
         if self._said is not None:
             self._said.mark(*self._said_last)
 
     def recent(self, now: float) -> Recent:
-        """Return the recent rates.
+        """Return the recent rates of the training loop.
 
         Args:
             now: Time of the last request; the current time while a request is open.
@@ -288,13 +295,13 @@ class ConsumerCounters:
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
-        """Time in which a requested batch was not ready."""
+        """Time during which a requested batch was not ready."""
         self.window = RateWindow(now, 0, 0)
         self.report: ConsumerReport | None = None
-        """The client's last report."""
+        """Most recent report of the client."""
 
     def sent(self, nbytes: int) -> None:
-        """Count a frame that was passed to the connection."""
+        """Count a frame that was sent to the consumer."""
         self.batches += 1
         self.nbytes += nbytes
         loop, dataset = self.loop, self.dataset
@@ -304,40 +311,40 @@ class ConsumerCounters:
         dataset.nbytes += nbytes
 
     def waits(self) -> None:
-        """Begin to wait for a batch that is not ready."""
+        """Start the time during which a requested batch is not ready."""
         now = time.monotonic()
         self.waiting.begin(now)
         self.loop.waiting.begin(now)
 
     def has_waited(self) -> None:
-        """End that wait."""
+        """End the time that `waits` started."""
         now = time.monotonic()
         self.loop.waiting.end(now)
         self.dataset.waiting += self.waiting.end(now)
 
     def asks(self, now: float, report: ConsumerReport | None) -> None:
-        """Record a request and the client's report, if it has one."""
+        """Record a request, and the client's report if the request contains one."""
         self.loop.asked = now
         if report is not None and self.loop.reported(report, now):
             self.report = report
 
     def mark(self, now: float) -> None:
-        """Note the totals."""
+        """Sample the totals, for recent rates."""
         self.window.mark(now, self.batches, self.nbytes)
 
 
 class Marked(Protocol):
-    """Counters that derive recent rates from their totals at earlier moments."""
+    """Interface of counters whose totals are sampled for recent rates."""
 
     def mark(self, now: float) -> None:
-        """Note the totals."""
+        """Sample the totals, for recent rates."""
 
 
 _Who = tuple[str, str, Epoch]
 
 
 class PoolCounters:
-    """Counters of one pool, by worker, loader and consumer."""
+    """Counters of one worker pool, by worker, loader and consumer."""
 
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
@@ -347,10 +354,10 @@ class PoolCounters:
         self.loaders: dict[str, LoaderCounters] = {}
         self._consumers: dict[_Who, ConsumerCounters] = {}
 
-    # -- what happened
+    # -- events
 
     def consumer(self, consumer: Consumer, dataset: str) -> ConsumerCounters:
-        """Return the counters of a consumer, which may be new."""
+        """Return the counters of a consumer, creating them if necessary."""
         who = _who(consumer)
         known = self._consumers.get(who)
         if known is None:
@@ -365,7 +372,7 @@ class PoolCounters:
         return self.loaders[key]
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Count a batch that a worker finished."""
+        """Count a batch that a worker has computed."""
         place = self.workers[worker]
         place.batches += 1
         place.busy += report.seconds
@@ -386,11 +393,11 @@ class PoolCounters:
                 _log(task, content)
 
     def retried(self, dataset: str) -> None:
-        """Count a batch that is computed again because its worker died."""
+        """Count a batch that is recomputed because its worker died."""
         self._metrics.dataset(dataset).retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that was replaced by an error because it killed its workers or hung; the log has it already."""
+        """Count a batch that is not retried, because it killed its workers or hung; it is already logged."""
         self._metrics.dataset(dataset).fail(failure)
 
     def worker_lost(self) -> None:
@@ -398,45 +405,49 @@ class PoolCounters:
         self._metrics.worker_restarts += 1
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
-        """Forget all consumers and loaders but these."""
+        """Remove the counters of all other consumers and loaders."""
         known = set(map(_who, consumers))
         self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
 
-    # -- what is recent
+    # -- reading
 
     def of(self, consumer: Consumer) -> ConsumerCounters:
         """Return the counters of a known consumer."""
         return self._consumers[_who(consumer)]
 
     def marked(self) -> list[Marked]:
-        """Return all counters but those of loops and workers."""
+        """Return the counters of consumers and loaders, to sample their totals."""
         return [*self._consumers.values(), *self.loaders.values()]
 
 
 class Counters:
-    """Counters of a server."""
+    """All counters of a server."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, DatasetCounters] = {}
         self.worker_restarts = 0
         """Number of workers that died."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
-        """By principal, common prefix of the consumers' names, and dataset. Each consumer keeps its own alive."""
+        """Training loops by principal, common prefix of their consumers' names, and dataset.
+
+        Weak references, because each consumer keeps the counters of its training loop alive.
+        """
         self._kept: list[LoopCounters] = []
-        """Loops with recent requests. Their consumers may be forgotten: a session ends with its epoch."""
+        """Training loops with recent requests, also without consumers: a session ends with its epoch."""
 
     def dataset(self, name: str) -> DatasetCounters:
-        """Return the counters of a dataset, which may be new."""
+        """Return the counters of a dataset, creating them if necessary."""
         known = self.datasets.get(name)
         if known is None:
             known = self.datasets[name] = DatasetCounters(time.monotonic())
         return known
 
     def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
-        """Return the counters of a consumer's training loop, which may be new.
+        """Return the counters of a consumer's training loop, creating them if necessary.
 
-        Clients number their iterations: the part of the name before the last ``#`` is the loop's.
+        Clients number their iterations: the part of a consumer's name before the last ``#`` identifies the training
+        loop.
         """
         key = consumer.principal_share.quota.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
@@ -446,30 +457,30 @@ class Counters:
         return known
 
     def marked(self) -> list[Marked]:
-        """Return the counters of datasets and training loops."""
+        """Return the counters of datasets and training loops, to sample their totals."""
         return [*self.datasets.values(), *self._loops.values()]
 
     def keep_recent(self, now: float) -> None:
-        """Keep the loops that requested batches lately; others are forgotten with their last iteration."""
+        """Keep training loops with recent requests alive; others are removed with their last consumer."""
         recent = sorted(
             (loop for loop in self._loops.values() if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked
         )
         self._kept = recent[-MAX_KEPT_LOOPS:]
 
     def pool(self) -> PoolCounters:
-        """Return counters for a new pool."""
+        """Create the counters of a new worker pool."""
         return PoolCounters(self)
 
 
 def _who(consumer: Consumer) -> _Who:
-    """Clients choose names, so these are unique within a principal only."""
+    """Return a unique key of a consumer: clients choose names, which are unique only within a principal."""
     return consumer.principal_share.quota.name, consumer.name, consumer.run
 
 
 def _log(task: Task, failure: Failure) -> None:
     loader, epoch, batch = task.address
     what = f"{failure.type[:MAX_TYPE]}: {failure.message[:MAX_MESSAGE]}"
-    # repr: it may hold line breaks, and pass for lines of the log
+    # repr: the text may contain line breaks, which would forge log lines
     logger.warning(
         "batch %d of epoch %d of dataset %s failed: %r (/stats has the traceback, and counts those that follow)",
         batch, epoch, task.spec.dataset, what,
@@ -481,5 +492,5 @@ def _log(task: Task, failure: Failure) -> None:
 
 def _shown_indices(task: Task) -> list[int]:
     if task.spec.order == "client" and task.indices is None:
-        return []  # its list was too long to be kept
+        return []  # the index list was too long to be kept
     return indices_of(task, MAX_SHOWN_INDICES)

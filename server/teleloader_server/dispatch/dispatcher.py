@@ -1,18 +1,19 @@
 """Scheduling of batches: which worker computes which batch next.
 
-Plain synchronous functions over plain state: no process, no socket, no clock of its own. `Engine` reports events
-(`ask`, `sent`, `finished`, `worker_lost`, ...), then starts the batches that `decide` returns. `Store` decides which
-finished batches are kept; the records of both are in `records`.
+Synchronous functions over plain state, without processes, sockets or clocks. `Engine` reports events (`ask`, `sent`,
+`finished`, `worker_lost`, ...), then starts the batches that `decide` returns. `Store` decides which finished batches
+are kept; `records` defines the records of both.
 
-The rules:
+Rules:
 
-1. A batch that exists or is being computed is never begun a second time: equal requests share it.
-2. The principal that was served least goes first: a greedy one costs the others nothing, however many clients it has.
-3. Of a principal's batches, one for which a client waits goes before other requested ones, and those before prefetched
-   ones (`Urgency`).
-4. Within a class, the consumer that was served least goes first: a greedy one costs the others nothing.
-5. When memory is full, a batch for which no client waits must wait, unless `Store` evicts others for it.
-6. Time in excess of a batch's estimate is charged as soon as it is known.
+1. A batch that exists or is being computed is never started again: equal requests share it.
+2. The principal with the least served time goes first, so that no principal can slow others, whatever its number of
+   clients.
+3. Of a principal's batches, a batch for which a client waits goes before other requested batches, and these go before
+   prefetched batches (`Urgency`).
+4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others.
+5. When memory is full, a batch for which no client waits is not started, unless `Store` evicts others for it.
+6. Computing time beyond a batch's estimate is charged as soon as it is known.
 """
 
 from __future__ import annotations
@@ -38,79 +39,78 @@ from teleloader_server.workers.health import Attribution
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
-"""Workers that a batch may kill before it becomes an error."""
+"""Number of workers that a batch may kill before it is replaced by an error."""
 MAX_ASKED: Final = 256
-"""Batches of a request that are computed beyond the one that its client waits for."""
+"""Maximum number of batches of a request that are computed beyond the one for which its client waits."""
 MAX_BEHIND: Final = 4096
-"""Batches that a consumer may be sent beyond one that it did not request, before the position skips that one."""
+"""Maximum number of batches sent beyond one that the consumer did not request, before its position skips that one."""
 FORGET_AFTER: Final = 60.0
-"""Seconds after the last request until a consumer is forgotten."""
+"""Seconds after its last request until a consumer is removed."""
 QUEUE_SECONDS: Final = 0.01
 """Seconds of work that are queued for a busy worker, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
 """Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
 LOSS_SECONDS: Final = 1.0
-"""Seconds charged for the death of a worker: another one has to be started."""
+"""Seconds charged for the death of a worker, which must be replaced."""
 
 
 class Start(NamedTuple):
-    """A batch that a worker is to compute."""
+    """Decision to start computing a batch in a worker."""
 
     worker: int
     batch: Batch
 
 
 class Dispatcher:
-    """Scheduler of one engine, see the module.
+    """Scheduler of the batches of one engine: decides which worker computes which batch next.
 
     Args:
         memory: Memory budget, shared with other dispatchers.
-        in_turn: Number of workers that compute batches in turn, as torch's do: batch k comes from worker k mod
-            `in_turn` only, one after another. A wanted batch is not evicted, because to compute it again the worker
-            would have to iterate its shard of an iterable-style dataset from the beginning. 0 if any worker may compute
-            any batch.
+        in_turn: Number of workers that compute batches in turn, as in torch: only worker k mod `in_turn` computes batch
+            k, in ascending order. A wanted batch is then not evicted, because to recompute it, the worker would have to
+            iterate its shard of an iterable-style dataset from the start. 0 if any worker may compute any batch.
     """
 
     def __init__(self, memory: Memory, in_turn: int = 0) -> None:
         self._in_turn = in_turn
         self.store: Final = Store(memory, keeps_wanted=in_turn > 0)
-        """Batches and the consumers that want them. Only the dispatcher changes it."""
+        """Batches and their consumers, modified by this dispatcher only."""
         self._queues: dict[int, deque[Address]] = {}
         """Batches of each worker, in the order of computation."""
         self._recycling: set[int] = set()
-        """Workers that finish their batches and are replaced then."""
+        """Workers that are replaced once they have completed their batches."""
         self._stalled: set[int] = set()
-        """Workers whose current batch takes long: nothing is queued behind it."""
+        """Workers whose current batch is slow: no batch is queued behind it."""
         self._consumers: dict[tuple[str, str, Epoch], Consumer] = {}
-        """By name of the principal, own name, and epoch."""
+        """Consumers by principal name, consumer name and epoch."""
         self._principal_shares: dict[str, PrincipalShare] = {}
-        """By name of the principal, as long as it has consumers."""
+        """Shares of the principals that have consumers, by principal name."""
         self._level = 0.0
-        """Seconds served to the principal for which a batch was begun last: new principals start there."""
+        """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
-    # -- what happened: consumers
+    # -- events of consumers
 
     def ask(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRange:
-        """A client requests batches of an epoch.
+        """Add a client's request for batches of an epoch.
 
         Args:
-            quota: The quota of the client's principal.
+            quota: Quota of the client's principal.
             request: The request.
             loader: The requested loader, for which costs are measured.
-            now: The time.
+            now: Current time.
 
         Raises:
-            ServerUnavailable: If the principal has too many consumers with open requests.
+            ServerUnavailable: The principal has too many consumers with open requests.
         """
         run, start, stop = (request.key, request.epoch), request.start, request.stop
         consumer = self._consumers.get((quota.name, request.consumer, run))
         if consumer is None:
-            if self._in_turn:  # a session's next epoch: what was made ahead in the one before is not wanted any more
+            if self._in_turn:  # the next epoch of a session: batches prefetched in the previous epoch are unwanted
                 self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
             consumer = self._join(quota, request, loader, now)
         if consumer not in self.store.active:
-            # time in which it wanted nothing is no credit, or it would shut the others out until it has caught up
+            # idle time is no credit: otherwise the consumer would block all others until it has caught up
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
             consumer.served = max(consumer.served, principal_share.level)
@@ -129,7 +129,7 @@ class Dispatcher:
         return asked
 
     def sent(self, ask: PendingRange, now: float) -> None:
-        """Record that the batch ``ask.next`` was passed to the connection."""
+        """Record that the next batch of a request was sent."""
         consumer = ask.consumer
         consumer.last_seen = now
         k = ask.next
@@ -141,7 +141,7 @@ class Dispatcher:
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)
             position += 1
-        if len(consumer.sent_beyond) > MAX_BEHIND:  # it skips batches: they come from another server
+        if len(consumer.sent_beyond) > MAX_BEHIND:  # the consumer receives the skipped batches from another server
             position = max(consumer.sent_beyond) + 1
             consumer.sent_beyond.clear()
         if position != consumer.position:
@@ -154,9 +154,9 @@ class Dispatcher:
         self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
-        """Forget the consumers without a request for `FORGET_AFTER` seconds; return them."""
+        """Remove and return the consumers without a request for `FORGET_AFTER` seconds."""
         if self._in_turn:
-            return []  # the session ends with its client; what is let go could not be made again at once
+            return []  # a session ends with its client, and its evicted batches would be expensive to recompute
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
         self._forget(gone)
         return gone
@@ -174,12 +174,12 @@ class Dispatcher:
         return consumer
 
     def _forget_some(self, quota: Quota) -> None:
-        """Make room for a principal's next consumer: half of those that have no open request go, the idlest first."""
+        """Make room for a principal's next consumer: remove half of those without an open request, idlest first."""
         mine = [c for c in self._consumers.values() if c.principal_share.quota is quota]
         idle = [c for c in mine if not c.asks]
         if not idle:
             if sum(map(bool, quota.consumers.values())) < quota.max_consumers:
-                return  # those of other dispatchers are idle
+                return  # the principal's consumers in other dispatchers are idle
             raise too_many(quota, quota.max_consumers, "consumers with open requests", "max_consumers")
         idle.sort(key=lambda consumer: consumer.last_seen)
         self._forget(idle[: len(idle) // 2 + 1])
@@ -192,23 +192,23 @@ class Dispatcher:
         self._principal_shares = {share.quota.name: share for share in shares}
         self.store.leave(gone)
 
-    # -- what happened: workers
+    # -- events of workers
 
     def worker_ready(self, worker: int) -> None:
-        """Make an idle worker available."""
+        """Add an idle worker, to which batches can be assigned."""
         self._queues[worker] = deque()
         self._recycling.discard(worker)
         self._stalled.discard(worker)
 
     def worker_recycling(self, worker: int) -> None:
-        """Give a worker nothing more: it finishes its batches and is replaced."""
+        """Assign no further batches to a worker, which is replaced once its batches are completed."""
         self._recycling.add(worker)
 
     def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
-        """Give the batches that wait behind a slow one to other workers, and the worker nothing more meanwhile.
+        """Reassign the batches that are queued behind a slow one, and assign no others to the worker meanwhile.
 
         Returns:
-            False if nothing changes: workers that compute batches in turn cannot stand in for each other.
+            False if nothing changes, because workers that compute batches in turn cannot replace each other.
         """
         if self._in_turn:
             return False
@@ -219,23 +219,23 @@ class Dispatcher:
         return True
 
     def worker_resumed(self, worker: int) -> None:
-        """Make a stalled worker available again."""
+        """Resume assigning batches to a stalled worker."""
         self._stalled.discard(worker)
 
     def worker_lost(
         self, worker: int, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
-        """Requeue the batches of a worker that died, except those that killed too many workers or hung.
+        """Requeue the batches of a worker that died, except those that hung or killed too many workers.
 
-        A batch that hung is not retried: it would probably hang each time, and take the whole time limit each time.
+        A batch that hung is not retried: it would probably hang again, until the timeout each time.
 
         Args:
             worker: Worker ID.
-            attribution: The cause, see `Attribution`.
-            overdue: Batches that are not to be retried.
+            attribution: Cause of the death, see `Attribution`.
+            overdue: Batches that must not be retried.
 
         Returns:
-            The batches that are given up; the caller passes the failures in their place to `finished`.
+            The batches that are not retried; the caller passes failures in their place to `finished`.
         """
         queue = self._queues.pop(worker, deque())
         deaths = self.store.deaths
@@ -244,8 +244,8 @@ class Dispatcher:
             self._charge(self.store.batch(queue[0]), LOSS_SECONDS)
         for address in queue:
             if attribution == "unknown":
-                # Of several batches it cannot be told which one did it: from now on each is given to a worker that
-                # has nothing else, and then it can.
+                # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
+                # worker without other batches, so that the next death identifies the culprit.
                 deaths[address] = deaths.get(address, 0) + (len(queue) == 1)
             if address == attribution or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
@@ -254,7 +254,7 @@ class Dispatcher:
         return given_up
 
     def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
-        """Record a batch that is ready; `worker` is None for a failure that the server put in its place."""
+        """Store the frame of a completed batch; `worker` is None for a failure that the server created itself."""
         if worker is not None:
             self._queues[worker].remove(address)
             loader = self.store.batch(address).consumer.loader
@@ -264,7 +264,7 @@ class Dispatcher:
         self._charge(self.store.finished(address, frame), seconds)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
-        """Charge for a batch that has taken so many seconds until now."""
+        """Charge the total computing time of a batch so far to its consumer and principal."""
         more = seconds - batch.charged
         if more > 0:
             batch.charged = seconds
@@ -272,7 +272,7 @@ class Dispatcher:
             batch.consumer.principal_share.served += more
 
     def release(self) -> None:
-        """Release all memory for other dispatchers; no batches follow."""
+        """Release all memory to other dispatchers, at the end of this dispatcher."""
         self.store.release()
         for consumer in self._consumers.values():
             del consumer.principal_share.quota.consumers[consumer]
@@ -280,17 +280,17 @@ class Dispatcher:
     # -- state
 
     def consumers(self) -> Iterable[Consumer]:
-        """Return the known consumers."""
+        """Return all consumers that were not removed."""
         return self._consumers.values()
 
     def is_busy(self, worker: int) -> bool:
-        """Return True if the worker has a batch to compute."""
+        """Return True if at least one batch is assigned to the worker."""
         return bool(self._queues.get(worker))
 
-    # -- what to do now
+    # -- decisions
 
     def decide(self) -> list[Start]:
-        """Evict batches, and return those that are to be begun, in this order."""
+        """Evict batches, and return the batches to start, in this order."""
         store = self.store
         store.evict_told()
         begun: list[Start] = []
@@ -301,7 +301,7 @@ class Dispatcher:
         return begun
 
     def _begin(self, begun: list[Start]) -> None:
-        """Begin batches, each for the principal that was served least by then, while there are workers for them."""
+        """Start batches while workers are available, each for the principal with the least served time."""
         active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
             active.setdefault(consumer.principal_share, []).append(consumer)
@@ -316,7 +316,7 @@ class Dispatcher:
             address = Address(*consumer.run, k)
             worker = self._free_worker(address)
             if worker is None:
-                return  # who is served next must not take the worker for which this one waits
+                return  # otherwise the next principal could take the worker for which this one waits
             level, before = principal_share.served, consumer.served
             principal_share.was_begun = self._start(worker, address, consumer, urgency, begun)
             if principal_share.was_begun:
@@ -324,7 +324,7 @@ class Dispatcher:
                 principal_share.level = max(principal_share.level, before)
 
     def _wishes(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
-        """Yield the batches that a principal wants, by urgency and within it for the consumer that was served least."""
+        """Yield the batches that a principal wants, by urgency, then by least served time of the consumer."""
         for urgency in Urgency:
             left = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
             while left:
@@ -353,7 +353,7 @@ class Dispatcher:
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the consumer's first batch of an urgency that is not begun."""
+        """Return the consumer's first batch with an urgency that is not started yet, or None."""
         batches = consumer.state.batches
         if self._in_turn and urgency is not Urgency.AHEAD:
             return self._next_in_turn(consumer, urgency)
@@ -372,7 +372,7 @@ class Dispatcher:
         return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
 
     def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the first batch of all requests that is not begun, so that none overtakes another."""
+        """Return the first batch of all requests that is not started yet, so that no batch overtakes another."""
         batches = consumer.state.batches
         for number, ask in enumerate(sorted(consumer.asks, key=lambda ask: ask.next)):
             missing = ask.first_missing(batches, ask.stop)
@@ -382,7 +382,7 @@ class Dispatcher:
         return None
 
     def _free_worker(self, address: Address) -> int | None:
-        """Return the worker with the fewest batches if it can take this one, too."""
+        """Return the worker with the fewest batches if this batch can be assigned to it, else None."""
         suspect = address in self.store.deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
@@ -398,7 +398,7 @@ class Dispatcher:
         return worker if len(queue) <= room else None
 
     def _takes(self, worker: int, *, suspect: bool) -> bool:
-        """Return True if the worker can take a batch. A suspect is computed with nothing else in the queue."""
+        """Return True if a batch can be assigned to a worker; a suspect batch requires an empty queue."""
         queue = self._queues.get(worker)
         if queue is None or worker in self._recycling or worker in self._stalled:
             return False
@@ -407,16 +407,16 @@ class Dispatcher:
     # -- preemption
 
     def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
-        """Charge for slow batches in progress, and select a worker to be ended for a consumer that waits.
+        """Charge slow batches in progress, and select a worker to preempt for a waiting consumer.
 
         A worker is preempted if a consumer waits that has none, while all workers compute slow batches and another
-        consumer or principal has several of them. That one is capped from then on: it leaves a worker to the others.
+        consumer or principal uses several of them. The latter is capped from then on: it leaves one worker to others.
 
         Args:
-            working: Slow batches in progress by worker, with the seconds that they have taken.
+            working: Slow batches in progress by worker, with their computing time so far in seconds.
 
         Returns:
-            The worker to be ended, which is not its batch's fault; None if there is none.
+            The worker to kill, through no fault of its batch; None if no worker is preempted.
         """
         at = {worker: self.store.batch(address) for worker, (address, _) in working.items()}
         for worker, batch in at.items():
@@ -435,7 +435,7 @@ class Dispatcher:
         return None
 
     def _takes_all_workers(self, consumer: Consumer) -> bool:
-        """Return True if the consumer is capped, and one more batch would leave no worker to the others."""
+        """Return True if the consumer is capped, and one more batch would leave no worker to others."""
         principal_share = consumer.principal_share
         if not (consumer.is_capped or principal_share.is_capped):
             return False
@@ -445,13 +445,13 @@ class Dispatcher:
 
         lately = consumer.last_seen - LEAVE_SECONDS
         if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):
-            return False  # nobody is there to leave it to
+            return False  # no other consumer is active
         busy = [self.store.batch(queue[0]).consumer for queue in self._queues.values() if queue]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(self._queues))
 
 
 def _owners(batches: Sequence[Batch], waiting: Consumer) -> Sequence[PrincipalShare | Consumer]:
-    """Return the consumer of each batch if a waiting consumer's principal has any of them, otherwise the principals."""
+    """Return the consumer of each batch if the waiting consumer's principal owns a batch, else each principal."""
     principals = [batch.consumer.principal_share for batch in batches]
     return [batch.consumer for batch in batches] if waiting.principal_share in principals else principals
 

@@ -1,4 +1,4 @@
-"""Execution of a dispatcher's decisions by a pool of workers; requests wait here for their frames."""
+"""Execution of a dispatcher's decisions by a pool of workers, and delivery of frames to waiting requests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoad
 from teleloader_shared.messages import DatasetInfo
 
 FORGOTTEN_TOGETHER: Final = 256
-"""Idle loaders that are forgotten in one turn of the event loop: each one costs a message to every worker."""
+"""Maximum number of idle loaders that are removed per iteration of the event loop: each costs a message per worker."""
 LONG_SECONDS: Final = 5.0
-"""Seconds of computation after which the worker of a batch may be preempted."""
+"""Computing time of a batch in seconds after which its worker may be preempted."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchStream:
-    """Batches [start, stop) of one request, in order, each when it is ready."""
+    """Stream of the batches of one request, in order, each as soon as it is ready."""
 
     _engine: Engine
     _ask: PendingRange
@@ -44,18 +44,18 @@ class BatchStream:
     trace: RequestTrace | None
     """Spans of the request; None if it is not traced."""
     authorize: Callable[[], object]
-    """Raises an error if the request's caller may not have the batches any more."""
+    """Function that raises an error if the request's caller is not authorized any more."""
     request_id: str | None
     _arrived: asyncio.Future[None] | None = None
-    """Done when the batch that the request waits for is ready."""
+    """Future that is done when the batch for which the request waits is ready."""
 
     def end(self, error: TeleloaderError) -> None:
-        """Make the pending wait for a batch raise `error`, if one is pending."""
+        """Raise an error in the request if it waits for a batch."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
 
     def wake(self) -> None:
-        """Continue: the batch that is waited for is ready."""
+        """Wake the request, because the batch for which it waits is ready."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
@@ -74,20 +74,20 @@ class BatchStream:
         return await self._engine._take(self)
 
     def take_ready(self) -> ReadyFrame | None:
-        """Return the next batch's frame if it is ready."""
+        """Return the frame of the next batch if it is ready, else None."""
         return None if self.exhausted else self._engine._take_ready(self)
 
     async def linger(self, seconds: float) -> None:
-        """Wait until the last batch of the request is ready, but at most `seconds`."""
+        """Wait until the last batch of the request is ready, for at most `seconds`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._engine._arrival(self._ask.stop - 1, self), seconds)
 
 
 class Engine:
-    """A pool of workers with its dispatcher. Lives in one event loop.
+    """Worker pool with its dispatcher, used in one event loop.
 
     Args:
-        pool: The workers.
+        pool: Worker pool.
         memory: Memory budget, shared with other engines.
         metrics: Counters of the server.
         in_turn: Number of workers that compute batches in turn; 0 if any worker may compute any batch.
@@ -96,16 +96,16 @@ class Engine:
     def __init__(self, pool: Pool, memory: Memory, metrics: Counters, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._end: TeleloaderError | None = None
-        """Reason why no more batches follow; None while the engine runs."""
+        """Error of all further requests; None while the engine runs."""
         self._pool = pool
         self.tally: Final[PoolCounters] = metrics.pool()
-        """Counters of this pool."""
+        """Counters of the worker pool."""
         self._dispatcher = Dispatcher(memory, in_turn)
         self._loaders: set[str] = set()
-        """Keys of the loaders that workers may know."""
+        """Keys of the loaders whose state workers may keep."""
         self._decision_due = False
         self._context = Context()
-        """Context of decisions, which concern all requests: log lines name none of them."""
+        """Empty context in which decisions run: they concern all requests, so log lines contain no request ID."""
         self._traces = tracing.is_on()
         self._streams: set[BatchStream] = set()
         """Streams of open requests."""
@@ -113,10 +113,10 @@ class Engine:
     # -- life
 
     async def start(self) -> list[DatasetInfo]:
-        """Build the datasets and start the workers.
+        """Start the worker pool, which constructs the datasets; return their descriptions.
 
         Raises:
-            ConfigError: When a dataset cannot be built.
+            ConfigError: A dataset cannot be constructed.
         """
         return await self._pool.start(self)
 
@@ -126,11 +126,11 @@ class Engine:
             stream.end(error)
 
     async def close(self) -> None:
-        """End the workers."""
+        """End all workers, and raise an error in all waiting requests."""
         self._end = UnknownLoader("the session was ended")
         self.give_up(self._end)
         await self._pool.close()
-        # a lease that is kept keeps the pool, whose memory it is
+        # a kept lease would keep the whole pool in memory
         self._dispatcher.release()
 
     # -- requests
@@ -139,16 +139,16 @@ class Engine:
     async def batches(
         self, loader: Loader, quota: Quota, request: RangeRequest, authorize: Callable[[], object]
     ) -> AsyncIterator[BatchStream]:
-        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
+        """Start a request: compute its batches, prefetch further ones, and yield a stream of the requested batches.
 
         Args:
-            loader: One of this engine's.
-            quota: The quota of the client's principal.
+            loader: A loader of this engine.
+            quota: Quota of the client's principal.
             request: The request.
-            authorize: Raises an error if the request's caller may not have the batches any more.
+            authorize: Function that raises an error if the request's caller is not authorized any more.
 
         Raises:
-            ServerUnavailable: If the principal has too many consumers.
+            ServerUnavailable: The principal has too many consumers.
         """
         now = time.monotonic()
         ask = self._dispatcher.ask(quota, request, loader, now)
@@ -190,7 +190,7 @@ class Engine:
             waiters.append(stream.wake)
             try:
                 await stream._arrived
-            except BaseException:  # also when this request alone was cancelled or ended
+            except BaseException:  # including cancellation of this request only
                 waiters.remove(stream.wake)
                 if not waiters and state.waiters.get(k) is waiters:
                     del state.waiters[k]
@@ -211,12 +211,12 @@ class Engine:
     # -- events of the pool
 
     def worker_ready(self, worker: int) -> None:
-        """Make a worker available."""
+        """Add a worker to the dispatcher."""
         self._dispatcher.worker_ready(worker)
         self._decide_soon()
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Store a finished batch."""
+        """Store a computed batch, and wake the requests that wait for it."""
         if self._end is not None:
             return
         if report.failed:
@@ -229,7 +229,7 @@ class Engine:
         self._decide_soon()
 
     def _request_for(self, address: Address) -> str | None:
-        """Return the ID of a request for the batch; None if it is prefetched."""
+        """Return the ID of a request for the batch; None for a prefetched batch."""
         loader, epoch, k = address
         wanting = (
             stream.request_id
@@ -239,21 +239,21 @@ class Engine:
         return next(wanting, None)
 
     def worker_recycling(self, worker: int) -> None:
-        """Give a worker nothing more."""
+        """Assign no further batches to a worker that will be replaced."""
         self._dispatcher.worker_recycling(worker)
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Give the batches that wait behind a slow one to other workers."""
+        """Reassign the batches that are queued behind a slow one; return False if they must stay."""
         self._decide_soon()
         return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
 
     def worker_resumed(self, worker: int) -> None:
-        """Make a stalled worker available again."""
+        """Resume assigning batches to a stalled worker."""
         self._dispatcher.worker_resumed(worker)
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Requeue the batches of a worker that died; one that hung or killed several workers becomes an error."""
+        """Requeue the batches of a worker that died; replace those that hung or killed several workers by errors."""
         self.tally.worker_lost()
         given_up = self._dispatcher.worker_lost(worker, loss.attribution, loss.overdue)
         for task in tasks:
@@ -269,13 +269,13 @@ class Engine:
         self._decide_soon()
 
     def no_worker_starts(self, reason: str) -> None:
-        """Raise an error in all requests that wait: workers die before they can take a batch."""
+        """Raise an error in all waiting requests, because workers die before they accept a batch."""
         self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
 
     # -- execution
 
     def _decide_soon(self) -> None:
-        """Let the dispatcher decide once after the events at hand, not once for each."""
+        """Schedule one decision of the dispatcher for all events of this iteration of the event loop."""
         if not self._decision_due:
             self._decision_due = True
             asyncio.get_running_loop().call_soon(self._decide, context=self._context)
@@ -289,7 +289,7 @@ class Engine:
             self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
-        """Forget idle consumers, and some of the loaders that no consumer uses."""
+        """Remove idle consumers, and some of the loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
@@ -299,15 +299,15 @@ class Engine:
         self._decide_soon()
 
     def forget_loader(self, key: str) -> None:
-        """Have the workers forget a loader; consumers may remain."""
+        """Release the state of a loader in the workers; its consumers may remain."""
         self._pool.forget(key)
 
     def wake(self) -> None:
-        """Decide again: memory or a limit may be available now."""
+        """Schedule a decision, because memory or a quota may be available again."""
         self._decide_soon()
 
     def preempt(self) -> None:
-        """End a worker of a consumer or principal with several slow batches, if another one waits without any."""
+        """Preempt a worker of a consumer or principal with several slow batches, if another one waits for a worker."""
         working = {
             state.worker: (state.task.address, state.working_for)
             for state in self._pool.workers()
@@ -318,53 +318,53 @@ class Engine:
             self._pool.take(taken, "what it made took long, while another client had no worker")
 
     def touch(self) -> None:
-        """Record that the client is alive without a request."""
+        """Record a heartbeat of the client, which postpones the end of an idle session."""
         self._last_used = time.monotonic()
 
     # -- state
 
     def consumers(self) -> Iterable[Consumer]:
-        """Return the known consumers."""
+        """Return all consumers that were not removed."""
         return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
-        """Return the state of each worker, and True if it has a batch to compute."""
+        """Return the state of each worker, and True if a batch is assigned to it."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:
-        """Mark the totals of workers; called about once a second."""
+        """Sample the busy time of workers; called about once a second."""
         for state in self._pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)
 
     @property
     def num_workers(self) -> int:
-        """Number of workers."""
+        """Number of workers of the pool."""
         return self._pool.num_workers
 
     def pids(self) -> list[int]:
-        """Return the PIDs of all processes of the pool."""
+        """Return the process IDs of the pool."""
         return self._pool.pids()
 
     @property
     def idle(self) -> float:
-        """Seconds since the last request or `touch`; 0 while a request is open."""
+        """Seconds since the last request or heartbeat; 0 while a request is open."""
         waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
         return 0.0 if waited_for else time.monotonic() - self._last_used
 
     @property
     def memory_used(self) -> int:
-        """Bytes of kept frames, and estimates of those being computed."""
+        """Memory of computed batches, and estimates for batches in progress, in bytes."""
         return self._dispatcher.store.used
 
     @property
     def memory_mapped(self) -> int:
-        """Bytes of shared memory that is mapped for frames, used or free."""
+        """Shared memory mapped for frames, used or free, in bytes."""
         return self._pool.mapped_bytes()
 
 
 def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
-    """Return class and message of the error in place of a batch that is given up."""
+    """Return class and message of the error that replaces a batch."""
     if isinstance(loss.attribution, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
     if loss.attribution == "machine":

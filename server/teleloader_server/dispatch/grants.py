@@ -1,4 +1,4 @@
-"""Permissions that open requests were given, which end when their tokens do."""
+"""Authorization of open requests, which ends when their tokens expire, are revoked or lose a scope."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from teleloader_server.permissions import Caller
 from teleloader_shared.errors import AccessDenied
 
 CHECKED_TOGETHER: Final = 256
-"""Grants that are checked in one turn of the event loop after tokens have changed."""
+"""Number of grants that are checked per iteration of the event loop after tokens have changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grant:
-    """A permission that is in use."""
+    """Authorization of one open request."""
 
     caller: Caller
     need: str
@@ -26,7 +26,7 @@ class _Grant:
 
 
 class Grants:
-    """The permissions of a server that are in use."""
+    """Authorizations of all open requests of a server, which are checked again when tokens change."""
 
     def __init__(self) -> None:
         self._grants: set[_Grant] = set()
@@ -36,13 +36,13 @@ class Grants:
     def hold(
         self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
     ) -> Iterator[None]:
-        """Call `end` if, during the context, the caller's token is revoked, expires, or loses its scope.
+        """Call `end` if the caller's token expires, is revoked or loses the scope during the ``with`` block.
 
         Args:
-            caller: The client.
-            need: The required scope.
-            dataset: The dataset in use; None if there is none.
-            end: Called with the reason.
+            caller: Caller of the request.
+            need: Required scope.
+            dataset: Dataset in use, if any.
+            end: Callback, called with the error.
         """
         grant = _Grant(caller, need, dataset, end)
         self._grants.add(grant)
@@ -52,11 +52,11 @@ class Grants:
             self._grants.discard(grant)
 
     def tokens_changed(self) -> None:
-        """Have `run` check all grants again."""
+        """Schedule a check of all open requests, after tokens have changed."""
         self._tokens_changed.set()
 
     async def run(self) -> None:
-        """End the uses that are not permitted any more, after each change of tokens, until cancelled."""
+        """End requests that are not authorized any more, after each change of tokens, until cancelled."""
         while True:
             await self._tokens_changed.wait()
             self._tokens_changed.clear()

@@ -1,7 +1,7 @@
-"""Quotas of principals: plain decisions over plain numbers.
+"""Quotas of principals: limits on memory, request rate and consumers, as pure functions of counts and times.
 
-A principal is the owner of a token; without tokens all clients are one principal. The resources of each are counted
-here, so that a principal that exceeds its share is refused more, and no other one is.
+A principal is the owner of a token; without tokens all clients form one principal. Resources are counted per principal,
+so that requests of a principal that exceeds its share are rejected without affecting others.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from teleloader_server.permissions import ANYONE, Principal
 from teleloader_shared.errors import ServerUnavailable
 
 PATIENCE: Final = 1.0
-"""Seconds for which a request beyond the rate is delayed; one that would wait longer is refused after them."""
+"""Maximum seconds for which a request beyond the rate limit is delayed; beyond it, the request is rejected."""
 MIN_SENDING: Final = 64 * 2**20
-"""Bytes of responses that a principal may always leave unread, however small its share of the memory."""
+"""Minimum limit of a principal's unread responses in bytes, however small its memory share is."""
 
 
 UNREAD_FACTOR: Final = 2.0
-"""Multiple of the unread bytes that a principal may have, from which none of its consumers gets batches computed."""
+"""Multiple of the limit of unread bytes above which no batches are computed for any consumer of the principal."""
 
 
 class Memory:
-    """Memory budget of a server, which its engines share.
+    """Memory budget for the frames of a server, shared by all its engines.
 
     Args:
-        budget: Bytes of all frames together.
+        budget: Maximum memory of all frames, in bytes.
     """
 
     __slots__ = ("budget", "used")
@@ -37,17 +37,17 @@ class Memory:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.used = 0
-        """Bytes of the frames of all engines."""
+        """Memory of the frames of all engines, in bytes."""
 
 
 class Quota:
-    """Resources of one principal.
+    """Resources that one principal uses, and their limits.
 
     Args:
         name: Name of the principal.
-        memory: Limit of its frames, in bytes.
-        max_consumers: Limit of its consumers.
-        is_alone: True without tokens: all clients are this principal, and there are no others to share with.
+        memory: Maximum memory of its frames, in bytes.
+        max_consumers: Maximum number of its consumers.
+        is_alone: True on a server without tokens, whose clients form this only principal.
     """
 
     __slots__ = (
@@ -60,50 +60,50 @@ class Quota:
         self.memory = memory
         self.max_consumers = max_consumers
         self.frames = 0
-        """Bytes of kept frames that were computed for it, and estimates of those being computed."""
+        """Memory in bytes of kept frames that were computed for the principal, and estimates for those in progress."""
         self.sending = 0
-        """Bytes of responses that are being sent to it."""
+        """Bytes of responses that are being sent to the principal."""
         self.due = 0.0
-        """Time at which all its requests would have been due, had they come evenly at the limit of the rate."""
+        """Earliest time of the next request at the maximum rate; see `delayed`."""
         self.consumers: dict[object, Sequence[object]] = {}
-        """Consumers of all engines, each with its open requests."""
+        """Consumers in all engines, each with its open requests."""
         self.loaders: set[str] = set()
-        """Keys of the loaders that it registered."""
+        """Keys of the loaders that the principal registered."""
         self.sessions: dict[str, int] = {}
-        """Numbers of private workers, by key of their loader."""
+        """Number of private workers, by loader key."""
 
     @property
     def unread(self) -> float:
-        """Unread bytes of responses as a fraction of the limit; above 1 the limits for slow readers apply."""
+        """Unread bytes of responses as a fraction of their limit; above 1, the limits for slow readers apply."""
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Return the seconds in which its clients must read a part of their responses."""
+        """Return the seconds within which clients of the principal must read at least one byte of their responses."""
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
 
     @property
     def has_nothing(self) -> bool:
-        """True if the quota holds no resources."""
+        """True if the principal uses no resources."""
         return not (self.frames or self.sending or self.consumers or self.loaders or self.sessions)
 
     def delay(self, now: float, rate: float) -> float:
-        """Count a request; return the seconds to delay it, see `delayed`."""
+        """Count a request toward the rate limit; return its delay in seconds, see `delayed`."""
         wait, self.due = delayed(self.due, now, rate)
         return wait
 
 
 def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
-    """Return the seconds to delay a request, so that there are no more than `rate` per second.
+    """Return the delay of a request that keeps the rate at most `rate` (generic cell rate algorithm).
 
-    A burst of a second's worth passes at once. A request with a delay above `PATIENCE` is to be refused and does not
-    count.
+    A burst of ``rate`` requests is not delayed. A request with a delay above `PATIENCE` must be rejected and is not
+    counted.
 
     Args:
-        due: Time at which the requests before it would have been due, had they come evenly.
-        now: The time.
-        rate: Requests/s.
+        due: Theoretical arrival time of this request: the time at which it would arrive at exactly `rate`.
+        now: Current time.
+        rate: Maximum requests/s.
 
     Returns:
         The delay in seconds, and `due` for the next request.
@@ -118,7 +118,7 @@ class Quotas:
 
     Args:
         limits: Limits of clients.
-        budget: Bytes of memory of which principals have shares.
+        budget: Memory budget in bytes, of which principals have shares.
     """
 
     def __init__(self, limits: ClientLimits, budget: int) -> None:
@@ -127,7 +127,7 @@ class Quotas:
         self._quotas: dict[str, Quota] = {}
 
     def of(self, principal: Principal) -> Quota:
-        """Return the quota of a principal, which may be new."""
+        """Return the quota of a principal, creating it if necessary."""
         known = self._quotas.get(principal.name)
         if known is None:
             known = Quota(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
@@ -137,24 +137,25 @@ class Quotas:
 
     @property
     def sending(self) -> int:
-        """Bytes of all responses that are being sent."""
+        """Total bytes of all responses that are being sent."""
         return sum(quota.sending for quota in self._quotas.values())
 
     def forget_idle(self, now: float) -> None:
-        """Forget the quotas that hold no resources."""
+        """Remove the quotas of principals that use no resources."""
         for name, quota in list(self._quotas.items()):
             if quota.has_nothing and quota.due < now - 1.0:
                 del self._quotas[name]
 
 
 class BodyBudget:
-    """Budget of bytes that clients sent and the server keeps: bodies of open requests, or specs of loaders.
+    """Memory budget for received data that the server keeps: bodies of open requests, or specs of loaders.
 
     Args:
-        limit: Bytes of all principals together.
-        shared: Returns True if there are several principals. Then each must leave at least as much as it holds.
-        what: Name of the content, for errors.
-        option: Name of the limit.
+        limit: Maximum bytes of all principals together.
+        shared: Function that returns True if there are several principals. Each principal must then leave at least as
+            much free as it holds.
+        what: Name of the content, for error messages.
+        option: Name of the limit, for error messages.
     """
 
     def __init__(
@@ -165,19 +166,19 @@ class BodyBudget:
         self._what = what
         self._option = option
         self._held: Counter[str] = Counter()
-        """Bytes of each principal, by name."""
+        """Held bytes by principal name."""
 
     def has_room(self, name: str, nbytes: int) -> bool:
-        """Return True if the principal of that name may hold so many bytes more."""
+        """Return True if a principal may hold `nbytes` more."""
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 
     @contextmanager
     def hold(self, name: str, nbytes: int = 0) -> Iterator[Callable[[int], None]]:
-        """Count bytes of a principal until the context ends; provide a function that counts more.
+        """Count bytes of a principal until the ``with`` block ends; yield a function that counts more bytes.
 
         Raises:
-            ServerUnavailable: There is no room for them.
+            ServerUnavailable: The bytes exceed the budget.
         """
         held = 0
 
@@ -208,7 +209,7 @@ def quota_of(scope: Mapping[str, Any]) -> Quota | None:
 
 
 def note(scope: MutableMapping[str, Any], quota: Quota) -> None:
-    """Store the quota of a request's principal."""
+    """Store the quota of a request's principal in the ASGI scope."""
     scope[_KEY] = quota
 
 
@@ -216,7 +217,7 @@ _KEY: Final = "teleloader.quota"
 
 
 def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
-    """Return the error for one more of something limited by number."""
+    """Return the error for exceeding a limit on the number of a principal's resources."""
     return ServerUnavailable(
         f"{quota.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
         f"{option} in the server's [limits]"

@@ -1,4 +1,4 @@
-"""Recent rates of totals that only grow. Counting an event is one addition; rates are derived when they are read."""
+"""Recent rates of monotonic counters, computed when they are read, so that counting an event is one addition."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from teleloader_shared.stats import WINDOW
 Values = tuple[float, ...]
 
 MAX_MARKS: Final = 64
-"""Marks of one window. The limit matters if the clock of a client stands still."""
+"""Maximum number of samples of a window, which is reached only if a client's clock stops."""
 
 
 class RateWindow:
-    """Totals as they were up to `WINDOW` seconds ago, noted about once a second.
+    """Sliding window over samples of monotonic counters, of the last `WINDOW` seconds.
+
+    The counters are sampled about once a second.
 
     Args:
-        now: A time, in seconds; of whichever clock, if it is always the same.
-        values: The totals then.
+        now: Current time in seconds, of any clock that is used for all calls.
+        values: Current totals of the counters.
     """
 
     __slots__ = ("_marks",)
@@ -27,7 +29,7 @@ class RateWindow:
         self._marks: deque[tuple[float, Values]] = deque([(now, values)], MAX_MARKS)
 
     def mark(self, now: float, *values: float) -> None:
-        """Note the totals as they are now."""
+        """Add a sample of the totals."""
         marks = self._marks
         if now > marks[-1][0]:
             marks.append((now, values))
@@ -35,23 +37,23 @@ class RateWindow:
             marks.popleft()
 
     def rates(self, now: float, *values: float) -> Values:
-        """Return the growth per second of each total, over the window or since its beginning."""
+        """Return the growth per second of each total, over the window."""
         span = self.span(now)
         _, before = self._marks[0]
         return tuple((value - then) / span if span > 0 else 0.0 for value, then in zip(values, before, strict=True))
 
     def span(self, now: float) -> float:
-        """Return the seconds that `rates` covers."""
+        """Return the length of the window in seconds."""
         return now - self._marks[0][0]
 
 
 def as_share(share: float) -> float:
-    """Limit a fraction of the time to 0..1, which clocks that are read one after another can exceed slightly."""
+    """Clamp a fraction of time to [0, 1], which it can exceed slightly because clocks are not read simultaneously."""
     return min(1.0, max(0.0, share))
 
 
 class Stopwatch:
-    """Total duration of events; the time of overlapping events counts once."""
+    """Stopwatch of the total duration of events; overlapping events count once."""
 
     __slots__ = ("_count", "_seconds", "_since")
 
@@ -61,18 +63,18 @@ class Stopwatch:
         self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """Begin an event."""
+        """Start an event."""
         if not self._count:
             self._since = now
         self._count += 1
 
     def end(self, now: float) -> float:
-        """End an event; return the seconds that end with it, 0 while others continue."""
+        """End an event; return the duration since the first overlapping event, or 0 while others continue."""
         self._count -= 1
         over = 0.0 if self._count else now - self._since
         self._seconds += over
         return over
 
     def until(self, now: float) -> float:
-        """Return the total in seconds."""
+        """Return the total duration in seconds."""
         return self._seconds + (now - self._since if self._count else 0.0)

@@ -1,7 +1,4 @@
-"""Plain records of batches and their consumers, over which `Dispatcher` and `Store` decide.
-
-Nothing is decided here. A consumer knows which batches it wants, and how soon.
-"""
+"""Records of batches, requests and consumers that `Dispatcher` and `Store` share."""
 
 from __future__ import annotations
 
@@ -21,79 +18,79 @@ if TYPE_CHECKING:
     from teleloader_server.dispatch.tracing import Made, RequestTrace
 
 Epoch = tuple[str, int]
-"""One epoch of one loader: (key, epoch)."""
+"""Epoch of a loader: (loader key, epoch number)."""
 
 
 class Urgency(enum.Enum):
-    """Urgency of a batch for a consumer."""
+    """Urgency of a batch for a consumer, most urgent first."""
 
     WAITING = enum.auto()
     """The client waits for the batch."""
     ASKED = enum.auto()
-    """The batch is requested, after others."""
+    """The client requested the batch, and waits for an earlier one."""
     AHEAD = enum.auto()
-    """The batch is prefetched: it will be requested later."""
+    """The client will request the batch later (prefetching)."""
 
 
 class ReadyFrame(NamedTuple):
-    """A frame that can be sent."""
+    """Encoded batch or failure, ready to be sent."""
 
     raw: Lease
     failed: bool
-    """True if it holds an exception in place of the batch. It is sent once and not kept: a retry may succeed."""
+    """True for an exception in place of the batch, which is sent once and not kept, because a retry may succeed."""
     made: Made | None = None
     """Times and worker of the computation; None without tracing."""
 
 
 @dataclass(slots=True, eq=False)
 class Loader:
-    """A registered loader."""
+    """Registered loader: its spec, and the measured time and size of its batches."""
 
     key: str
     """Key of the spec, stored because its computation takes 75 us."""
     spec: LoaderSpec
     length: int
-    """Samples in the dataset; 0 if it has no length."""
+    """Length of the dataset; 0 if unknown."""
     batches: int
-    """Batches in an epoch; `MAX_EPOCH` if only its end determines their number."""
+    """Number of batches in an epoch; `MAX_EPOCH` if it is known only at the end of the epoch."""
     indices: IndexKind = "any"
-    """Indices that a client-side sampler may list, see `DatasetConfig.indices`."""
+    """Indices that a client-side sampler may send, see `DatasetConfig.indices`."""
     batch_seconds: float | None = None
-    """Smoothed time of computation of a batch; None until one is finished."""
+    """Exponential moving average of the computing time of a batch; None before the first batch."""
     batch_nbytes: float | None = None
-    """Smoothed size of a frame; None until one is finished."""
+    """Exponential moving average of the size of a frame in bytes; None before the first batch."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch that exists or is being computed."""
+    """Batch that is being computed or is kept in memory."""
 
     address: Address
     nbytes: int
-    """Size of the frame; an estimate until the batch is ready."""
+    """Size of the frame in bytes; an estimate until the batch is ready."""
     consumer: Consumer
-    """Consumer for which it was begun."""
+    """Consumer for which the batch was started."""
     charged: float
-    """Seconds charged for it."""
+    """Computing time charged to the consumer, in seconds."""
     frame: ReadyFrame | None = None
-    """None until the batch is ready."""
+    """Frame; None until the batch is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """A client's request for the batches [start, stop) of an epoch, as the endpoint that received it parsed it."""
+    """Parsed request of a client for the batches [start, stop) of an epoch."""
 
     consumer: str
-    """Name that the client gives itself."""
+    """Name of the consumer, chosen by the client."""
     key: str
-    """The loader's."""
+    """Key of the loader."""
     epoch: int
     start: int
     stop: int
     prefetch: int = 0
-    """Batches after `stop` that the client will request later."""
+    """Number of batches after `stop` that the client will request later."""
     indices: Mapping[int, bytes] | None = None
-    """With a client-side sampler: the index list of each batch, as a frame."""
+    """Index list of each batch as a frame, for a client-side sampler; None for seeded order."""
     report: ConsumerReport | None = None
     """Measurements of the client."""
     trace: RequestTrace | None = None
@@ -102,19 +99,24 @@ class RangeRequest:
 
 @dataclass(slots=True, eq=False)
 class PendingRange:
-    """Batches [next, stop) of a request that have not been sent."""
+    """Unsent batches [next, stop) of an open request."""
 
     consumer: Consumer
     next: int
-    """Batch that the client waits for."""
+    """Batch for which the client waits."""
     stop: int
     cursor: int
-    """All batches of the request before this one exist or are being computed."""
+    """Batch before which all batches of the request are computed or being computed."""
     indices: Mapping[int, bytes] | None = None
     """Index lists of the request, see `RangeRequest`."""
 
     def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
-        """Return the first batch of the request before `stop` that is not in `batches`, those of its epoch."""
+        """Return the first batch of the request before `stop` that is not started yet, or None.
+
+        Args:
+            batches: Batches of the epoch that are computed or being computed.
+            stop: End of the examined range.
+        """
         cursor = self.cursor
         while cursor < stop and cursor in batches:
             cursor += 1
@@ -124,93 +126,93 @@ class PendingRange:
 
 @dataclass(slots=True, eq=False)
 class PrincipalShare:
-    """Share of a principal in the workers of one dispatcher."""
+    """Worker time that a principal has used in one dispatcher, for fair scheduling."""
 
     quota: Quota
     served: float
-    """Seconds of worker time used for it."""
+    """Worker time used for the principal, in seconds."""
     level: float = 0.0
-    """Seconds served to its consumer for which a batch was begun last: new consumers start there."""
+    """Value of `served` of the consumer for which a batch was started last; new consumers start with this value."""
     scans_to_skip: int = 0
     was_begun: bool = False
-    """True if the last batch that was tried for it was begun."""
+    """True if the last attempt to start a batch for the principal succeeded."""
     is_capped: bool = False
-    """True if it was preempted: it leaves a worker to the others."""
+    """True after preemption: the principal then leaves one worker to others."""
 
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """One client's iteration over one epoch."""
+    """Iteration of one client over one epoch, with its position and open requests."""
 
     principal_share: PrincipalShare
     name: str
     loader: Loader
     run: Epoch
     state: EpochState = field(repr=False)
-    """State of that epoch."""
+    """State of the epoch."""
     position: int
-    """The consumer was sent all batches before this one, or does not want them."""
+    """Batch before which all batches were sent to the consumer or are not wanted by it."""
     served: float
-    """Seconds of worker time used for it."""
+    """Worker time used for the consumer, in seconds."""
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
-    """Batches that were sent out of order, on another connection."""
+    """Batches at or after `position` that were already sent, on another connection."""
     asks: list[PendingRange] = field(default_factory=list)
     sending: int = 0
-    """Bytes of responses that are being sent to it."""
+    """Bytes of responses that are being sent to the consumer."""
     is_capped: bool = False
-    """As for `PrincipalShare`."""
+    """True after preemption: the consumer then leaves one worker to others."""
     ahead_start: int = 0
     ahead_cursor: int = 0
     ahead_stop: int = 0
-    """Batches in [ahead_start, ahead_stop) are prefetched; those before `ahead_cursor` exist or are being computed."""
+    """End of the prefetch window [ahead_start, ahead_stop), whose batches before `ahead_cursor` are already started."""
 
     @property
     def reads_too_little(self) -> bool:
-        """True if no further batch of this consumer is started because responses are not read.
+        """True if no further batches are started for this consumer because responses are not read.
 
-        Above the principal's share of unread bytes, it affects consumers with an unread response; above twice the
-        share, all consumers of the principal.
+        Above the principal's limit of unread bytes, this affects consumers with an unread response; above twice the
+        limit, all consumers of the principal.
         """
         quota = self.principal_share.quota
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
-        """Return how many batches from now it wants batch k; None if it does not want it."""
-        # a request may begin before the position: another connection of the consumer requested the same
+        """Return the number of batches that the consumer needs before batch k; None if it does not want batch k."""
+        # a request may start before the position, if another connection of the consumer requested the same batches
         found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
             found = k - self.position
         return found
 
     def index_list(self, k: int) -> bytes | None:
-        """Return the index list of batch k from an open request; None in seeded order, whose indices workers know."""
+        """Return the index list of batch k from an open request; None in seeded order, where workers compute it."""
         return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
 
     def wants(self, k: int) -> bool:
-        """Return True if it wants batch k."""
+        """Return True if the consumer has requested batch k, or will request it later."""
         ahead = k >= self.position and k not in self.sent_beyond
         return ahead or any(ask.next <= k < ask.stop for ask in self.asks)
 
 
 @dataclass(slots=True)
 class EpochState:
-    """Batches of an epoch, and its consumers."""
+    """State of an epoch: its batches, consumers and waiting requests."""
 
     batches: dict[int, Batch] = field(default_factory=dict)
     consumers: list[Consumer] = field(default_factory=list)
     waiters: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
-    """Callbacks for the arrival of batches, which clients may wait for before they are begun."""
+    """Callbacks of the requests that wait for a batch, by batch number, also for batches that are not started yet."""
 
     def frame(self, k: int) -> ReadyFrame | None:
-        """Return the frame of batch k if it is ready."""
+        """Return the frame of batch k if it is ready, else None."""
         batch = self.batches.get(k)
         return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
-        """Return how many batches from now the first consumer wants batch k; None if no consumer does."""
+        """Return the minimum distance of batch k over all consumers; None if no consumer wants it."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
 
     def wants(self, k: int) -> bool:
-        """Return True if a consumer wants batch k."""
+        """Return True if at least one consumer wants batch k."""
         return any(consumer.wants(k) for consumer in self.consumers)

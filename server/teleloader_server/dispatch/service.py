@@ -1,4 +1,4 @@
-"""Loader service: datasets, loaders, and the requests of clients, each authorized on the object that it names."""
+"""Loader service: implements the endpoints for datasets, loaders and batches without HTTP, including authorization."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 SESSION_IDLE: Final = 60.0
-"""Seconds without a request or heartbeat after which a session ends. A client that returns registers it again."""
+"""Seconds without a request or heartbeat after which a session ends; a returning client registers it again."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
 
 
 class _Known(NamedTuple):
-    """A registered loader."""
+    """Registration of a loader."""
 
     loader: Loader
     engine: Engine
-    """Computes its batches."""
+    """Engine that computes the loader's batches."""
     length: int | None
-    """Length of its dataset; None if it has none."""
+    """Length of the dataset; None if unknown."""
     quota: Quota
-    """Quota of the principal that registered it."""
+    """Quota of the principal that registered the loader."""
     held: ExitStack
-    """Releases what counts for the quota."""
+    """Context whose exit releases the quota's resources."""
 
 
 class LoaderService:
-    """Operations of the endpoints, without HTTP. Lives in one event loop.
+    """Service that registers loaders and streams batches, without HTTP; used in one event loop.
 
     Args:
-        host: Source of datasets and worker pools.
+        host: Factory of worker pools, which describes the datasets.
         limits: Limits of workers.
         client_limits: Limits of clients.
     """
@@ -66,31 +66,31 @@ class LoaderService:
         self.limits = limits
         self.client_limits = client_limits
         self.quotas = Quotas(client_limits, limits.memory_budget)
-        """Resources of each principal."""
+        """Resources and limits of each principal."""
         self._draining = asyncio.Event()
         self._host = host
         self.counters = Counters()
-        """Counters of all engines; see `stats`."""
+        """Counters of all engines, for the statistics."""
         self.engines: Final = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
         self.connections: Callable[[], int] = lambda: 0
-        """Returns the number of open connections; the web server sets it."""
+        """Function that returns the number of open connections; set by the web server."""
         self.is_shared: Callable[[], bool] = lambda: False
-        """Returns True if there are several principals; the web application sets it."""
+        """Function that returns True if there are several principals; set by the web application."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._specs = BodyBudget(
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
         self.grants: Final = Grants()
-        """Permissions in use, which end with their tokens."""
+        """Authorizations of open requests, which end with their tokens."""
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
 
     async def start(self) -> None:
-        """Start the shared workers, which build the datasets, and the background tasks.
+        """Start the background tasks and the shared workers, which construct the configured datasets.
 
         Raises:
-            ConfigError: When a dataset cannot be built.
+            ConfigError: A dataset cannot be constructed.
         """
         if self._host.infos() is None:
             await self.engines.shared()
@@ -103,7 +103,7 @@ class LoaderService:
             engine.give_up(error)
 
     async def close(self) -> None:
-        """End all workers."""
+        """End the background tasks and all workers."""
         for task in self._always:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -111,21 +111,21 @@ class LoaderService:
         await self.engines.close()
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Reject new requests from now on, at shutdown."""
         self._draining.set()
 
     @property
     def draining(self) -> bool:
-        """True if the server is stopping."""
+        """True if the server is shutting down."""
         return self._draining.is_set()
 
     async def drained(self) -> None:
-        """Wait until the server is stopping."""
+        """Wait until the server starts to shut down."""
         await self._draining.wait()
 
     @property
     def ready(self) -> bool:
-        """True if the server can compute batches now."""
+        """True if the server can compute batches: at least one worker is ready, and the server is not shutting down."""
         return not self.draining and self.engines.ready
 
     @property
@@ -137,22 +137,22 @@ class LoaderService:
     # -- loaders
 
     async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
-        """Register a loader; the first registration of a session starts its workers. Idempotent.
+        """Register a loader (idempotent); the first registration of a session starts its workers.
 
         Args:
-            spec: The loader.
-            caller: The client.
+            spec: Specification of the loader.
+            caller: Caller of the request.
 
         Raises:
-            AccessDenied: The caller may not use the dataset, or may not load in the server's own process.
+            AccessDenied: The caller may not use the dataset, or may not load in the server process itself.
             UnknownDataset: The dataset is not hosted.
-            DatasetChanged: The fingerprint of the hosted dataset differs from that of the spec.
-            InvalidSpec: The dataset does not support such a loader.
-            ServerUnavailable: There are too many sessions, or the server is stopping.
+            DatasetChanged: The fingerprint of the hosted dataset differs from the spec's.
+            InvalidSpec: The dataset does not support the spec.
+            ServerUnavailable: There are too many sessions, or the server is shutting down.
         """
         self.refuse_when_draining()
         info = self.dataset(caller, spec.dataset)
-        if spec.in_process:  # it blocks all other clients
+        if spec.in_process:  # loading then blocks all other clients
             caller.authorize(ADMIN)
         if spec.session is None:
             await self.engines.shared()
@@ -170,15 +170,15 @@ class LoaderService:
         return self.registration(key, caller)
 
     def registration(self, key: str, caller: Caller) -> Registration:
-        """Return the registration of a loader, and keep its session from ending as idle.
+        """Return the registration of a loader, and count as a heartbeat of its session.
 
         Args:
             key: Key of the loader.
-            caller: The client.
+            caller: Caller of the request.
 
         Raises:
             AccessDenied: The caller may not use the loader's dataset.
-            UnknownLoader: No loader of that key is registered.
+            UnknownLoader: No loader with this key is registered.
         """
         loader, engine, length, *_ = self._resolve(caller, key)
         engine.touch()
@@ -203,7 +203,7 @@ class LoaderService:
         with ExitStack() as held:
             held.enter_context(self._specs.hold(quota.name, spec.memory))
             engine = await self.engines.of(key, spec, info, quota)
-            if key not in self._loaders:  # not registered meanwhile
+            if key not in self._loaders:  # not registered concurrently
                 length = 0 if info.kind == "iterable" else info.length or 0
                 loader = Loader(key, spec, length, batches, self._host.index_kind(info.name))
                 quota.loaders.add(key)
@@ -211,7 +211,7 @@ class LoaderService:
                 self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())
 
     def _make_room(self, quota: Quota, nbytes: int) -> None:
-        """Forget idle loaders of a principal that leave no room for one more with so many bytes."""
+        """Remove idle loaders of a principal until a further loader with a spec of `nbytes` meets the limits."""
         most = self.client_limits.max_loaders
         while len(quota.loaders) >= most or not self._specs.has_room(quota.name, nbytes):
             if not self._forget_some_loaders(quota):
@@ -220,11 +220,11 @@ class LoaderService:
     def _drop_loader(self, key: str) -> None:
         known = self._loaders.pop(key)
         known.held.close()
-        if key not in self.engines.sessions:  # its workers end with the session
+        if key not in self.engines.sessions:  # workers of a session end with it, and need not release its state
             known.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
-        """End the workers of a caller's session. An unknown session has ended already.
+        """End a session of the caller and its workers; do nothing for an unknown session.
 
         Raises:
             AccessDenied: The caller may not use the loader's dataset.
@@ -235,17 +235,17 @@ class LoaderService:
             await self.end_session(key)
 
     async def end_session(self, key: str) -> None:
-        """End the workers of any session."""
+        """End a session of any principal and its workers; do nothing for an unknown session."""
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
             self._drop_loader(key)
         await self.engines.end_session(key)
 
     def _forget_some_loaders(self, quota: Quota) -> int:
-        """Forget some of a principal's loaders that are not in use, the least recently used first.
+        """Remove some of a principal's loaders that are not in use, least recently used first.
 
         Returns:
-            The number of forgotten loaders.
+            The number of removed loaders.
         """
         in_use = {consumer.run[0] for engine in self.engines.started() for consumer in engine.consumers()}
         idle = [
@@ -258,26 +258,26 @@ class LoaderService:
             self._drop_loader(key)
         return len(forgotten)
 
-    # -- authorization: all objects are resolved here, and nothing is awaited between check and use
+    # -- authorization: all objects are resolved here, without an await between check and use
 
     def datasets_for(self, caller: Caller) -> list[DatasetInfo]:
-        """Return the datasets that a caller may use.
+        """Return the descriptions of the datasets that a caller may use.
 
         Raises:
-            AccessDenied: The caller may use none.
+            AccessDenied: The caller may not use any dataset.
         """
         scopes = caller.authorize(READ).scopes
         return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
 
     def dataset(self, caller: Caller, name: str) -> DatasetInfo:
-        """Return the description of a dataset.
+        """Return the description of a hosted dataset.
 
         Args:
-            caller: The client.
+            caller: Caller of the request.
             name: Name of the dataset.
 
         Raises:
-            AccessDenied: The caller may not use a dataset of that name.
+            AccessDenied: The caller may not use a dataset with this name.
             UnknownDataset: The dataset is not hosted.
         """
         caller.authorize(READ, name)
@@ -303,18 +303,18 @@ class LoaderService:
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
-        """Return a registered loader whose epoch has the given batches.
+        """Return a registered loader, after checking that batch numbers are in the range of its epoch.
 
         Args:
-            caller: The client.
+            caller: Caller of the request.
             key: Key of the loader.
             epoch: The epoch.
-            batches: Numbers of its batches.
+            batches: Batch numbers to check.
 
         Raises:
             AccessDenied: The caller may not use the loader's dataset.
-            UnknownLoader: No loader of that key is registered.
-            BatchOutOfRange: The epoch has no such batches.
+            UnknownLoader: No loader with this key is registered.
+            BatchOutOfRange: A batch number is out of range.
         """
         loader = self._resolve(caller, key).loader
         for k in batches:
@@ -326,33 +326,33 @@ class LoaderService:
         return loader
 
     def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
-        """Return the rules for index lists of a loader; arguments and errors are those of `loader`."""
+        """Return the rules for index lists of a loader; same arguments and errors as `loader`."""
         loader = self.loader(caller, key, epoch, *batches)
         return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_batches_per_request)
 
     def refuse_when_draining(self) -> None:
-        """Refuse a request while the server is stopping.
+        """Raise an error if the server is shutting down.
 
         Raises:
-            ServerUnavailable: The server is stopping.
+            ServerUnavailable: The server is shutting down.
         """
         if self.draining:
             raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
 
     @asynccontextmanager
     async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
-        """Start computing the batches of a request, and those that it lets prefetch; stream those that it requests.
+        """Start a request: compute its batches, prefetch further ones, and yield a stream of the requested batches.
 
         Args:
-            caller: The client.
+            caller: Caller of the request.
             request: The request.
 
         Raises:
-            AccessDenied: The caller may not use the loader's dataset; also later, in place of a batch.
-            UnknownLoader: No loader of that key is registered.
-            BatchOutOfRange: The epoch has no such batches.
-            InvalidSpec: The request has index lists and the order of the loader needs none, or the reverse.
-            ServerUnavailable: The server is stopping, or the principal has too many consumers.
+            AccessDenied: The caller may not use the loader's dataset; raised later in place of a batch as well.
+            UnknownLoader: No loader with this key is registered.
+            BatchOutOfRange: A batch number is out of range.
+            InvalidSpec: The loader's order requires index lists and the request has none, or vice versa.
+            ServerUnavailable: The server is shutting down, or the principal has too many consumers.
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
@@ -377,12 +377,12 @@ class LoaderService:
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Check authorization immediately before frames are sent, and count their bytes while they are sent.
+        """Check authorization immediately before frames are sent, and count their bytes while they are being sent.
 
-        The memory budget is for frames that are not being sent.
+        These bytes count toward the principal's unread responses, not toward the memory budget.
 
         Raises:
-            AccessDenied: The caller may not have them any more.
+            AccessDenied: The caller is not authorized any more.
         """
         of.authorize()
         consumer, quota = of.consumer, of.consumer.principal_share.quota
@@ -411,7 +411,7 @@ class LoaderService:
                 engine.preempt()
             self.quotas.forget_idle(time.monotonic())
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
-                continue  # the server itself was stopped (Ctrl-Z): clients have until the next round to be heard
+                continue  # the server itself was suspended (Ctrl-Z): wait one more round for heartbeats
             for key, engine in self.engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
@@ -419,15 +419,15 @@ class LoaderService:
     # -- state
 
     def totals(self) -> ServerTotals:
-        """Return the current totals of the server."""
+        """Return the server-wide values for the statistics."""
         return ServerTotals(self.datasets, self.quotas.sending, self.connections(), self.draining)
 
 
 def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
-    """Check that a spec fits the style of its dataset.
+    """Check that a spec is valid for the kind of its dataset (map-style or iterable-style).
 
     Raises:
-        InvalidSpec: The spec does not fit.
+        InvalidSpec: The spec is not valid for this kind.
     """
     if info.kind == "map":
         for field in ("shard_states", "delivered"):

@@ -1,4 +1,4 @@
-"""The engines of a server: one that its loaders share, and one for each session, whose workers belong to one loader."""
+"""Engines of a server: a shared one, and one per session, which is a loader with private workers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from teleloader_shared.units import counted
 
 
 class _Session(NamedTuple):
-    """The engine of one loader."""
+    """Session: the engine of a loader with private workers."""
 
     starting: asyncio.Task[Engine]
-    """Starts the engine; done once it has started."""
+    """Task that starts the engine and returns it."""
     quota: Quota
     num_workers: int
 
 
 class Engines:
-    """Starts and ends engines, and holds sessions to their limits. Lives in one event loop.
+    """Manager of all engines of a server, which enforces the limits of sessions; used in one event loop.
 
     Args:
-        host: Source of datasets and worker pools.
+        host: Factory of worker pools, which describes the datasets.
         memory: Memory budget that all engines share.
         counters: Counters that all engines add to.
         limits: Limits of clients.
@@ -43,22 +43,22 @@ class Engines:
         self._counters = counters
         self._limits = limits
         self.infos: dict[str, DatasetInfo] = {}
-        """Datasets as the shared engine has built them; empty until it has started."""
+        """Datasets that the shared engine has constructed; empty until it has started."""
         self._shared: asyncio.Task[Engine] | None = None
         self.sessions: Final[dict[str, _Session]] = {}
-        """By key of the loader."""
+        """Sessions by loader key."""
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def ready(self) -> bool:
-        """True if a worker is ready; also before the first loader of an object of this process starts workers."""
+        """True if at least one worker is ready, or if workers start only with the first loader (`serve`)."""
         return self._shared is None or any(state.ready for engine in self.started() for state, _ in engine.workers())
 
     async def shared(self) -> Engine:
-        """Return the shared engine, which the first call starts.
+        """Return the shared engine, starting it on the first call.
 
         Raises:
-            ConfigError: A dataset cannot be built.
+            ConfigError: A dataset cannot be constructed.
         """
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
             self._shared = _apart(self._start_shared())
@@ -70,12 +70,12 @@ class Engines:
         return engine
 
     async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
-        """Return the engine of a loader: the shared one, or that of its session, which the first call starts.
+        """Return the engine of a loader: the shared engine, or that of its session, starting it on the first call.
 
         Args:
             key: Key of the loader.
-            spec: The loader.
-            info: Its dataset.
+            spec: Specification of the loader.
+            info: Description of its dataset.
             quota: Quota of the client's principal.
 
         Raises:
@@ -86,7 +86,7 @@ class Engines:
             return await self.shared()
         if key not in self.sessions:
             self._refuse_too_many(quota, own.num_workers)
-            # a client that requests workers has them used as torch uses them: user code may depend on it
+            # the batches of a loader with private workers are computed in turn, as in torch: user code may depend on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             engine = Engine(own, self._memory, self._counters, in_turn if own.num_workers else 0)
             self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
@@ -105,7 +105,7 @@ class Engines:
         return engine
 
     def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
-        """Raise `ServerUnavailable` if one more session with so many workers exceeds a limit."""
+        """Raise `ServerUnavailable` if a further session with `num_workers` workers exceeds a limit."""
         limits, workers = self._limits, sum(quota.sessions.values())
         if not quota.is_alone:
             if len(quota.sessions) >= (most := limits.max_sessions_per_principal):
@@ -133,35 +133,35 @@ class Engines:
         return session
 
     async def end_session(self, key: str) -> None:
-        """End the workers of a session; return at once if there is none of that key."""
+        """End a session and its workers; do nothing if no session has this key."""
         session = self._drop(key)
         if session is not None:
-            # a client that does not wait for the response must not stop it half-way
+            # a task, because a client that does not wait for the response must not interrupt it
             ending = asyncio.create_task(_close(session.starting))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
     async def close(self) -> None:
-        """End all workers."""
+        """End all engines and their workers."""
         ending = [self.end_session(key) for key in list(self.sessions)]
         if self._shared is not None:
             ending.append(_close(self._shared))
         await asyncio.gather(*ending, *self._ending)
 
     def started(self) -> list[Engine]:
-        """Return the engines that have started."""
+        """Return the engines that are running."""
         shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
         return [*shared, *self.started_sessions().values()]
 
     def started_sessions(self) -> dict[str, Engine]:
-        """Return the engines of sessions that have started, by key of their loader."""
+        """Return the running engines of sessions, by loader key."""
         return {
             key: session.starting.result() for key, session in self.sessions.items() if _has_started(session.starting)
         }
 
     def sources(self) -> dict[Engine, EngineSource]:
-        """Return the engines that have started, and where their workers come from."""
+        """Return the running engines, with the owner of their workers."""
         shared = EngineSource(None, self._host.setting)
         of_session = {engine: key for key, engine in self.started_sessions().items()}
         return {
@@ -173,7 +173,7 @@ class Engines:
 
 
 def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
-    """Start an engine outside of the request's context: its workers log things long after the request."""
+    """Start an engine outside of the request's context, because its workers log long after the request."""
     return asyncio.create_task(starting, context=Context())
 
 
@@ -183,7 +183,7 @@ async def _started(engine: Engine) -> Engine:
 
 
 async def _close(starting: asyncio.Task[Engine]) -> None:
-    """Close an engine, waiting until it has started."""
+    """Close an engine once it has started."""
     try:
         engine = await starting
     except Exception:  # noqa: BLE001

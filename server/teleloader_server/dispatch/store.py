@@ -1,11 +1,11 @@
-"""All batches of an engine, and the decision which finished ones to evict.
+"""Store of all batches of an engine, with their eviction.
 
-When memory is full, or a principal's share of it, unwanted batches are evicted first, the least recently used first;
-then those that are wanted later than the one to be begun. If that is not enough, the batch must wait, unless a client
-waits for it: then all batches that no client waits for are evicted, and it is begun in any case. Full memory slows
-clients but never blocks them, except those that do not read their responses.
+When memory or a principal's share of it is full, unwanted batches are evicted first, least recently used first; then
+batches that are needed later than the one to be started. If that does not suffice, the batch is not started yet, unless
+a client waits for it: then all batches for which no client waits are evicted, and the batch is started in any case.
+Full memory slows clients but never blocks them, except clients that do not read their responses.
 
-Plain synchronous functions over plain state, as in `dispatcher`.
+Synchronous functions over plain state, as in `dispatcher`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from teleloader_shared.codec import Address
 CACHE_SHARE: Final = 1 / 8
 """Fraction of the memory budget up to which unwanted batches are kept, for consumers that lag behind.
 
-A larger one would slow all other consumers: memory that is reused at once is warm, and writing a large batch to fresh
-memory takes four times as long.
+A larger fraction would slow all other consumers: memory that is reused immediately is in the CPU cache, and writing a
+large batch to fresh memory takes four times as long.
 """
 MAX_BATCHES: Final = 16384
-"""Limit of kept batches of any size: each is a memory mapping, and Linux allows 65,530 per process."""
+"""Maximum number of kept batches: each may be a memory mapping, and Linux allows 65,530 per process."""
 
 
 class Store:
-    """Batches of one engine, see the module.
+    """Store of all batches of one engine, which evicts batches when memory is full.
 
     Args:
         memory: Memory budget, shared with other stores.
-        keeps_wanted: True if wanted batches are never evicted, however full the memory is.
+        keeps_wanted: True if wanted batches are never evicted, even if memory is full.
     """
 
     def __init__(self, memory: Memory, *, keeps_wanted: bool) -> None:
@@ -41,27 +41,29 @@ class Store:
         self._keeps_wanted = keeps_wanted
         self._count = 0
         self._unwanted: OrderedDict[Batch, None] = OrderedDict()
-        """Ready batches that no consumer wants, the least recently used first. (A dict from whose beginning items were
-        removed takes linear time to find its first item.)"""
+        """Ready batches that no consumer wants, least recently used first.
+
+        Not a dict, which takes linear time to find its first item after items were removed from its start.
+        """
         self._told: dict[Batch, None] = {}
-        """Failures that were sent: clients get no failure twice."""
+        """Failures that were sent, and are evicted because no failure is sent twice."""
         self._runs: dict[Epoch, EpochState] = {}
-        """Epochs with a batch or a consumer."""
+        """State of each epoch that has a batch or a consumer."""
         self.used = 0
-        """Bytes of kept frames, and estimates of those being computed."""
+        """Memory of kept frames, and estimates for batches in progress, in bytes."""
         self.active: dict[Consumer, None] = {}
-        """Consumers for which a batch may have to be begun; the idle ones, which may be many, are not examined."""
+        """Consumers that may need a batch, so that decisions need not examine many idle consumers."""
         self.deaths: dict[Address, int] = {}
-        """Batches of dead workers, with the number of deaths that were certainly their fault."""
+        """Batches of dead workers, with the number of deaths that they caused with certainty."""
 
     # -- batches
 
     def batch(self, address: Address) -> Batch:
-        """Return a batch that exists or is being computed."""
+        """Return a batch that is kept or being computed."""
         return self._runs[address.loader, address.epoch].batches[address.batch]
 
     def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
-        """Add a batch that is being computed for a consumer; `estimate` is its expected size in bytes."""
+        """Add a batch whose computation starts; `estimate` is its expected size in bytes."""
         batch = Batch(address, 0, consumer, 0.0)
         consumer.state.batches[address.batch] = batch
         self._count += 1
@@ -69,7 +71,7 @@ class Store:
         return batch
 
     def finished(self, address: Address, frame: ReadyFrame) -> Batch:
-        """Set the frame of a batch, and wake the requests that wait for it."""
+        """Set the frame of a computed batch, and wake the requests that wait for it."""
         state = self._runs[address.loader, address.epoch]
         batch = state.batches[address.batch]
         self._resize(batch, len(frame.raw))
@@ -88,20 +90,20 @@ class Store:
             self._told[batch] = None
 
     def remove(self, batch: Batch) -> None:
-        """Remove a batch; it is computed again for the consumers that want it."""
+        """Remove a batch; it will be recomputed for the consumers that want it."""
         address = batch.address
         run = (address.loader, address.epoch)
         state = self._runs[run]
         del state.batches[address.batch]
-        batch.frame = None  # releases the memory now, although callers may still refer to the batch
+        batch.frame = None  # releases the memory now, even if callers still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
             for ask in consumer.asks:
                 if ask.next <= address.batch < ask.cursor:
                     ask.cursor = address.batch
-            # A batch before `ahead_start` was requested. Once its request is closed, it is not computed again until it
-            # is requested again: with a client-side sampler, only an open request has its indices.
+            # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
+            # requested again: with a client-side sampler, only an open request contains its indices.
             furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
             if (
                 max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor
@@ -112,7 +114,7 @@ class Store:
         self._drop_empty(run)
 
     def release(self) -> None:
-        """Remove all batches, and release their memory for other stores."""
+        """Remove all batches, and release their memory to other stores."""
         for state in self._runs.values():
             for batch in state.batches.values():
                 self._resize(batch, 0)
@@ -138,27 +140,27 @@ class Store:
     # -- consumers
 
     def state(self, run: Epoch) -> EpochState:
-        """Return the state of an epoch, which may be new."""
+        """Return the state of an epoch, creating it if necessary."""
         return self._runs.setdefault(run, EpochState())
 
     def join(self, consumer: Consumer) -> None:
-        """Add a consumer."""
+        """Add a consumer, and update which batches are wanted."""
         consumer.state.consumers.append(consumer)
         self.want_again(consumer.state, consumer.state.batches)
 
     def leave(self, gone: list[Consumer]) -> None:
-        """Remove consumers."""
+        """Remove consumers, and mark the batches that only they wanted as unwanted."""
         for consumer in gone:
             self.active.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
-        # once for all of them: hundreds may go at a time, and each look is at every batch
+        # once for all of them: hundreds may be removed together, and this examines every batch
         for run in {consumer.run for consumer in gone}:
             state = self._runs[run]
             self.mark_unwanted(state, state.batches)
             self._drop_empty(run)
 
     def move(self, consumer: Consumer, position: int) -> None:
-        """Set the position of a consumer."""
+        """Set the position of a consumer, and update which batches are wanted."""
         before, consumer.position = consumer.position, position
         state = consumer.state
         if position < before:
@@ -169,14 +171,14 @@ class Store:
             self.mark_unwanted(state, state.batches)
 
     def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Unmark those of the batches that a consumer wants now."""
+        """Unmark batches as unwanted, if a consumer wants them again."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch in self._unwanted and state.wants(k):
                 del self._unwanted[batch]
 
     def mark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Mark those of the batches that no consumer wants."""
+        """Mark ready batches as unwanted, if no consumer wants them."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch.frame is not None and not state.wants(k):
@@ -185,28 +187,35 @@ class Store:
     # -- eviction
 
     def evict_told(self) -> None:
-        """Evict the failures that were sent."""
+        """Evict all failures that were sent to a client."""
         for batch in list(self._told):
             self._evict(batch)
 
     def evict_cached(self) -> None:
-        """Evict unwanted batches beyond their share of the memory."""
+        """Evict unwanted batches beyond `CACHE_SHARE` of the memory budget."""
         most = self._memory.budget * CACHE_SHARE
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             self._evict(next(iter(self._unwanted)))
 
     def is_full(self, principal_share: PrincipalShare, nbytes: int) -> bool:
-        """Return True if there is no room for so many bytes more of a principal."""
+        """Return True if `nbytes` more exceed the memory budget or the principal's share."""
         return self._lacks(nbytes, None) or self._lacks(nbytes, principal_share.quota)
 
     def _lacks(self, nbytes: int, quota: Quota | None) -> bool:
-        """Return True if there is no room in a principal's share of the memory; None means in all of it."""
+        """Return True if `nbytes` more exceed a principal's share of the memory, or the whole budget for None."""
         if quota is not None:
             return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
     def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool) -> None:
-        """Evict other batches for one that is wanted `distance` batches from now, if that makes room for it."""
+        """Evict batches that are needed later than a new batch, if that frees enough memory for it.
+
+        Args:
+            nbytes: Estimated size of the new batch.
+            distance: Number of batches that its consumer needs before it.
+            principal_share: Principal of its consumer.
+            at_any_price: True to evict all batches for which no client waits, even if that does not suffice.
+        """
         for quota in (principal_share.quota, None):
             if self._lacks(nbytes, quota):
                 self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
@@ -216,12 +225,12 @@ class Store:
     def _make_room_of(
         self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
     ) -> None:
-        """Evict batches of a principal from its share of the memory; None means any batches."""
+        """Evict batches of a principal from its share of the memory, or of all principals for None."""
         if at_any_price or self._would_fit(quota, nbytes, []):
             self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
                 return
-        # what follows looks at every batch: not each time that there is no room for work ahead, and for more than one
+        # the rest examines every batch: skipped most times for prefetching, and evicts more than one batch's size
         if principal_share.scans_to_skip and not at_any_price:
             principal_share.scans_to_skip -= 1
             return
@@ -240,13 +249,13 @@ class Store:
             self._evict(batch)
 
     def _room(self, quota: Quota | None) -> tuple[int, int]:
-        """Return used bytes and their limit."""
+        """Return used memory and its limit in bytes, of a principal or of all for None."""
         if quota is not None:
             return quota.frames, quota.memory
         return self._memory.used, self._memory.budget
 
     def _evict_unwanted(self, quota: Quota | None, nbytes: int) -> None:
-        """Evict unwanted batches, the least recently used first, until there is room."""
+        """Evict unwanted batches, least recently used first, until `nbytes` fit."""
         for batch in list(self._unwanted):
             if not self._lacks(nbytes, quota):
                 break
@@ -254,16 +263,16 @@ class Store:
                 self._evict(batch)
 
     def _would_fit(self, quota: Quota | None, nbytes: int, later: list[Batch]) -> bool:
-        """Return True if there is room without the unwanted batches and `later`."""
+        """Return True if `nbytes` would fit after evicting the unwanted batches and `later`."""
         going = [*(batch for batch in self._unwanted if _is_of(quota, batch)), *later]
         used, budget = self._room(quota)
         fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
         return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
 
     def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield ready batches that are wanted later than `distance`; at any price, also those without an open request.
+        """Yield ready batches that are needed later than `distance`; at any price, also those without an open request.
 
-        The consumers of those are idle, and may be disconnected.
+        The consumers of batches without an open request are idle, and may be disconnected.
         """
         if self._keeps_wanted:
             return

@@ -1,6 +1,6 @@
-"""A batch's life as the server sees it, as parts of the client's request: queue, fetch, collate, encode and send.
+"""OpenTelemetry spans of a request in the server: queue, fetch, collate, encode and send, as children of the client's.
 
-Workers know nothing of it: what they report of a batch is enough to tell when each stage began.
+Workers create no spans: the stage times that they report for each batch suffice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """Times and worker of a computed batch."""
+    """Completion time, worker and report of a computed batch, for its spans."""
 
     when: int
     """Time at which the batch was ready, from ``time.time_ns()``."""
@@ -29,11 +29,11 @@ class Made(NamedTuple):
 
 
 class RequestTrace:
-    """The spans of one request.
+    """OpenTelemetry spans of one request.
 
     Args:
-        within: The client's span.
-        span: That of the time until all its batches were ready.
+        within: Context of the client's span.
+        span: Server span from the request until all its batches are ready.
     """
 
     def __init__(self, within: Context, span: Span) -> None:
@@ -46,7 +46,7 @@ class RequestTrace:
 
     @classmethod
     def begin(cls, traceparent: str) -> RequestTrace | None:
-        """The trace of a request that came with such a header; None where it is not to be traced."""
+        """Start the trace of a request with a ``traceparent`` header; return None if the request is not traced."""
         if not tracing.is_on() or not traceparent:
             return None
         from opentelemetry.trace import SpanKind
@@ -57,9 +57,9 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Record the spans of batch k: queue and computation, perhaps before it was requested.
+        """Record the spans of batch k: queue and stages, which may lie before the request.
 
-        It is not known how a failure came to be that the server itself has put there.
+        Failures that the server created itself (`made` is None) have no spans.
         """
         if made is None:
             return
@@ -74,12 +74,12 @@ class RequestTrace:
             began = ended
 
     def end(self) -> None:
-        """All batches are ready, or the request is given up."""
+        """End the server span, when all batches are ready or the request is aborted."""
         self._span.end()
 
     @contextmanager
     def sending(self, nbytes: int) -> Iterator[None]:
-        """Meanwhile frames are handed to the connection."""
+        """Record a span while frames are sent, as a context manager."""
         with tracing.tracer().start_as_current_span(
             "teleloader send", self._within, attributes={"teleloader.bytes": nbytes}
         ):
