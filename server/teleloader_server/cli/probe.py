@@ -33,7 +33,7 @@ from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import resident_bytes
-from teleloader_server.workers.worker import end_with_parent, leave_signals_to_the_server
+from teleloader_server.workers.worker import end_with_parent, ignore_stop_signals
 from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec
@@ -115,7 +115,7 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     end_with_parent()
-    leave_signals_to_the_server()
+    ignore_stop_signals()
     # the report lists failed batches and dead workers, so they need not be logged
     logging.getLogger("teleloader_server").setLevel(logging.ERROR)
     request = json.load(sys.stdin)

@@ -92,7 +92,7 @@ class StatsCollector:
             self._total_lag += max(0.0, now - due)
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
-                self._cpu.look(self._pids(self._service.engines.sources()))
+                self._cpu.sample(self._pids(self._service.engines.sources()))
 
     @property
     def datasets(self) -> Mapping[str, DatasetCounters]:

@@ -1,5 +1,5 @@
-"""Places where loading runs: worker processes, their fork server, or the server's own process.
+"""Worker pools: worker processes with their fork server, or a thread of the server process.
 
-May import `loading` and what lies below it. `pool` is the seam that the dispatcher knows; `factory` decides which pool
-serves which loader. Start reading in `pool`, then `processes` (the server's side) and `worker` (the worker's side).
+Imports `loading` and the layers below it. `pool` is the interface that the dispatcher uses; `factory` selects the pool
+of each loader. Entry points: `pool`, then `processes` (in the server) and `worker` (in the worker process).
 """

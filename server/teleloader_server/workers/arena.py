@@ -1,11 +1,11 @@
-"""Shared memory that a worker writes frames to and the server sends them from, without copying.
+"""Shared-memory slots for frames: a worker writes them, and the server sends them without copying.
 
-A slot is one anonymous memory file (memfd): no name, no limit of /dev/shm, nothing left when the processes are gone.
-Small frames do not come here: they travel through the channel.
+A slot is one anonymous memory file (memfd), without a name, without the limit of /dev/shm, and released when both
+processes have ended. Small frames are sent through the channel instead.
 
-The worker makes and recycles slots, because only it knows a frame's size; the server maps each slot once, gives the
-bytes out as leases, and says when a slot is free again. Recycling matters more than anything else here: writing to
-fresh pages costs 1.7 times as much as writing to pages that were used before.
+The worker creates and recycles slots, because only it knows a frame's size. The server maps each slot once, hands out
+its bytes as leases, and reports when a slot is free again. Recycling is essential for throughput: writing to fresh
+pages takes 1.7 times as long as writing to used pages.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _SMALLEST: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Shared memory as the worker sees it."""
+    """Shared-memory slot, mapped in the worker."""
 
     number: int
     memory: NDArray[np.uint8]
 
 
 class Arena:
-    """The slots of one worker, on the worker's side.
+    """Allocator of the shared-memory slots of one worker, in the worker process.
 
     Args:
-        free_limit: Bytes of free slots that are kept for reuse; others are returned to the system.
-        announce: Called with (number, file descriptor, size) of each new slot, before it is used.
-        retract: Called with the number of each slot that is returned to the system.
+        free_limit: Maximum bytes of free slots that are kept for reuse; other slots are returned to the system.
+        announce: Callback, called with (number, file descriptor, size) of each new slot before it is used.
+        retract: Callback, called with the number of each slot that is returned to the system.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Arena:
         self._made = 0
         self._used: dict[int, Slot] = {}
         self._free: OrderedDict[int, deque[Slot]] = OrderedDict()
-        """The free slots by their size, the size that was used longest ago first, and of each size the slot."""
+        """Free slots by size; sizes and the slots of each size in order of last use, oldest first."""
         self._free_bytes = 0
 
     def take(self, nbytes: int) -> Slot:
-        """Return a slot of at least `nbytes`: the smallest free one of at most twice the size, else a new one.
+        """Allocate a slot of at least `nbytes`: the smallest free one of at most twice the size, else a new one.
 
         Raises:
-            OSError: If the system lacks memory.
+            OSError: The system is out of memory.
         """
         size = _rounded(nbytes)
         slot = self._reuse(min((free for free in self._free if size <= free <= 2 * size), default=0))
@@ -71,7 +71,7 @@ class Arena:
         slots = self._free.get(size)
         if not slots:
             return None
-        slot = slots.pop()  # what was used last is still in the processor's cache
+        slot = slots.pop()  # the slot that was used last may still be in the CPU cache
         self._free_bytes -= size
         if slots:
             self._free.move_to_end(size)
@@ -80,7 +80,7 @@ class Arena:
         return slot
 
     def give_back(self, number: int) -> None:
-        """Free a slot that the server does not read any more."""
+        """Free a slot after the server has released it; return excess free slots to the system."""
         slot = self._used.pop(number)
         size = len(slot.memory)
         self._free.setdefault(size, deque()).append(slot)
@@ -95,7 +95,7 @@ class Arena:
     def _make(self, size: int) -> Slot:
         fd = os.memfd_create("teleloader", os.MFD_CLOEXEC)
         try:
-            # allocates the memory now: a system without memory returns an error here, not a signal later
+            # allocate the memory now: if the system is out of memory, this raises an error instead of a later SIGBUS
             os.posix_fallocate(fd, 0, size)
             slot = Slot(self._made, _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE))
             self._made += 1
@@ -106,11 +106,11 @@ class Arena:
 
 
 class Mapping:
-    """A slot as the server sees it: mapped memory of a worker."""
+    """Shared-memory slot of a worker, mapped read-only in the server."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:
-            # a memoryview: NumPy would let a view of an array refer to the owner of the memory, past the lease
+            # a memoryview: otherwise views of a lease would refer to the owner of the memory and not to the lease
             self._memory = _mapped(fd, size, mmap.PROT_READ).data.toreadonly()
         finally:
             os.close(fd)
@@ -118,18 +118,18 @@ class Mapping:
         self._watch: weakref.ref[NDArray[np.uint8]] | None = None
 
     def lease(self, nbytes: int, released: Callable[[], None]) -> NDArray[np.uint8]:
-        """Return the first `nbytes`, read-only; `released` is called once neither the array nor a view of it exists.
+        """Return the first `nbytes` as a read-only array; call `released` when the array and all its views are freed.
 
-        The event loop's transport holds a view of what it has not sent yet, so a slot is never written to while the
-        kernel still reads it. There is one lease at a time: a worker does not fill a slot that is not free.
+        The event loop's transport holds a view of the bytes that it has not sent yet, so a slot is never overwritten
+        while it is being sent. There is one lease at a time: a worker does not write to a slot that is not free.
         """
         lease = np.frombuffer(self._memory, np.uint8, nbytes)
         self._watch = weakref.ref(lease, lambda _: released())
         return lease
 
 
-# CPython's mmap keeps a duplicate of the descriptor (3.13 can be told not to), and a server that keeps a thousand slots
-# would have no descriptor left for a connection.
+# Not CPython's mmap, which keeps a duplicate of the descriptor (before 3.13 always): a server with a thousand slots
+# would have no descriptors left for connections.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -137,7 +137,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mapped(fd: int, size: int, protection: int) -> NDArray[np.uint8]:
-    """Map `fd`, which may be closed afterwards; unmapped once neither the array nor a view of it exists."""
+    """Map a file, which may be closed afterwards; unmap it when the returned array and all its views are freed."""
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
@@ -148,6 +148,6 @@ def _mapped(fd: int, size: int, protection: int) -> NDArray[np.uint8]:
 
 
 def _rounded(nbytes: int) -> int:
-    """Round up to one of eight sizes per power of two, so that batches of varying size find slots to reuse."""
+    """Round up to one of eight sizes per power of two, so that batches of varying size can reuse slots."""
     step = max(_SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 4))
     return -(-nbytes // step) * step

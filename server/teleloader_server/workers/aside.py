@@ -1,4 +1,4 @@
-"""Waiting for processes and threads without blocking the event loop."""
+"""Helper to wait for processes and threads without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 async def aside(function: Callable[[], object]) -> None:
-    """Call a function that waits for a process or a thread to end, without blocking the event loop."""
+    """Call a blocking function, which waits for a process or a thread, without blocking the event loop."""
     loop = asyncio.get_running_loop()
     try:
         ended = loop.run_in_executor(None, function)
-    except RuntimeError:  # the interpreter is shutting down and starts no thread
+    except RuntimeError:  # the interpreter is shutting down and cannot start a thread
         function()
     else:
         await ended

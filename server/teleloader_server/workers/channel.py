@@ -1,8 +1,7 @@
-"""Messages and file descriptors between the server, its fork server and its workers.
+"""Channels for messages and file descriptors between the server, its fork server and its workers.
 
-A channel is one end of a Unix stream socket pair. Messages are msgpack values, which frame themselves; a file
-descriptor travels beside the message that it belongs to (SCM_RIGHTS). Both ends are processes of the same server, so
-nothing here is hostile.
+A channel is one end of a Unix stream socket pair. Messages are self-delimiting msgpack values; a file descriptor is
+sent together with its message (SCM_RIGHTS). Both ends are processes of the same server, so input is trusted.
 """
 
 from __future__ import annotations
@@ -24,44 +23,44 @@ import msgpack
 
 _MAX_FDS = 64
 _MAX_PIECES = 64
-"""Pieces of messages that are sent by one system call."""
+"""Maximum number of message pieces that are sent by one system call."""
 _LARGE_BYTES = 64 * 1024
-"""Bytes objects of this size are sent from where they are: copying megabytes would hold the event loop."""
+"""Minimum size of bytes objects that are sent without a copy: copying megabytes would block the event loop."""
 _BIN32_HEAD = struct.Struct(">BI")
 _BIN32 = 0xC6
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
-    """One end of a channel; blocking or not, as its socket is."""
+    """One end of a connection between two processes of the server, blocking if its socket is."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._packer = msgpack.Packer()
-        """Reused: each Packer allocates and frees 256 KiB, which the C library may return to the kernel every time."""
+        """Reused, because each new Packer allocates 256 KiB, which the C library may return to the kernel each time."""
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
-        """Received descriptors, in order; None for one that exceeded the limit of open files."""
+        """Received file descriptors, in order; None for one that exceeded the limit of open files."""
         self._unsent: deque[memoryview] = deque()
         _open_channels.add(self)
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """Return a channel that never blocks, and the socket of its other end for another process."""
+        """Create a non-blocking channel; return it with the socket of its other end, for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         return Channel(ours), theirs
 
     def fileno(self) -> int:
-        """Return the file descriptor; -1 if closed."""
+        """Return the file descriptor of the socket; -1 if it is closed."""
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """Return the messages that have arrived: none if only a part of one has.
+        """Receive and return the complete messages, possibly none.
 
         Raises:
-            EOFError: If the other end is closed, or its process has ended.
-            BlockingIOError: If nothing has arrived and the socket does not block.
+            EOFError: The other end is closed, or its process has ended.
+            BlockingIOError: No data is available, and the socket does not block.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
@@ -70,16 +69,16 @@ class Channel:
         if not data:
             raise EOFError
         self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:  # or the message would be given the descriptor of the next one
+        if flags & socket.MSG_CTRUNC:  # a descriptor was dropped: its message must not get that of the next one
             self._fds.append(None)
         self._unpacker.feed(data)
         return list(self._unpacker)
 
     def take_fd(self) -> int:
-        """Return the file descriptor that came with the current message; the caller closes it.
+        """Return the file descriptor that was received with the current message; the caller must close it.
 
         Raises:
-            OSError: If the limit of open files prevented its receipt.
+            OSError: The limit of open files prevented receiving it.
         """
         found = self._fds.popleft() if self._fds else None
         if found is None:
@@ -87,7 +86,7 @@ class Channel:
         return found
 
     def put(self, message: Any) -> None:
-        """Queue a message for the next `flush`; a large bytes object at the end of a list is not copied."""
+        """Queue a message for the next `flush`, without copying a large bytes object at the end of a list."""
         if type(message) is list and message and type(message[-1]) is bytes and len(message[-1]) >= _LARGE_BYTES:
             *items, last = message
             head = self._packer.pack_array_header(len(message)) + b"".join(map(self._packer.pack, items))
@@ -97,12 +96,12 @@ class Channel:
         self._unsent.append(memoryview(self._packer.pack(message)))
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send queued messages, then this one with its file descriptors, and wait until all are sent."""
+        """Send all queued messages and this message with its file descriptors, and wait until they are sent."""
         timeout = self._socket.gettimeout()
         self._socket.settimeout(None)
         try:
             if fds:
-                # descriptors belong to the first byte of their message, so queued messages must go first
+                # descriptors are attached to the first byte of their message, so queued messages must be sent first
                 self.flush()
                 data = self._packer.pack(message)
                 with suppress(BrokenPipeError, ConnectionResetError):
@@ -116,9 +115,9 @@ class Channel:
             self._socket.settimeout(timeout)
 
     def flush(self) -> bool:
-        """Send as much as possible; return False if the rest must wait until the socket is writable.
+        """Send queued messages; return False if some must wait until the socket is writable.
 
-        A message to a process that has ended is dropped: `receive` reports the end.
+        Messages to a process that has ended are dropped, because `receive` reports the end.
         """
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
@@ -131,13 +130,13 @@ class Channel:
         return not self._unsent
 
     def hang_up(self) -> None:
-        """Close the connection for both sides, even if a process that user code forked holds a copy."""
-        with suppress(OSError):  # it is closed already
+        """Shut down both directions, even if a process that user code forked holds a copy of the socket; then close."""
+        with suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self.close()
 
     def close(self) -> None:
-        """Close the socket and the descriptors that were not taken."""
+        """Close the socket and all received file descriptors that were not taken."""
         _open_channels.discard(self)
         self._socket.close()
         for fd in self._fds:
@@ -147,10 +146,10 @@ class Channel:
 
 
 def close_inherited(keep: Channel) -> None:
-    """Close the parent's other channels and its network sockets, in a forked process.
+    """Close inherited channels and network sockets in a forked process, except the channel `keep`.
 
-    A forked process that keeps a client's connection open hides the server's death from that client; one that keeps
-    the listening socket accepts connections that nothing serves.
+    Otherwise the forked process would keep client connections open after the server's death, and the listening socket
+    would accept connections that no process serves.
     """
     for channel in list(_open_channels):
         if channel is not keep:
@@ -158,10 +157,10 @@ def close_inherited(keep: Channel) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):
         fd = int(entry.name)
-        with suppress(OSError):  # the descriptor of the listing itself is gone already
+        with suppress(OSError):  # the descriptor of the directory listing itself is already closed
             if stat.S_ISSOCK(os.fstat(fd).st_mode) and _family(fd) in (socket.AF_INET, socket.AF_INET6):
-                # not closed but replaced: the parent's Python objects still name this descriptor, and would close
-                # whatever had its number next
+                # replaced and not closed: inherited Python objects still refer to this descriptor, and would later
+                # close another file that reuses its number
                 os.dup2(nothing, fd)
     os.close(nothing)
 

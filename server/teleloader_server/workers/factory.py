@@ -1,4 +1,4 @@
-"""Pools for the datasets of a configuration, or for objects of the calling process."""
+"""Factories of worker pools, for configured datasets and for dataset objects of the calling process."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class PoolFactory(Protocol):
-    """Interface of the factories."""
+    """Interface of the factories of worker pools."""
 
     setting: str
-    """Setting of the number of shared workers, with ``{}`` in its place."""
+    """Setting of the number of shared workers as shown to users, with ``{}`` in place of the number."""
 
     def infos(self) -> list[DatasetInfo] | None:
-        """Return the datasets if they are known; None if a shared pool reports them when it starts."""
+        """Return the descriptions of the datasets; None if the shared pool reports them when it starts."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the kind of indices that a client may send for a dataset."""
+        """Return the kind of indices that client-side samplers may send for a dataset."""
 
     def shared_pool(self) -> Pool:
-        """Return a pool for all loaders without private workers."""
+        """Create the pool that all loaders without private workers share."""
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Return a pool of private workers; None if the shared pool serves the loader.
+        """Create a pool of private workers for a loader; return None if the shared pool serves the loader.
 
         Raises:
-            InvalidSpec: If the loader names a function that it may not choose.
+            InvalidSpec: The loader names a function that it may not use.
         """
 
 
 class ConfiguredPools:
-    """Pools for the datasets of a configuration, which are built once."""
+    """Factory of worker pools for configured datasets, which the fork server constructs once."""
 
     setting = "--num-workers {}"
 
@@ -52,21 +52,21 @@ class ConfiguredPools:
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
-        """Return None: the shared pool returns them."""
+        """Return None, because the shared pool reports the datasets when it starts."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the configured kind."""
+        """Return the configured kind of indices of a dataset."""
         return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
-        """Return workers that are forked from a clean process, which builds the datasets."""
+        """Create the shared pool, whose workers are forked from a clean process that constructs the datasets."""
         if self._limits.num_workers == 0:
             return InProcessPool(lambda: open_datasets(self._configs), self._limits)
         self._processes = ProcessPool(lambda: ForkServer.spawn(self._configs), self._limits)
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Return private workers for an iterable-style dataset: each holds a position in its shard."""
+        """Create a pool of private workers for an iterable-style dataset, one per shard."""
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
                 raise InvalidSpec(
@@ -87,7 +87,7 @@ class ConfiguredPools:
             return None
         if self._processes is None and spec.num_workers == 0:
             return InProcessPool(lambda: open_datasets(mine), self._limits)
-        # never recycled: a fresh worker would have to iterate its shard from the beginning
+        # never recycled: a new worker would have to iterate its shard from the start
         limits = dataclasses.replace(
             self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
         )
@@ -97,10 +97,12 @@ class ConfiguredPools:
 
 
 class ObjectPools:
-    """Pools for objects of the calling process. Private workers are forked from it and see their current state.
+    """Factory of worker pools for dataset objects of the calling process.
+
+    Workers are forked from this process and have the objects' state at that time.
 
     Args:
-        datasets: Returns the hosted objects: their lengths may change.
+        datasets: Function that returns the hosted datasets, whose lengths may change.
         limits: Limits of each pool.
     """
 
@@ -111,23 +113,23 @@ class ObjectPools:
         self._limits = limits
 
     def infos(self) -> list[DatasetInfo]:
-        """Return the objects' current descriptions."""
+        """Return the current descriptions of the dataset objects."""
         return [hosted.info for hosted in self._datasets().values()]
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return any: an object of this process is indexed with whatever its sampler yields, as in torch."""
+        """Return ``any``: a sampler may yield any index for a dataset object of this process, as in torch."""
         return "any"
 
     def shared_pool(self) -> Pool:
-        """Return workers that see the objects as they are at the first request without private workers."""
+        """Create the shared pool, whose workers have the objects' current state."""
         return self._pool(self._datasets(), self._limits, None)
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Return as many private workers as the loader specifies, or else the server's number."""
+        """Create a pool of private workers, with the loader's number of workers or, if it is 0, the server's."""
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):
-            # shared workers may have been forked before the function was passed
+            # only private workers: shared ones may have been forked before the function was passed
             function = None if name is None or spec.session is None else local.borrowed(name)
             if name is not None and function is not None:
                 functions[name] = function

@@ -1,8 +1,8 @@
-"""The fork server: builds the datasets, and forks workers that share their memory.
+"""Fork server: a process that constructs the datasets, and forks workers that share its memory.
 
-It opens no network socket and runs no thread of ours, so that forking it is cheap and safe: N workers share one copy
-of the data, and a dead worker is replaced in milliseconds. It is born in one of two ways: as a clean interpreter that
-imports what the configuration names (`spawn`), or as a fork of the process whose object is hosted (`fork`).
+The fork server opens no network sockets and starts no threads, so that forking it is cheap and safe: N workers share
+one copy of the data, and a dead worker is replaced in milliseconds. It is started in one of two ways: as a clean
+interpreter that imports the configured datasets (`spawn`), or as a fork of the process that hosts an object (`fork`).
 """
 
 from __future__ import annotations
@@ -33,35 +33,38 @@ from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.procfs import shortage
 
 _LAST_WORDS: Final = 2.0
-"""Seconds in which workers may end by themselves when the server stops."""
+"""Grace period in seconds for workers to exit when the server stops."""
 _LONGEST_END: Final = 2 * _LAST_WORDS
-"""Seconds after which a fork server that should end is killed: it is stopped, or still builds its datasets."""
+"""Grace period in seconds for a fork server to exit before it is killed: it may still construct its datasets."""
 
 
 class ForkServer:
-    """The fork server as the server sees it: its channel and its end."""
+    """Handle of a fork server process in the server."""
 
     def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
         self.channel = channel
         self.pid: int | None = None
-        """None for one that was split off, until it is built."""
+        """Process ID; None for a fork server created by `split` until it reports `Built`."""
         self.end = -1
-        """A descriptor, readable once it has ended: a process that user code forked may keep its channel open."""
+        """pidfd, readable once the process has ended: a process that user code forked may keep its channel open."""
         self.exit_code: int | None = None
-        """As `subprocess.Popen.returncode`, once reaped; None for one that was split off, which is not a child."""
+        """Exit code as of `subprocess.Popen.returncode`, once reaped; None after `split`, which creates no child."""
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:
             self.is_process(pid)
 
     def is_process(self, pid: int) -> None:
-        """Record its process, which must be alive."""
+        """Set the process ID of the fork server, whose process must be alive."""
         if self.end == -1:
             self.pid, self.end = pid, os.pidfd_open(pid)
 
     @classmethod
     def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
-        """Start a clean interpreter that builds the datasets; it sends `Built` or `BuildFailed`."""
+        """Start a fork server in a clean interpreter, which constructs configured datasets.
+
+        The fork server then sends `Built` or `BuildFailed`.
+        """
         channel, theirs = Channel.pair()
         with theirs:
             program = "from teleloader_server.workers.forkserver import main; main()"
@@ -72,7 +75,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
-        """Fork this process with the current state of the datasets."""
+        """Start a fork server by forking this process, with the current state of its datasets."""
         channel, theirs = Channel.pair()
         pid = _fork(theirs)
         if pid == 0:
@@ -80,14 +83,14 @@ class ForkServer:
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
-        """Fork the fork server, for a pool of other workers, which see the datasets as they were built."""
+        """Fork this fork server for another pool, with the datasets in the state after their construction."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])
         return ForkServer(channel)
 
     def reap(self) -> None:
-        """Close the channel, which ends the process and its workers; wait for it up to `_LONGEST_END`, then kill it."""
+        """End the fork server and its workers by closing the channel; kill it after `_LONGEST_END` seconds."""
         with self._reaping:
             self.channel.hang_up()
             if self.end == -1:
@@ -95,7 +98,7 @@ class ForkServer:
             if not _has_ended(self.end, _LONGEST_END):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.end, signal.SIGKILL)
-            if _has_ended(self.end, _LAST_WORDS):  # otherwise the kernel cannot end it yet
+            if _has_ended(self.end, _LAST_WORDS):  # otherwise the process is in uninterruptible sleep
                 with suppress(ChildProcessError):  # already reaped
                     self.exit_code = self._wait()
             end, self.end = self.end, -1
@@ -109,15 +112,15 @@ def _has_ended(end: int, seconds: float) -> bool:
 
 
 def main() -> None:
-    """Run a spawned fork server; the arguments are the channel's descriptor and the server's pid."""
+    """Run a spawned fork server; the command-line arguments are the channel's descriptor and the server's PID."""
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
     worker.end_with_parent()
     if os.getppid() != int(sys.argv[2]):
         return  # the server ended before end_with_parent()
-    worker.leave_signals_to_the_server()
+    worker.ignore_stop_signals()
     try:
         received: list[Any] = []
-        while not received:  # a long message comes in pieces
+        while not received:  # a long message arrives in several pieces
             received = control.receive()
     except EOFError:
         return
@@ -128,22 +131,22 @@ def main() -> None:
     except ConfigError as error:
         control.send(encode(messages.BuildFailed(str(error))))
         return
-    # the collector never visits existing objects again (gc.freeze), so their pages stay shared
+    # afterwards gc.freeze excludes existing objects from garbage collection, so that their pages stay shared
     gc.collect()
     _serve(control, hosted, more)
-    # without the interpreter's shutdown, which would wait for threads that user code has started
+    # skip the interpreter's shutdown, which would wait for threads that user code started
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> None:
-    """Run a fork server in a fork of the user's process; never return, or the copy would continue the program."""
+    """Run a fork server in a fork of the user's process; never return, because the fork would continue the program."""
     try:
         control = Channel(theirs)
         close_inherited(keep=control)
         _become_child()
-        worker.leave_signals_to_the_server()
+        worker.ignore_stop_signals()
         _serve(control, hosted)
     except BaseException:  # noqa: BLE001 - as above
         traceback.print_exc()
@@ -152,7 +155,7 @@ def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> No
 
 
 def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> None:
-    """Fork workers and fork servers on request, and report their exits, until the server closes the channel."""
+    """Fork workers and further fork servers on request, and report their exits, until the server closes the channel."""
     gc.disable()
     gc.freeze()
     infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]
@@ -191,7 +194,7 @@ def _carry_out(
                     pid = _fork_worker(control, selector, hosted, request)
                     _watch(pid, selector)
                     control.send(encode(messages.Forked(number, pid)))
-        except OSError as error:  # the machine lacks a resource
+        except OSError as error:  # the machine is out of a resource
             reason = shortage(error)
             print(f"cannot fork: {reason}", file=sys.stderr)
             if isinstance(request, messages.ForkWorker):
@@ -199,7 +202,7 @@ def _carry_out(
 
 
 def _watch(pid: int, selector: selectors.BaseSelector) -> None:
-    """Have the selector report the end of a child; kill one that cannot be watched."""
+    """Register the exit of a child process in the selector; kill the child if that fails."""
     try:
         end = os.pidfd_open(pid)
     except OSError:
@@ -210,7 +213,7 @@ def _watch(pid: int, selector: selectors.BaseSelector) -> None:
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
-    """Let workers end by themselves: their channels are closed, and the kernel kills them with this process."""
+    """Wait for workers to exit by themselves; the kernel kills the rest when this process exits."""
     selector.unregister(control)
     deadline = time.monotonic() + _LAST_WORDS
     while selector.get_map() and (left := deadline - time.monotonic()) > 0:
@@ -236,7 +239,7 @@ def _fork_forkserver(control: Channel, selector: selectors.BaseSelector, hosted:
 
 
 def _close_watched(selector: selectors.BaseSelector) -> None:
-    """Close descriptors of other workers, in a forked process."""
+    """Close the descriptors of other workers in a forked process."""
     for key in list(selector.get_map().values()):
         if isinstance(key.fileobj, int):
             os.close(key.fileobj)
@@ -244,12 +247,12 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
 
 
 def _fork(end: socket.socket) -> int:
-    """Fork; `end` is the child's."""
+    """Fork this process, and close `end`, the child's end of a channel, in the parent."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the child must not print buffered output again
             stream.flush()
     with warnings.catch_warnings():
-        # CPython >= 3.12 warns of threads: the child runs no code of theirs, and takes none of their locks
+        # CPython >= 3.12 warns of threads in the parent, but the child neither runs their code nor takes their locks
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             pid = os.fork()
@@ -262,9 +265,9 @@ def _fork(end: socket.socket) -> int:
 
 
 def _become_child() -> None:
-    """End with the parent process, and run the hooks that `multiprocessing` runs in its own forked processes."""
+    """Exit with the parent process, and run the hooks that `multiprocessing` runs in forked processes."""
     worker.end_with_parent()
-    # a Queue that the parent has used counts on a feeder thread that only the parent has, until its hook resets it
+    # a multiprocessing.Queue that the parent has used expects a feeder thread, until its hook resets it in the child
     BaseProcess._after_fork()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""A worker process as the server sees it: its channel, its tasks and its shared memory."""
+"""Handle of a worker process in the server: its channel, tasks and shared memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
 STACK_WAIT: Final = 0.5
-"""Seconds until a worker must start to write its stacks; one that waits in the kernel writes none."""
+"""Timeout in seconds for a worker to write its stacks; a worker that is blocked in the kernel writes none."""
 _STACK_POLL: Final = 0.02
 _OUR_THREAD: Final = f"in {Worker.report_late.__name__}"
 _OURS: Final = f'  File "{Path(__file__).parent.parent}/'
 
 
 class WorkerHandle:
-    """One worker process.
+    """Handle of one worker process in the server.
 
     Args:
         number: Worker ID.
@@ -39,10 +39,10 @@ class WorkerHandle:
         self.pid: int | None = None
         self.health = WorkerHealth(time.monotonic())
         self.loaders: set[str] = set()
-        """Keys of the loaders that the worker knows."""
+        """Keys of the loaders whose specs were sent to the worker."""
         self.slots: dict[int, Mapping] = {}
         self._released: deque[int] = deque()
-        """Slots without a reader, which the worker does not know yet."""
+        """Released slots that were not reported to the worker yet."""
         self._free_due = False
         self._flush_due = False
         self._notes: int | None = None
@@ -52,18 +52,18 @@ class WorkerHandle:
 
     @property
     def log_fields(self) -> dict[str, int | None]:
-        """Fields of a log record about this worker."""
+        """Additional fields of log records about this worker."""
         return {"worker": self.number, "pid": self.pid}
 
     @property
     def working_for(self) -> float:
-        """Seconds since the start of the current task; 0 without one."""
+        """Seconds since the last progress if the worker has tasks, else 0."""
         return time.monotonic() - self.health.last_progress if self.health.tasks else 0.0
 
     # -- messages
 
     def send(self, message: Message) -> None:
-        """Send a message soon: one system call carries all messages of one callback."""
+        """Queue a message to the worker; all messages of one event loop iteration are sent by one system call."""
         self.channel.put(encode(message))
         if not self._flush_due:
             self._flush_due = True
@@ -81,15 +81,15 @@ class WorkerHandle:
             loop.add_writer(self.channel, self._flush)
 
     def release(self, slot: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Return a slot to the worker; callable from any thread."""
+        """Return a shared-memory slot to the worker; may be called from any thread."""
         self._released.append(slot)
         if not self._free_due:
             self._free_due = True
-            with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+            with suppress(RuntimeError):  # the server has stopped, and its event loop is closed
                 loop.call_soon_threadsafe(self._free)
 
     def _free(self) -> None:
-        self._free_due = False  # first: a slot released meanwhile is either taken below, or schedules another call
+        self._free_due = False  # first: a slot released concurrently is either sent below, or schedules another call
         slots = []
         while self._released:
             slots.append(self._released.popleft())
@@ -98,11 +98,11 @@ class WorkerHandle:
     # -- notes in shared memory
 
     def take_notes(self, file: int) -> None:
-        """Use the file that the worker shares: see `messages`."""
+        """Set the file with the worker's notes, which the worker shares; see `messages`."""
         self._notes = file
 
     def current_task(self) -> Task | None:
-        """Return the task in progress: not always the first one, because results are reported in groups."""
+        """Return the task in progress; not necessarily the first task, because results are reported in groups."""
         return self.health.tasks.get(self._begun())
 
     def _begun(self) -> int:
@@ -112,12 +112,12 @@ class WorkerHandle:
         return int(begun)
 
     def queued(self) -> list[Task]:
-        """Return the tasks other than the current one."""
+        """Return the tasks that are not in progress."""
         begun = self._begun()
         return [task for task_id, task in self.health.tasks.items() if task_id != begun]
 
     def revoke(self, tasks: list[Task]) -> None:
-        """Have the worker skip those of these tasks that it has not started."""
+        """Revoke tasks: the worker skips them unless it has already started them."""
         revoked = [task_id for task_id, task in self.health.tasks.items() if task in tasks]
         if self._notes is not None:
             os.pwrite(self._notes, REVOKED.pack(max(revoked)), BEGUN.size)
@@ -125,11 +125,11 @@ class WorkerHandle:
             del self.health.tasks[task_id]
 
     async def stacks(self) -> str:
-        """Return the stacks of its threads, or the reason in parentheses why there are none."""
+        """Return the stacks of the worker's threads, or in parentheses the reason why they are unavailable."""
         if self._notes is None or self.pid is None:
             return "(it had not started to run)"
         try:
-            file = os.dup(self._notes)  # the handle may be closed meanwhile
+            file = os.dup(self._notes)  # the handle may be closed concurrently
         except OSError as error:
             return f"(its stacks cannot be read: {error.strerror})"
         try:
@@ -149,7 +149,7 @@ class WorkerHandle:
     # -- end
 
     def close(self) -> None:
-        """Close its channel and its notes; a frame that is still being sent keeps its own memory."""
+        """Close the channel and the notes; a frame that is still being sent keeps its shared memory."""
         self.health.ready = False
         self.health.tasks.clear()
         self.slots.clear()
@@ -160,7 +160,7 @@ class WorkerHandle:
 
 
 def _without_our_callers(stacks: str) -> str:
-    """Cut each stack (most recent call first) at the first frame of this package: its callers are always the same."""
+    """Cut each stack (most recent call first) at the first frame of this package, whose callers are always the same."""
     threads = [thread for thread in stacks.rstrip().split("\n\n") if _OUR_THREAD not in thread]
     kept, below = [], False
     for line in "\n\n".join(threads).splitlines():

@@ -1,8 +1,8 @@
-"""Decisions about workers: when to kill, recycle, restart or report one.
+"""Health of workers: decisions when to kill, recycle, restart or report a worker.
 
-Pure: no clock, no process, no event loop. `ProcessPool` passes in its observations with their time and carries out the
-decisions. Workers send no heartbeat of their own for this: one inside C code that holds the interpreter's lock could
-send none, and one that hangs might. A worker is alive as long as it completes something.
+Pure functions, without clocks, processes or an event loop. `ProcessPool` passes its observations with their times, and
+executes the decisions. Rejected: heartbeats of workers, because a worker in C code that holds the GIL cannot send them,
+and a worker that hangs may continue to send them. A worker is healthy as long as it completes tasks.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from teleloader_shared.units import counted
 MIN_BACKOFF: Final = 0.05
 MAX_BACKOFF: Final = 5.0
 CHECK_INTERVAL: Final = 0.25
-"""Seconds between two checks of all workers; less with a short `batch_timeout`."""
+"""Seconds between two checks of all workers; shorter with a short `batch_timeout`."""
 MIN_CHECK_INTERVAL: Final = 0.02
 STOP_TIMEOUT: Final = 3.0
-"""Seconds for which a process with work may be stopped (SIGSTOP)."""
+"""Seconds after which a process with tasks that is stopped (SIGSTOP) is killed."""
 MAX_FAILED_STARTS: Final = 3
-"""Failed starts in a row after which clients are informed. Starting is retried nevertheless."""
+"""Number of consecutive failed starts after which waiting requests get an error; starting is still retried."""
 
 Attribution = Address | Literal["unknown", "nobody", "machine"]
-"""Cause of a worker's end. All ways in which a worker can be lost, each with its attribution and the consequence:
+"""Cause of a worker's exit. Attributions with their causes and consequences:
 
-- Ended by a signal or an exit, out of memory, ended with its fork server, or stopped for 3 s (SIGSTOP, SIGTSTP,
-  SIGTTIN, SIGTTOU): ``unknown``. Perhaps one of its batches is the cause, so each is computed again by a worker that
-  has no other. The third loss of such a worker is `WorkerDied` in the place of the batch.
-- One batch took longer than `batch_timeout`: the batch's address. `LoaderTimeout` in its place, with no other attempt.
-- No descriptor, memory or process for the worker or for its batches: ``machine``. Retried with backoff; after
-  `batch_timeout`, `WorkerDied` that names the resource.
-- Preempted for another client, or not ready after `batch_timeout`: ``nobody``. Its batches are computed again.
+- ``unknown``: killed by a signal, exited, out of memory, ended with its fork server, or stopped for 3 s (SIGSTOP,
+  SIGTSTP, SIGTTIN, SIGTTOU). One of its batches may be the cause, so each is recomputed by a worker without other
+  batches. When a batch has killed three such workers, `WorkerDied` replaces it.
+- ID of a batch: the batch exceeded `batch_timeout`. `LoaderTimeout` replaces it, without a retry.
+- ``machine``: no file descriptor, memory or process was available for the worker or for its batches. Retried with
+  backoff; after `batch_timeout`, replaced by `WorkerDied`, which names the resource.
+- ``nobody``: preempted for another client, or not ready after `batch_timeout`. Its batches are recomputed.
 """
 
 
@@ -47,22 +47,22 @@ class WorkerExit:
     """Exit of a worker, with its cause."""
 
     reason: str
-    """A sentence without its full stop; the worker is its subject."""
+    """Sentence about the worker, without a full stop."""
     attribution: Attribution = "unknown"
     stack: str = ""
-    """Stacks of its threads, if it was unresponsive."""
+    """Stacks of the worker's threads, if it was unresponsive."""
     overdue: frozenset[Address] = frozenset()
-    """Batches that the machine has lacked a resource for during `batch_timeout`: they are not retried."""
+    """Batches for which a resource was unavailable for longer than `batch_timeout`; they are not retried."""
 
 
 class Action(enum.Enum):
     """Action on a slow worker."""
 
     RECLAIM = enum.auto()
-    """Have other workers compute the tasks that wait behind the current one."""
+    """Reassign the tasks that are queued behind the current one to other workers."""
     KILL_STOPPED = enum.auto()
     INSPECT = enum.auto()
-    """Read its stacks; then kill it if it is still unresponsive."""
+    """Read the worker's stacks, then kill it if it is still unresponsive."""
 
 
 def check_interval(limits: Limits) -> float:
@@ -73,17 +73,17 @@ def check_interval(limits: Limits) -> float:
 
 
 def backoff(failures: int) -> float:
-    """Return the seconds to wait after this many failures in a row."""
-    # the exponent is limited too: a float cannot hold 2.0**1024
+    """Return the delay in seconds after a number of consecutive failures (exponential backoff)."""
+    # the exponent is limited as well: 2.0**1024 overflows a float
     return min(MIN_BACKOFF * 2 ** min(failures - 1, 16), MAX_BACKOFF) if failures else 0.0
 
 
 def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
-    """Return the predicate of a sentence about a process that ended with this status of ``os.waitpid``.
+    """Describe the exit of a process, such as "exited with code 1" or "killed by signal SIGKILL (Killed)".
 
     Args:
-        status: The status.
-        out_of_memory: Whether the kernel has killed a process for lack of memory meanwhile.
+        status: Exit status of ``os.waitpid``.
+        out_of_memory: True if the kernel's OOM killer has killed a process since the last exit.
     """
     if not os.WIFSIGNALED(status):
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
@@ -96,17 +96,17 @@ def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
 
 
 class StopTimer:
-    """Time for which a process has been stopped (SIGSTOP), as far as it was observed."""
+    """Timer of how long a process has been stopped (SIGSTOP), based on periodic observations."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def reset(self) -> None:
-        """Record that the process has run."""
+        """Reset the timer, because the process has run."""
         self._since = None
 
     def observe(self, now: float, *, is_stopped: bool) -> float:
-        """Record an observation; return the seconds since the first one of an unbroken stop."""
+        """Record an observation; return the seconds for which the process has been stopped without interruption."""
         if not is_stopped:
             self._since = None
             return 0.0
@@ -117,39 +117,39 @@ class StopTimer:
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """State of one worker process that decisions depend on."""
+    """Health of one worker process: its tasks, progress, and the decisions that depend on them."""
 
     last_progress: float
-    """Time of its start, or since which it can be expected to complete its current task."""
+    """Time of the process start or of the last progress, from which timeouts are measured."""
     ready: bool = False
     tasks: dict[int, Task] = field(default_factory=dict)
-    """Submitted tasks that are not completed, in the order of their submission."""
+    """Submitted tasks that are not completed, by task ID in the order of submission."""
     submitted: int = 0
     completed: int = 0
     recycling: bool = False
-    """Gets no more tasks, and is replaced once it has completed those that it has."""
+    """True if the worker gets no more tasks, and is replaced once its tasks are completed."""
     stalled: bool = False
-    """The current task is slow: those behind it were reclaimed, and no others are submitted."""
+    """True if the current task is slow: tasks behind it were reassigned, and no further tasks are submitted."""
     inspecting: bool = False
-    """Its stacks are being read."""
+    """True while the worker's stacks are being read."""
     stop_timer: StopTimer = field(default_factory=StopTimer)
 
     @property
     def has_work(self) -> bool:
-        """True while progress is expected of it."""
+        """True while the worker is expected to make progress."""
         return not self.ready or bool(self.tasks) or self.stalled
 
     def progress(self, now: float) -> None:
-        """Record that it started, completed something, or was given work while it had none."""
+        """Record progress: the worker started, completed a task, or was idle when a task was submitted."""
         self.last_progress = now
         self.stop_timer.reset()
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Do not count these last seconds: the server itself, or the worker, did not run."""
+        """Extend the timeouts by `seconds` in which the server or the worker did not run."""
         self.last_progress = min(now, self.last_progress + seconds)
 
     def is_overdue(self, seconds: float, now: float) -> bool:
-        """Return True if it has made no progress for longer, although it has work."""
+        """Return True if the worker has tasks, but has made no progress for longer than `seconds`."""
         return self.has_work and now - self.last_progress > seconds
 
     def is_unresponsive(self, limits: Limits, now: float) -> bool:
@@ -157,18 +157,18 @@ class WorkerHealth:
         return bool(limits.batch_timeout) and self.is_overdue(limits.batch_timeout, now)
 
     def actions(self, limits: Limits, now: float, *, is_stopped: bool, has_queued: bool) -> list[Action]:
-        """Decide about a worker that has made no progress since the last check.
+        """Return the actions on a worker that has made no progress since the last check.
 
         Args:
-            limits: Limits of its pool.
-            now: The time.
-            is_stopped: Whether the process is stopped (SIGSTOP).
-            has_queued: Whether tasks wait behind the current one.
+            limits: Limits of the worker pool.
+            now: Current time.
+            is_stopped: True if the process is stopped (SIGSTOP).
+            has_queued: True if tasks are queued behind the current one.
         """
         actions = [Action.RECLAIM] if self.ready and not self.stalled and has_queued else []
         if self.stop_timer.observe(now, is_stopped=is_stopped) > STOP_TIMEOUT:
             actions.append(Action.KILL_STOPPED)
-        elif is_stopped:  # a batch_timeout below STOP_TIMEOUT would blame the batch
+        elif is_stopped:  # otherwise a batch_timeout below STOP_TIMEOUT would attribute the stop to the batch
             self.excuse(check_interval(limits), now)
         elif self.is_unresponsive(limits, now) and not self.inspecting:
             self.inspecting = True
@@ -176,12 +176,15 @@ class WorkerHealth:
         return actions
 
     def reason_to_recycle(self, limits: Limits, resident_bytes: int) -> str | None:
-        """Return the predicate of a sentence about a worker that has exceeded a limit of its life."""
+        """Return the reason to replace the worker by a new process, or None if it exceeds no limit.
+
+        The reason completes the sentence "worker 0 (pid 123) ...".
+        """
         if self.recycling:
             return None
         if self.submitted == limits.max_batches_per_worker != 0:
             return f"was given {counted(self.submitted, 'batch', 'batches')}"
-        # a worker that is too large from the start has to complete something, or nothing ever would be
+        # a worker that is too large from the start must complete a task first: otherwise no task would ever complete
         if self.completed and 0 < limits.max_worker_memory < resident_bytes:
             return f"has {resident_bytes / 2**20:,.0f} MiB of resident memory"
         return None
@@ -189,25 +192,25 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class Restarts:
-    """Exits and restarts of one worker ID, across the processes that have had it."""
+    """Exits and restarts of one worker ID, for all processes that have had it."""
 
     count: int = 0
     last_exit: str | None = None
     last_duration: float | None = None
     """Seconds from the last exit until the next process was ready."""
     failures: int = 0
-    """Processes in a row that ended before they had completed anything."""
+    """Number of consecutive processes that ended before they completed a task."""
     failed_starts: int = 0
-    """Processes in a row that ended before they were ready, although the machine lacked nothing."""
+    """Number of consecutive processes that ended before they were ready, although no resource was exhausted."""
     exited_at: float | None = None
-    """Time of the last exit, until the next process is ready."""
+    """Time of the last exit; None while a process is ready."""
     lacking_since: float | None = None
-    """Time since which the machine has lacked a resource to start a process."""
+    """Time since which a resource to start a process has been unavailable; None if it is available."""
 
     def exited(self, loss: WorkerExit, health: WorkerHealth, now: float) -> float:
-        """Record an exit; return the seconds to wait before the next start.
+        """Record an exit; return the delay in seconds before the next start.
 
-        A worker that ends before it has completed anything is likely to do so again: backoff saves the machine.
+        A worker that ends before it has completed a task is likely to do so again: backoff limits the load.
         """
         self.count += 1
         self.last_exit = loss.reason
@@ -219,12 +222,12 @@ class Restarts:
         return backoff(self.failures)
 
     def start_failed(self) -> float:
-        """Record that the machine lacks a resource; return the seconds to wait before the next start."""
+        """Record a start that failed because a resource is unavailable; return the delay in seconds before a retry."""
         self.failures += 1
         return backoff(self.failures)
 
     def record_ready(self, now: float) -> bool:
-        """Record that a process is ready; return True if it replaces one that was lost."""
+        """Record that a process is ready; return True if it replaces a process that exited."""
         self.failed_starts, self.lacking_since = 0, None
         if self.exited_at is None:
             return False
@@ -232,13 +235,14 @@ class Restarts:
         return True
 
     def must_report(self, limits: Limits, now: float, *, lacks_resource: bool, has_substitute: bool) -> bool:
-        """Return True if clients must be informed that this worker does not start.
+        """Return True if waiting requests must get an error because this worker does not start.
 
         Args:
-            limits: Limits of its pool.
-            now: The time.
-            lacks_resource: Whether the machine lacked a resource to start it: then it is retried for `batch_timeout`.
-            has_substitute: Whether another worker can compute its batches.
+            limits: Limits of the worker pool.
+            now: Current time.
+            lacks_resource: True if a resource to start the worker was unavailable; starting is then retried for
+                `batch_timeout` first.
+            has_substitute: True if another worker can compute the batches of this worker.
         """
         if not lacks_resource:
             return self.failed_starts >= MAX_FAILED_STARTS and not has_substitute
@@ -251,17 +255,17 @@ class Restarts:
 
 
 class Shortages:
-    """Batches that were lost because the machine lacked a resource, since it last had enough."""
+    """Batches that failed because a resource of the machine (descriptors, memory) is unavailable."""
 
     def __init__(self) -> None:
         self._since: dict[Address, float] = {}
 
     def ended(self) -> None:
-        """Record that the machine has the resource again."""
+        """Record that the resource is available again."""
         self._since.clear()
 
     def overdue(self, lost: Iterable[Address], limits: Limits, now: float) -> frozenset[Address]:
-        """Record lost batches; return those that have been lost for longer than `batch_timeout`."""
+        """Record failed batches; return those whose first failure is longer ago than `batch_timeout`."""
         overdue = {k for k in lost if 0 < limits.batch_timeout < now - self._since.setdefault(k, now)}
         for address in overdue:
             del self._since[address]

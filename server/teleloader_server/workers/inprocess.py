@@ -1,4 +1,4 @@
-"""The pool of ``num_workers=0``."""
+"""Worker pool for ``num_workers=0``: a thread of the server process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
-"""Seconds in which the current batch may be completed when the server stops."""
+"""Grace period in seconds for the current batch when the server stops."""
 
 
 class InProcessPool:
-    """A pool of one thread in the server's own process, for debugging: breakpoints work.
+    """Worker pool of one thread in the server process, for debugging with breakpoints.
 
     Args:
-        open_datasets: Called once, in the pool's own thread.
+        open_datasets: Function that constructs the datasets; called once, in the pool's thread.
         limits: Limits of the pool.
     """
 
@@ -42,16 +42,16 @@ class InProcessPool:
         """Tasks, keys of loaders to forget, and None at the end."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
         """Task in progress, and the time of its start."""
-        # a daemon, because user code that never returns must not keep the process from ending
+        # a daemon thread, because user code that never returns must not prevent the process from exiting
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
 
     @property
     def num_workers(self) -> int:
-        """0: no worker process."""
+        """0, because the pool has no worker processes."""
         return 0
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Build the datasets."""
+        """Start the thread, and wait until it has constructed the datasets; return their descriptions."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
@@ -62,18 +62,18 @@ class InProcessPool:
         return [dataset.info for dataset in hosted.values()]
 
     def submit(self, worker: int, task: Task) -> None:
-        """Queue a task for the thread."""
+        """Queue a task for the pool's thread."""
         self._tasks.put(task)
 
     def take(self, worker: int, reason: str) -> None:
-        """Do nothing: a thread cannot be killed."""
+        """Do nothing, because a thread cannot be killed."""
 
     def forget(self, loader: str) -> None:
-        """Have the thread release the state of a loader, after its queued tasks."""
+        """Release the state of a loader in the pool's thread, after the queued tasks."""
         self._tasks.put(loader)
 
     def workers(self) -> list[WorkerState]:
-        """Return the state of the one worker."""
+        """Return the state of the thread as that of worker 0."""
         task, since = self._at_hand
         return [
             WorkerState(
@@ -83,15 +83,15 @@ class InProcessPool:
         ]  # fmt: skip
 
     def pids(self) -> list[int]:
-        """Return nothing: there is only the server's own process."""
+        """Return an empty list, because the pool has no processes of its own."""
         return []
 
     def mapped_bytes(self) -> int:
-        """Return 0: no shared memory."""
+        """Return 0, because the pool uses no shared memory."""
         return 0
 
     async def close(self) -> None:
-        """Wait for the current task, up to `LAST_WORDS`."""
+        """End the thread, waiting for the current task for at most `LAST_WORDS` seconds."""
         self._tasks.put(None)
         await aside(lambda: self._thread.join(LAST_WORDS))
 
@@ -99,12 +99,12 @@ class InProcessPool:
 
     def _run(self) -> None:
         open_datasets, opened = self._open_datasets, self._opened
-        # the pool is part of reference cycles: only this thread's stack refers to the datasets
+        # the pool is part of reference cycles, so only this thread's stack may refer to the datasets
         del self._open_datasets, self._opened
-        with suppress(RuntimeError):  # the server has stopped, and its loop is closed
+        with suppress(RuntimeError):  # the server has stopped, and its event loop is closed
             try:
                 hosted = open_datasets()
-            except Exception as error:  # noqa: BLE001 - it is raised where the pool is started
+            except Exception as error:  # noqa: BLE001 - it is raised in `start`
                 self._loop.call_soon_threadsafe(opened.set_exception, error)
                 return
             self._loop.call_soon_threadsafe(opened.set_result, hosted)

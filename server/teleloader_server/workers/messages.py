@@ -1,8 +1,8 @@
 """Messages between the server, its fork server and its workers.
 
-A message travels as a list: its code, then its fields. All processes run the same code, so nothing checks the types.
-File descriptors travel beside the message (`Channel`). What a worker must publish while it can send nothing is in its
-notes: shared memory, at the end of this module.
+A message is encoded as a list of its type code and its fields. All processes run the same code, so types are not
+checked. File descriptors are sent together with a message (`Channel`). State that a worker must publish even if it
+cannot send messages is in its notes, a file in shared memory that is defined at the end of this module.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from teleloader_server.loading.tasks import Report
 
 
 class Build(NamedTuple):
-    """Build the datasets."""
+    """Request to the fork server to construct the datasets."""
 
     configs: Sequence[Mapping[str, Any]]
     """Fields of each `DatasetConfig`."""
     path: Sequence[str]
-    """``sys.path``."""
+    """``sys.path`` of the server."""
 
 
 class ForkWorker(NamedTuple):
-    """Fork a worker; its end of the channel travels with the message."""
+    """Request to the fork server to fork a worker; sent with the descriptor of the worker's end of its channel."""
 
     worker: int
     """Worker ID."""
     num_workers: int
     max_batch_bytes: int
     free_limit: int
-    """Bytes of unused shared memory that the worker keeps."""
+    """Maximum free shared memory that the worker keeps, in bytes."""
     session: Mapping[str, Any] | None
-    """Spec, as JSON, of the loader whose private worker it is; None for a shared worker."""
+    """Spec of the loader to which a private worker belongs, as JSON; None for a shared worker."""
     began: Sequence[Any] | None
-    """`Began` of the worker that it replaces."""
+    """`Began` of the replaced worker, if any."""
     reached: Sequence[Any] | None
-    """`Reached` of that worker."""
+    """`Reached` of the replaced worker, if any."""
 
 
 class Split(NamedTuple):
-    """Fork another fork server; its end of the channel travels with the message."""
+    """Request to the fork server to fork another fork server; sent with the descriptor of its end of a channel."""
 
 
 # -- fork server to server
 
 
 class Built(NamedTuple):
-    """The datasets are built."""
+    """Report of the fork server that the datasets are constructed."""
 
     pid: int
     datasets: Sequence[Mapping[str, Any]]
@@ -59,66 +59,66 @@ class Built(NamedTuple):
 
 
 class BuildFailed(NamedTuple):
-    """The datasets cannot be built."""
+    """Report of the fork server that a dataset cannot be constructed."""
 
     reason: str
 
 
 class Forked(NamedTuple):
-    """A worker was forked."""
+    """Report of the fork server that a worker was forked."""
 
     worker: int
     pid: int
 
 
 class ForkFailed(NamedTuple):
-    """The machine lacks a resource to fork a worker."""
+    """Report of the fork server that a worker cannot be forked because a resource is unavailable."""
 
     worker: int
     reason: str
 
 
 class Exited(NamedTuple):
-    """A worker ended."""
+    """Report of the fork server that a worker process exited."""
 
     pid: int
     status: int
-    """As of ``os.waitpid``."""
+    """Exit status as of ``os.waitpid``."""
 
 
 # -- server to worker
 
 
 class AddLoader(NamedTuple):
-    """A loader whose tasks follow."""
+    """Definition of a loader for a worker, sent before its first task."""
 
     loader: str
-    """Its key."""
+    """Key of the loader."""
     spec: Mapping[str, Any]
     length: int
-    """Samples in the dataset; 0 if it has no length."""
+    """Length of the dataset; 0 if unknown."""
 
 
 class Load(NamedTuple):
-    """Load a batch."""
+    """Task for a worker: load a batch."""
 
     task_id: int
-    """Ascending in each pool."""
+    """ID of the task, ascending within the pool."""
     loader: str
     epoch: int
     batch: int
     indices: bytes | None
-    """With a client-side sampler, the frame of the index list. Last, because `Channel` sends it without a copy."""
+    """Frame with the index list of a client-side sampler; the last field, because `Channel` then does not copy it."""
 
 
 class ForgetLoader(NamedTuple):
-    """Release the state of a loader."""
+    """Request to a worker to release the state of a loader."""
 
     loader: str
 
 
 class FreeSlots(NamedTuple):
-    """Slots that have no reader any more."""
+    """Shared-memory slots that a worker may reuse, because the server has sent their frames."""
 
     slots: Sequence[int]
 
@@ -127,53 +127,53 @@ class FreeSlots(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Report that a worker process runs and begins its initialization; carries the descriptor of its notes."""
+    """Report of a worker that its process has started to initialize; sent with the descriptor of its notes."""
 
     pid: int
 
 
 class Ready(NamedTuple):
-    """The worker accepts tasks."""
+    """Report of a worker that it is initialized and accepts tasks."""
 
 
 class Progress(NamedTuple):
-    """The worker is not unresponsive, although it has no result yet."""
+    """Report of a worker that it makes progress, although it has no result yet."""
 
 
 class PassStarted(NamedTuple):
-    """The worker iterates its shard of an iterable-style dataset from the beginning."""
+    """Report of a worker that it started a pass over its shard of an iterable-style dataset."""
 
     began: Sequence[Any]
-    """`Began`, which the server returns with `ForkWorker`."""
+    """`Began`, which the server sends to a replacement of the worker with `ForkWorker`."""
 
 
 class SlotCreated(NamedTuple):
-    """The worker made shared memory; its descriptor travels with the message."""
+    """Report of a worker that it created a shared-memory slot; sent with the slot's descriptor."""
 
     slot: int
     nbytes: int
 
 
 class SlotRemoved(NamedTuple):
-    """The worker released a free slot."""
+    """Report of a worker that it returned a free slot to the system."""
 
     slot: int
 
 
 class Result(NamedTuple):
-    """A completed task."""
+    """Result of a completed task."""
 
     task_id: int
     frame: bytes | int
-    """The frame, or the slot that contains it."""
+    """Content of a small frame, or number of the slot that contains the frame."""
     nbytes: int
     report: Report
     reached: Sequence[Any] | None
-    """`Reached`, which the server returns with `ForkWorker`."""
+    """`Reached`, which the server sends to a replacement of the worker with `ForkWorker`."""
 
 
 class Done(NamedTuple):
-    """Results of completed tasks: several small ones in one message."""
+    """Report of a worker with the results of one or more completed tasks."""
 
     results: Sequence[Result]
 
@@ -187,12 +187,12 @@ _CODES: Final = {kind: code for code, kind in enumerate(_TYPES)}
 
 
 def encode(message: Message) -> list[Any]:
-    """Return a message as a list for `Channel`."""
+    """Encode a message as a list that a `Channel` can send."""
     return [_CODES[type(message)], *message]
 
 
 def decode(encoded: Sequence[Any]) -> Message:
-    """Return the message that `encode` was given."""
+    """Decode a message from a list that a `Channel` received."""
     code, *fields = encoded
     kind = _TYPES[code]
     if kind is not Done:
@@ -204,16 +204,16 @@ def decode(encoded: Sequence[Any]) -> Message:
 # -- notes of a worker: a file in shared memory
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 13
-"""Signal upon which a worker appends the stacks of its threads to its notes, whatever it does."""
+"""Signal on which a worker appends the stacks of its threads to its notes, even while it hangs."""
 
 BEGUN: Final = struct.Struct("<q")
-"""First field, written by the worker: the task that it started last, -1 for none.
+"""First field, written by the worker: ID of the task that it started last, or -1.
 
-A message cannot report it: a worker that hangs sends none, results are sent in groups, and none at all is sent while C
-code holds the interpreter's lock.
+Not a message, because a worker that hangs sends none, results are sent in groups, and no message is sent while C code
+holds the GIL.
 """
 REVOKED: Final = struct.Struct("<q")
-"""Second field, written by the server: the worker skips tasks up to this one, unless it has started them.
+"""Second field, written by the server: the worker skips tasks up to this ID, unless it has already started them.
 
 If both sides write at the same time, a batch may be computed twice; the server ignores the result of a revoked task.
 """

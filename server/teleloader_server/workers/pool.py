@@ -1,7 +1,7 @@
-"""Interface of pools of workers, which turn tasks into frames.
+"""Interface of worker pools, which compute the frames of tasks.
 
-The dispatcher selects the worker of each task; a pool runs it there and reports the outcome. `inprocess` and
-`processes` are the implementations.
+The dispatcher selects the worker of each task; the pool runs the task in that worker and reports the result.
+Implementations: `inprocess` and `processes`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
-"""Bytes of a frame, read-only. The memory is reused once neither the array nor a view of it exists."""
+"""Read-only bytes of a frame; the memory is reused when the array and all its views are freed."""
 
 
 class PoolListener(Protocol):
-    """Receiver of a pool's events, in the event loop."""
+    """Interface for receiving the events of a worker pool, called in the event loop."""
 
     def worker_ready(self, worker: int) -> None:
-        """Record that the worker accepts tasks."""
+        """Handle the event that a worker accepts tasks."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Receive the frame of a task."""
+        """Handle the completion of a task, with its frame."""
 
     def no_worker_starts(self, reason: str) -> None:
-        """Report to clients that no worker starts; the pool keeps trying."""
+        """Raise an error in waiting requests, because no worker starts; the pool continues to retry."""
 
     def worker_recycling(self, worker: int) -> None:
-        """Submit nothing more to the worker: once its tasks are completed, another one replaces it."""
+        """Stop submitting tasks to a worker, which is replaced once its tasks are completed."""
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Reclaim tasks that wait behind a slow one, for other workers; return False to leave them there."""
+        """Reassign tasks that are queued behind a slow one to other workers; return False to leave them."""
 
     def worker_resumed(self, worker: int) -> None:
-        """Record that a stalled worker accepts tasks again."""
+        """Handle the event that a stalled worker accepts tasks again."""
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Take back the tasks of a worker that ended; another one will be ready soon."""
+        """Requeue the tasks of a worker that exited; a replacement will be ready soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """State of one worker."""
+    """Snapshot of the state of one worker, for statistics and scheduling."""
 
     worker: int
     pid: int | None
@@ -60,45 +60,45 @@ class WorkerState:
     task: Task | None
     """Task in progress."""
     working_for: float
-    """Seconds since its start, as far as is known."""
+    """Approximate seconds since the start of `task`; 0 without a task."""
 
 
 class Pool(Protocol):
-    """A pool of workers."""
+    """Interface of a worker pool."""
 
     @property
     def num_workers(self) -> int:
-        """Number of worker processes; 0 for a thread of the server's own process."""
+        """Number of worker processes; 0 for a thread of the server process."""
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Build the datasets, then start the workers in the background.
+        """Construct the datasets and return their descriptions, then start the workers in the background.
 
         Raises:
-            ConfigError: If a dataset cannot be built; no process remains.
+            ConfigError: A dataset cannot be constructed; all processes have ended.
         """
 
     def submit(self, worker: int, task: Task) -> None:
-        """Queue a task at a ready worker."""
+        """Submit a task to a ready worker, which queues it."""
 
     def take(self, worker: int, reason: str) -> None:
-        """Kill a worker, through no fault of its tasks; another one will be ready soon. Threads are not killed.
+        """Preempt a worker: kill its process, and start a replacement. Threads are not killed.
 
         Args:
             worker: Worker ID.
-            reason: End of the sentence "worker 0 was killed: ".
+            reason: Reason for the log, which completes "worker 0 was killed: ".
         """
 
     def workers(self) -> list[WorkerState]:
         """Return the state of each worker."""
 
     def forget(self, loader: str) -> None:
-        """Release the workers' state of a loader; tasks of it can still be submitted."""
+        """Release the state of a loader in all workers; its tasks can still be submitted."""
 
     def pids(self) -> list[int]:
-        """Return all processes of the pool."""
+        """Return the process IDs of the pool."""
 
     def mapped_bytes(self) -> int:
-        """Return the bytes of shared memory for frames, used or free."""
+        """Return the size of the shared memory for frames in bytes, used or free."""
 
     async def close(self) -> None:
-        """End all processes and wait for them."""
+        """End all processes of the pool, and wait for their exit."""

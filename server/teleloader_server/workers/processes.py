@@ -1,4 +1,4 @@
-"""The pool of worker processes: carries out what `health` decides."""
+"""Pool of worker processes, which executes the decisions of `health`."""
 
 from __future__ import annotations
 
@@ -44,26 +44,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Place:
-    """One worker ID with its current process."""
+    """Worker ID with its current process and its history."""
 
     process: WorkerHandle
     restarts: Restarts = field(default_factory=Restarts)
     recycled: int = 0
     respawn: asyncio.TimerHandle | None = None
-    """Pending start of the next process, after the exit of the last one."""
+    """Scheduled start of the next process, after the exit of the previous one."""
     began: Sequence[Any] | None = None
-    """`Began` of the current pass of its shard of an iterable-style dataset: the next process continues there."""
+    """`Began` of the current pass over an iterable-style dataset, from which the next process resumes."""
     reached: Sequence[Any] | None = None
-    """`Reached` of that pass."""
+    """`Reached` of the current pass."""
 
 
 class ProcessPool:
-    """Worker processes, forked from a fork server.
+    """Pool of worker processes, forked from a fork server.
 
     Args:
-        make_forkserver: Starts the fork server: `ForkServer.spawn` or `ForkServer.fork` with its arguments.
+        make_forkserver: Function that starts the fork server: `ForkServer.spawn` or `ForkServer.fork` with its
+            arguments.
         limits: Limits of the pool.
-        session: Loader whose private workers these are; None if all loaders share them.
+        session: Spec of the loader to which the workers belong; None for shared workers.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ProcessPool:
         return self._limits.num_workers
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Start the fork server; once it has built the datasets, fork the workers."""
+        """Start the fork server, wait until it has constructed the datasets, then fork the workers."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         try:
@@ -110,7 +111,7 @@ class ProcessPool:
         return infos
 
     def submit(self, worker: int, task: Task) -> None:
-        """Send a task to a worker, and before it the task's loader if the worker does not know it."""
+        """Send a task to a worker, preceded by the definition of its loader if it was not sent before."""
         process = self._places[worker].process
         health, loader = process.health, task.address.loader
         task_id = next(self._task_ids)
@@ -126,20 +127,20 @@ class ProcessPool:
             self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
-        """Kill a worker, through no fault of its tasks."""
+        """Preempt a worker: kill its process, and requeue its tasks without blaming them."""
         process = self._places[worker].process
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
 
     def forget(self, loader: str) -> None:
-        """Release the workers' state of a loader; `submit` defines it again."""
+        """Release the state of a loader in all workers; `submit` sends the loader again if necessary."""
         for place in self._places.values():
             if loader in place.process.loaders:
                 place.process.loaders.remove(loader)
                 place.process.send(messages.ForgetLoader(loader))
 
     def workers(self) -> list[WorkerState]:
-        """Return the state of each worker."""
+        """Return the current state of each worker."""
         return [
             WorkerState(
                 number,
@@ -156,26 +157,26 @@ class ProcessPool:
         ]
 
     def pids(self) -> list[int]:
-        """Return the fork server and the workers."""
+        """Return the process IDs of the fork server and of all workers."""
         pids = [self._supervisor.current.pid, *(place.process.pid for place in self._places.values())]
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
-        """Fork the fork server for another pool; it has the datasets as they were built.
+        """Fork the fork server for another pool, with the datasets in the state after their construction.
 
         Raises:
-            ConfigError: If the fork server is being restarted.
+            ConfigError: The fork server is being restarted.
         """
         if self._supervisor.current.channel.fileno() == -1:
             raise ConfigError("the process that has built the datasets is being restarted")
         return self._supervisor.current.split()
 
     def mapped_bytes(self) -> int:
-        """Return the bytes of all slots."""
+        """Return the total size of all shared-memory slots in bytes."""
         return sum(slot.size for place in self._places.values() for slot in place.process.slots.values())
 
     async def close(self) -> None:
-        """Close the channels, which ends the processes, and wait for the fork server."""
+        """End all processes by closing their channels, and wait for the exit of the fork server."""
         self._closing = True
         self._next_check.cancel()
         for inspection in self._inspections:
@@ -199,7 +200,7 @@ class ProcessPool:
     def _forkserver_restarted(self) -> None:
         for place in self._places.values():
             process = place.process
-            # orphans are adopted by this process only if it is the first one of a container
+            # orphaned workers are children of this process only if it is the init process of a container
             if process.pid is not None:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
@@ -222,13 +223,13 @@ class ProcessPool:
         return process
 
     def _receive(self, process: WorkerHandle) -> bool:
-        """Receive messages of a worker; return False if there are no more for now."""
+        """Receive and handle messages of a worker; return False if no more are available."""
         try:
             received = process.channel.receive()
         except BlockingIOError:
             return False
         except EOFError:
-            # the fork server, which is its parent, reports its exit status
+            # the fork server, which is the worker's parent, reports the exit status
             self._loop.remove_reader(process.channel)
             return False
         for message in map(decode, received):
@@ -262,7 +263,7 @@ class ProcessPool:
             process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
             self._shortages.ended()
         except OSError as error:
-            # the descriptor that came with the message is lost, and with it the batches that will be written there
+            # the descriptor is lost, and the server could not read the frames that the worker writes to the slot
             loss = WorkerExit(
                 f"{process} was replaced because its shared memory cannot be mapped: {shortage(error)}", "machine"
             )
@@ -285,7 +286,7 @@ class ProcessPool:
         reached: Sequence[Any] | None,
     ) -> None:  # fmt: skip
         task = process.health.tasks.pop(task_id, None)
-        if task is None:  # it was reclaimed when the worker had just started it
+        if task is None:  # the task was revoked when the worker had just started it
             if not isinstance(frame, bytes):
                 process.send(messages.FreeSlots([frame]))
             return
@@ -344,7 +345,7 @@ class ProcessPool:
             self._loop.call_soon(self._recycle, process)
 
     async def _inspect(self, process: WorkerHandle) -> None:
-        """Read the stacks of an unresponsive worker, and kill it."""
+        """Read the stacks of an unresponsive worker, then kill it if it is still unresponsive."""
         was_ready, stack = process.health.ready, await process.stacks()
         process.health.inspecting = False
         self._receive_all(process)
@@ -357,7 +358,7 @@ class ProcessPool:
         self._kill(process, WorkerExit(reason, "nobody" if task is None else task.address, stack))
 
     def _kill(self, process: WorkerHandle, loss: WorkerExit) -> None:
-        """Replace a process, even if the kernel cannot end it yet."""
+        """Kill and replace a process, even if it is in uninterruptible sleep."""
         if process.pid is not None:
             _signal(process.pid, signal.SIGKILL)
         self._lose(process, loss)
@@ -375,7 +376,7 @@ class ProcessPool:
             self._loop.call_soon(self._recycle, process)
 
     def _recycle(self, process: WorkerHandle) -> None:
-        """Replace a process that has completed all of its tasks."""
+        """Replace a process that is due for recycling and has completed all its tasks."""
         place = self._places[process.number]
         if self._closing or self._supervisor.is_restarting or place.process is not process:
             return
@@ -394,7 +395,7 @@ class ProcessPool:
                 self._lose(place.process, WorkerExit(f"{place.process} {reason}"))
 
     def _receive_all(self, process: WorkerHandle) -> None:
-        """Receive pending messages: frames that a process completed before it ended are valid."""
+        """Receive all pending messages, because frames that a process completed before its exit are valid."""
         while process.channel.fileno() != -1 and self._receive(process):
             pass
 
@@ -420,7 +421,7 @@ class ProcessPool:
         self._report_failed_start(place, loss.reason, lacks_resource=lacks_resource and not was_ready)
 
     def _report_failed_start(self, place: _Place, reason: str, *, lacks_resource: bool) -> None:
-        # with a number of workers, a loader's batches come from its workers in turn
+        # if workers compute batches in turn, no worker can replace another one
         has_substitute = not self._in_turn and any(other.process.health.ready for other in self._places.values())
         if place.restarts.must_report(
             self._limits, time.monotonic(), lacks_resource=lacks_resource, has_substitute=has_substitute

@@ -1,4 +1,4 @@
-"""Memory, processor time and state of processes, as the kernel reports them."""
+"""Memory, CPU time and state of processes, read from the kernel (procfs)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from typing import Final, NamedTuple
 
 
 class Memory(NamedTuple):
-    """Bytes of a process."""
+    """Resident memory of a process in bytes."""
 
     rss: int
-    """Resident, shared pages included."""
+    """Resident set size, including all shared pages."""
     pss: int
-    """Resident, each shared page divided by the number of processes that share it."""
+    """Proportional set size: each shared page is divided by the number of processes that share it."""
 
 
 NO_MEMORY: Final = Memory(0, 0)
 
 
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
-    """Return the memory of each process; None is this process, and one that has ended has none.
+    """Measure the resident memory of processes; None stands for this process, and exited processes have 0 bytes.
 
-    This reads every mapping of the processes, which takes milliseconds: do not call it in the event loop.
+    The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
+    event loop.
     """
-    import psutil  # here: `serve` must be importable without the extra `server`, to report that it is missing
+    import psutil  # here, because `serve` must be importable without the extra `server`, to report that it is missing
 
     found = {}
     for pid in pids:
@@ -42,7 +43,7 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes of resident memory, shared pages included; 0 for a process that has ended. Cheap."""
+    """Return the resident set size of a process in bytes; 0 for an exited process. Cheaper than `memory`."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -50,16 +51,16 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a signal (SIGSTOP, SIGTSTP) has stopped the process, False if a debugger holds it."""
+    """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP); False if it is stopped by a debugger."""
     try:
-        # the name of the program, in parentheses, may contain anything
+        # the program's name, in parentheses, may contain spaces and parentheses
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return the processor time of a process; None is this process, and one that has ended has used none."""
+    """Return the CPU time of a process in seconds; None stands for this process, and exited processes have 0 s."""
     if pid is None:
         return time.process_time()
     try:
@@ -70,30 +71,30 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 class CpuUse:
-    """Recent processor use of some processes. The use of processes that have ended is not counted.
+    """Recent CPU utilization of a group of processes; processes that have exited are not counted.
 
-    Call it in the event loop only every few seconds: it reads one file per process.
+    Reads one file per process: call it in the event loop only every few seconds.
     """
 
     def __init__(self) -> None:
-        # all others start later
-        self._looks: deque[tuple[float, dict[int | None, float]]] = deque(
+        # all other processes start later
+        self._samples: deque[tuple[float, dict[int | None, float]]] = deque(
             [(time.monotonic(), {None: cpu_seconds(None)})], maxlen=2
         )
 
-    def look(self, pids: Iterable[int | None]) -> None:
-        """Record their processor times."""
-        self._looks.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
+    def sample(self, pids: Iterable[int | None]) -> None:
+        """Record the current CPU times of processes."""
+        self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
 
     def rate(self, pids: Iterable[int | None]) -> float:
-        """Return the number of processors in use since the `look` before the last."""
-        then, before = self._looks[0]
+        """Return the mean number of CPUs that processes have used since the sample before the last one."""
+        then, before = self._samples[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
 
 
 def shortage(error: OSError) -> str:
-    """Describe what the machine lacks where a system call fails with `error`, and how to provide it."""
+    """Describe the exhausted resource that a system call's error reports, and how to increase its limit."""
     match error.errno:
         case errno.EMFILE:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -111,7 +112,7 @@ def shortage(error: OSError) -> str:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory, in containers too."""
+    """Return the number of processes that the kernel's OOM killer has killed since boot, including containers."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

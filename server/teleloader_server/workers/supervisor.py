@@ -1,4 +1,4 @@
-"""Supervision of a fork server: start, watch, restart."""
+"""Supervision of a fork server: start it, monitor it, and restart it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Supervisor:
-    """Keeps one fork server running."""
+    """Supervisor of one fork server, which restarts it when it exits."""
 
     make: Callable[[], ForkServer]
-    """Starts a fork server: `ForkServer.spawn` or `ForkServer.fork` with its arguments."""
+    """Function that starts a fork server: `ForkServer.spawn` or `ForkServer.fork` with its arguments."""
     receive: Callable[[Message], object]
-    """Called with each message of a fork server that has built the datasets."""
+    """Callback, called with each message of a fork server that has constructed the datasets."""
     restarted: Callable[[], object]
-    """Called when another fork server has replaced one that ended. The workers of that one ended with it."""
+    """Callback, called when a new fork server has replaced one that exited with all its workers."""
     failed: Callable[[str], object]
-    """Called with the reason if the third attempt to restart fails, and each later one."""
+    """Callback, called with the reason when the third attempt to restart fails, and each later one."""
     current: ForkServer = field(init=False)
-    """The fork server that was started last."""
+    """Fork server that was started last."""
     _stop_timer: StopTimer = field(default_factory=StopTimer, init=False)
     _restarting: asyncio.Task[None] | None = field(default=None, init=False)
 
     @property
     def is_restarting(self) -> bool:
-        """True from the end of a fork server until another one has built the datasets."""
+        """True from the exit of a fork server until a new one has constructed the datasets."""
         return self._restarting is not None and not self._restarting.done()
 
     async def start(self) -> list[DatasetInfo]:
-        """Start a fork server. One that is killed meanwhile, as by the kernel when memory is short, is replaced.
+        """Start a fork server, and wait until it has constructed the datasets; return their descriptions.
+
+        If the fork server is killed meanwhile (by the OOM killer, for example), another one is started.
 
         Raises:
-            ConfigError: If the datasets cannot be built, or the third fork server in a row is killed.
-            OSError: If the machine lacks a resource.
+            ConfigError: The datasets cannot be constructed, or three consecutive fork servers were killed.
+            OSError: A resource of the machine is exhausted.
         """
         self._loop = asyncio.get_running_loop()
         for attempt in itertools.count(1):
@@ -65,22 +67,22 @@ class Supervisor:
         return self._infos
 
     def check(self, now: float) -> None:
-        """Continue a fork server that is stopped."""
+        """Resume the fork server (SIGCONT) if it has been stopped for too long."""
         pid = self.current.pid
         if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > STOP_TIMEOUT:
-            # unlike a worker it is not replaced: all workers would end with it, and all datasets be built again
+            # not replaced like a worker: all workers would end with it, and all datasets would be constructed again
             logger.warning("the fork server (pid %d) was stopped (SIGSTOP); it is continued", pid, extra={"pid": pid})
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
     async def close(self) -> None:
-        """End the fork server and its workers, and wait for it."""
+        """End the fork server and its workers, and wait for its exit."""
         if self._restarting is not None:
             self._restarting.cancel()
             with suppress(asyncio.CancelledError):
                 await self._restarting
         await self._reap()
-        # the pool is part of reference cycles: it must not keep the datasets until the next garbage collection
+        # the pool is part of reference cycles, which must not keep the datasets until the next garbage collection
         self.make = _closed
 
     def _watch(self) -> None:
@@ -112,7 +114,7 @@ class Supervisor:
             raise
         if isinstance(message, Built):
             self._is_built = True
-            self._watch()  # its end, too, if it was split off: only now its process is known
+            self._watch()  # again, because the process of a fork server created by `split` is known only now
             return [DatasetInfo(**info) for info in message.datasets]
         await self._reap()
         reason = message.reason if isinstance(message, BuildFailed) else ""
@@ -133,7 +135,7 @@ class Supervisor:
             self._built.set_result(message)
 
     def _exited(self) -> None:
-        with suppress(BlockingIOError):  # a process that it forked holds its channel open
+        with suppress(BlockingIOError):  # a process forked by user code may hold the channel open
             while not self._built.done():
                 self._receive_all()
         self._ended()
@@ -166,7 +168,7 @@ class Supervisor:
 
 
 def _ending(forkserver: ForkServer) -> str:
-    """Return the predicate of a sentence about a fork server that ended before it had built the datasets."""
+    """Describe the exit of a fork server that ended before it had constructed the datasets."""
     code = forkserver.exit_code
     if code is None:
         return "ended without an error message"

@@ -1,4 +1,4 @@
-"""A worker process: receives tasks, writes frames to shared memory, reports results. No asyncio, no web server."""
+"""Worker process: receives tasks, writes frames to shared memory, and reports results, without asyncio."""
 
 from __future__ import annotations
 
@@ -40,38 +40,41 @@ from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
 
 REPORT_EVERY: Final = 0.002
-"""Seconds during which results are collected for one message."""
+"""Seconds for which results are collected into one message."""
 
 REPORT_LATEST: Final = 0.01
-"""Seconds after which a result is sent although the next task is in progress."""
+"""Maximum delay in seconds of a result while the next task is in progress."""
 
 INLINE_BYTES: Final = 32 * 1024
-"""Frames up to this size are sent through the channel: a copy costs less than a mapping."""
+"""Maximum size of frames that are sent through the channel, because copying them costs less than shared memory."""
 
 PROGRESS_EVERY: Final = 0.1
-"""Seconds between two `Progress` messages while the dataset is iterated up to a batch."""
+"""Minimum seconds between two `Progress` messages while batches are skipped."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends in any way."""
+    """Make the kernel kill this process when its parent exits for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave_signals_to_the_server() -> None:
-    """Ignore SIGINT and SIGTERM: Ctrl-C and service managers send them to every process, and the server decides."""
+def ignore_stop_signals() -> None:
+    """Ignore SIGINT and SIGTERM in this process, because the server handles them.
+
+    Ctrl-C and service managers send these signals to all processes of the server.
+    """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # a handler, because programs that user code starts would inherit SIG_IGN
+        # a handler and not SIG_IGN, which programs that user code starts would inherit
         signal.signal(number, lambda *_: None)
-    # an inherited handler may ignore or reap ended children
+    # an inherited handler may ignore or reap exited children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def look_after_children() -> None:
-    """Have processes that user code forks accept SIGTERM, and end with this process in any way."""
+def configure_forked_children() -> None:
+    """Configure processes that user code forks from this worker: accept SIGTERM, and exit together with the worker."""
     worker = os.getpid()
     by_main_thread = False
 
@@ -81,7 +84,7 @@ def look_after_children() -> None:
 
     def in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # for the kernel the parent is the thread that forked, and only the main thread surely lives on
+        # the kernel signals the exit of the thread that forked, and only the main thread lives as long as the process
         if by_main_thread and os.getppid() == worker:
             end_with_parent()
 
@@ -89,10 +92,10 @@ def look_after_children() -> None:
 
 
 class Worker:
-    """The loop of a worker process.
+    """Main loop of a worker process.
 
     Args:
-        channel: Blocking end of the channel to the server.
+        channel: Blocking channel to the server.
         hosted: Datasets by name.
         settings: Settings of this worker.
     """
@@ -128,15 +131,15 @@ class Worker:
         self._reported = 0.0
 
     def run(self) -> None:
-        """Work until the server closes the channel.
+        """Process tasks until the server closes the channel.
 
         Raises:
-            EOFError: If the server closes it.
+            EOFError: The server closed the channel.
         """
         self._share_notes()
         self._initialise()
         self._send(messages.Ready())
-        # a result must not wait for the next task, which may never be completed
+        # a result must not wait for the completion of the next task, which may hang
         threading.Thread(target=self.report_late, daemon=True).start()
         while True:
             while not self._tasks:
@@ -154,7 +157,7 @@ class Worker:
                 self._unreported.set()
 
     def _share_notes(self) -> None:
-        """Publish the current task and, on a signal, the stacks: an unresponsive process can send no message."""
+        """Share a file with the current task and, on a signal, stacks: an unresponsive process sends no messages."""
         file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
         os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
         self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
@@ -180,7 +183,7 @@ class Worker:
         seed = None if torch is None else torch.initial_seed()
         try:
             worker_init(self._id)
-        except Exception as error:  # noqa: BLE001 - it arrives at the clients with every batch
+        except Exception as error:  # noqa: BLE001 - it is sent to clients in place of each batch
             self._init_failures[dataset] = error
             print(f"worker_init of dataset {dataset!r} failed in worker {self._number}:", file=sys.stderr)
             traceback.print_exception(error)
@@ -188,12 +191,12 @@ class Worker:
 
     @property
     def _id(self) -> int:
-        """Worker ID that user code sees: shards of an iterable-style dataset are counted over all ranks."""
+        """Worker ID for user code; for an iterable-style dataset the shard ID, which is unique among all ranks."""
         return self._number + self._num_workers * (self._shards_of_ranks[0])
 
     @property
     def _shards_of_ranks(self) -> tuple[int, int]:
-        """Rank and world size over which shards are counted."""
+        """Rank and world size for numbering shards; (0, 1) for a map-style dataset."""
         session = self._session
         if session is None or self._hosted[session.dataset].info.kind == "map":
             return 0, 1
@@ -216,7 +219,7 @@ class Worker:
     def _set_info(self, hosted: HostedDataset) -> None:
         self._current = hosted
         if self._session is not None and self._session.num_workers == 0 and hosted.info.kind == "iterable":
-            return  # one pass through the whole dataset, as without workers
+            return  # no worker information, as with num_workers=0 in torch: one pass over the whole dataset
         count = self._num_workers * self._shards_of_ranks[1]
         set_worker_info(self._id, count, self._worker_seed, hosted.dataset)
 
@@ -241,7 +244,7 @@ class Worker:
         placed: list[Slot | NDArray[np.uint8]] = []
 
         def place(nbytes: int) -> NDArray[np.uint8]:
-            # a batch that fails while it is written is replaced by its failure
+            # a second call replaces the first buffer: for the failure frame of a batch that failed while it was written
             for before in placed:
                 if isinstance(before, Slot):
                     self._arena.give_back(before.number)
@@ -259,15 +262,15 @@ class Worker:
         self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.passes.reached))
 
     def close(self) -> None:
-        """Release resources of user code, as at the end of one of torch's workers.
+        """Release the resources of user code, as at the end of a torch worker.
 
-        Generators run their ``finally`` blocks, and queues of `multiprocessing` send what was put to them last.
+        Generators run their ``finally`` blocks, and `multiprocessing` queues send their remaining items.
         """
         self._loading.passes.close()
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
-        """End a process that user code forked and let return: it would be a second worker on the same channel."""
+        """Exit if this is a process that user code forked and let return: it would use the worker's channel."""
         if os.getpid() != self._pid:
             print("a process that the dataset forked came back from it: end it there, by os._exit()", file=sys.stderr)
             sys.stderr.flush()
@@ -280,7 +283,7 @@ class Worker:
             self._send(messages.Progress())
 
     def report_late(self) -> None:
-        """Send results while the next task is in progress; runs in a thread."""
+        """Send delayed results while the next task is in progress; runs in a thread."""
         while True:
             self._unreported.wait()
             self._unreported.clear()
@@ -306,17 +309,17 @@ class Worker:
 
 
 def _replica(hosted: HostedDataset) -> HostedDataset:
-    """Return a worker's own copy of a dataset, if the fork does not make one.
+    """Return the worker's own copy of a dataset with state in shared memory; other datasets are copied by the fork.
 
-    An iterable-style dataset may hold its epoch in memory that forks share, so that the persistent workers of one
-    loader see it (Hugging Face's does), and here workers of other loaders are in other epochs. A map-style dataset is
-    not copied: it may be the data themselves.
+    An iterable-style dataset may store its epoch in shared memory for persistent workers (Hugging Face datasets do),
+    but here workers of different loaders are in different epochs. Map-style datasets are not copied, because they may
+    contain the data themselves.
     """
     if hosted.info.kind == "map" or not accepts(hosted.dataset, "set_epoch", 0):
         return hosted
     try:
         return replace(hosted, dataset=deepcopy(hosted.dataset))
-    except Exception:  # noqa: BLE001 - a file, lock or generator cannot be copied: the fork must do
+    except Exception:  # noqa: BLE001 - files, locks and generators cannot be copied: use the fork's copy
         return hosted
 
 
@@ -329,7 +332,7 @@ def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messag
     gc.enable()
     if not faulthandler.is_enabled():
         faulthandler.enable(_STDERR)  # a segmentation fault shows its stack in the server's log
-    look_after_children()
+    configure_forked_children()
     code = 1
     try:
         worker = Worker(channel, hosted, settings)
@@ -341,7 +344,7 @@ def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messag
         code = 0
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
-    except BaseException:  # noqa: BLE001 - the process ends, and its log must say why
+    except BaseException:  # noqa: BLE001 - the process exits, and must log the reason
         traceback.print_exc()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
