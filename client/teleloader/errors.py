@@ -66,7 +66,7 @@ def _class_of_this_process(name: str) -> object:
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
-    """Create teleloader's own exception of that class name; None if there is no such class."""
+    """Create teleloader's own exception by the name of its class; None if there is no such class."""
     kind = vars(errors).get(name)
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)

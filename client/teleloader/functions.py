@@ -45,7 +45,7 @@ def name_on_server(
     if torchs and dataset.info.collate == "default":
         return None
     if isinstance(dataset, DirectDataset) or dataset.is_here:
-        return local.lend(owner, argument)
+        return local.register_function(owner, argument)
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(
             f"{argument}={name or repr(function)[:80]} runs on the server, and {dataset.url} cannot import it by name: "

@@ -315,37 +315,37 @@ class DataLoader:
     # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begun(self._placement())
+        return self._new_iterator(self._placement())
 
     def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
-        return SkippedBatches(self, num_batches, lambda first: self._begun(self._placement(), first))
+        return SkippedBatches(self, num_batches, lambda first: self._new_iterator(self._placement(), first))
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""
         placement = self._placement()  # in this thread: the current device is per thread, and iter() runs in another
-        return AsyncLoaderIterator(lambda: self._begun(placement))
+        return AsyncLoaderIterator(lambda: self._new_iterator(placement))
 
     def _placement(self) -> Placement:
         return place(self._output, self._pool, self.device, self.sharding, pin_memory=self.pin_memory)
 
-    def _begun(self, placement: Placement, first_batch: int = 0) -> LoaderIterator:
+    def _new_iterator(self, placement: Placement, first_batch: int = 0) -> LoaderIterator:
         """Return an iterator of the next epoch, from `first_batch` or from a later position to resume."""
         if self.num_workers > 0:
             warn_of_too_many_workers(self.num_workers, self._remote.cpus, stacklevel=4)
         if self.pin_memory:
             warn_of_pinning(self.pin_memory_device, current_accelerator(), stacklevel=4)
         if not self._keeps_workers:
-            self._begin(iterator := LoaderIterator(), placement, first_batch)
+            self._start_epoch(iterator := LoaderIterator(), placement, first_batch)
             return iterator
         if self._iterator is None or self._iterator.is_copy:
             self._iterator = LoaderIterator()
-        self._begin(self._iterator, placement, first_batch)
+        self._start_epoch(self._iterator, placement, first_batch)
         return self._iterator
 
-    def _begin(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
+    def _start_epoch(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
         """Start the next epoch with `iterator`."""
         order = self._order
-        begun = self._next = order.initial(self._beginning(order, first_batch))
+        begun = self._next = order.initial(self._initial_position(order, first_batch))
         resumed = begun.random
         random_state = self._random_state(order)
         draws = self._seed is None and iterator.base_seed is None and begun.base_seed is None
@@ -372,7 +372,7 @@ class DataLoader:
         self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
 
-    def _beginning(self, order: Order, first_batch: int) -> Position:
+    def _initial_position(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
         if order.has_plan and progress is not None and progress.is_unused and self._last() is None:
             # frameworks create an iterator to check the loader and discard it, which must not count as an epoch
@@ -451,8 +451,8 @@ class DataLoader:
     def _is_live(self) -> bool:
         """True if the loader's workers are private and use the current state of a dataset object of this process."""
         functions = (self._spec.collate, self._spec.worker_init)
-        lends = any(name is not None and name.startswith(local.PREFIX) for name in functions)
-        return self._owns_dataset or (self._remote.is_here and (self._seed is None or lends))
+        has_functions = any(name is not None and name.startswith(local.PREFIX) for name in functions)
+        return self._owns_dataset or (self._remote.is_here and (self._seed is None or has_functions))
 
     @property
     def _owns_dataset(self) -> bool:

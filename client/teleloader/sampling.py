@@ -237,12 +237,12 @@ class ShownSamplers:
     """
 
     def __init__(self, *samplers: Any) -> None:
-        self._made = [(sampler, dict(vars(sampler))) for sampler in samplers if sampler is not None]
+        self._original = [(sampler, dict(vars(sampler))) for sampler in samplers if sampler is not None]
 
     @property
     def change(self) -> str | None:
         """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None if none was changed."""
-        for sampler, before in self._made:
+        for sampler, before in self._original:
             for name, value in vars(sampler).items():
                 was = before.get(name)
                 if value is not was and not (isinstance(value, int) and value == was):

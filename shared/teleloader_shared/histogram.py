@@ -22,7 +22,7 @@ _BOUNDS: Final[NDArray[np.float64]] = 10.0 ** (np.arange(-6 * PER_DECADE, 4 * PE
 """Upper bounds of the buckets, in seconds, from 1 us to 10,000 s. Two more buckets hold the values outside."""
 BLOCK: Final = 1024
 """Number of durations that `Histogram.note` collects before it counts them."""
-_COARSE: Final = 8
+_BUCKET_STEP: Final = 8
 """`Histogram.buckets` returns every eighth bound: three per factor of ten."""
 
 
@@ -33,13 +33,13 @@ class Histogram:
         self._counts = np.zeros(len(_BOUNDS) + 1, np.int64)
         self._sum = 0.0
         self._max = 0.0
-        self._noted: list[float] = []
+        self._pending: list[float] = []
 
     def note(self, seconds: float) -> None:
         """Add one duration in seconds; durations are counted in blocks, because counting each one is slow."""
-        self._noted.append(seconds)
-        if len(self._noted) >= BLOCK:
-            self._put_away()
+        self._pending.append(seconds)
+        if len(self._pending) >= BLOCK:
+            self._flush()
 
     def add(self, seconds: Sequence[float] | NDArray[np.float64]) -> None:
         """Add several durations, in seconds, and count them at once."""
@@ -52,11 +52,11 @@ class Histogram:
     @property
     def count(self) -> int:
         """Number of durations counted."""
-        return int(self._counts.sum()) + len(self._noted)
+        return int(self._counts.sum()) + len(self._pending)
 
     def latency(self, zeros: int = 0) -> Latency:
         """Return mean, quantiles and maximum of the durations, with `zeros` further durations of zero seconds."""
-        self._put_away()
+        self._flush()
         counts = self._counts.copy()
         counts[0] += zeros
         reached = np.cumsum(counts)
@@ -69,14 +69,14 @@ class Histogram:
 
         The last bound is infinity, as in Prometheus.
         """
-        self._put_away()
+        self._flush()
         reached = np.cumsum(self._counts)
-        some = [(float(_BOUNDS[i]), int(reached[i])) for i in range(0, len(_BOUNDS), _COARSE)]
+        some = [(float(_BOUNDS[i]), int(reached[i])) for i in range(0, len(_BOUNDS), _BUCKET_STEP)]
         return [*some, (math.inf, int(reached[-1]))], self._sum
 
-    def _put_away(self) -> None:
-        noted, self._noted = self._noted, []
-        self.add(noted)
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        self.add(pending)
 
     def _quantile(self, reached: NDArray[np.int64], share: float, zeros: int) -> float:
         rank = math.ceil(share * int(reached[-1]))

@@ -14,27 +14,27 @@ from weakref import WeakValueDictionary
 
 PREFIX: Final = "local:"
 
-_lenders: WeakValueDictionary[str, object] = WeakValueDictionary()
+_owners: WeakValueDictionary[str, object] = WeakValueDictionary()
 """Owners of the registered functions, by name. Weak references: a function may refer to the loader that registered it,
 and must not keep it in memory."""
 _served: dict[str, threading.Thread] = {}
 
 
-def lend(owner: object, argument: str) -> str:
-    """Register a function of `owner` for in-process use and return its name for `borrowed`.
+def register_function(owner: object, argument: str) -> str:
+    """Register a function of `owner` for in-process use and return its name for `registered_function`.
 
     Args:
         owner: Object that refers to the function; the registry holds a weak reference to it.
         argument: Name of the attribute of `owner` that is the function.
     """
     name = f"{PREFIX}{argument}:{secrets.token_hex(16)}"
-    _lenders[name] = owner
+    _owners[name] = owner
     return name
 
 
-def borrowed(name: str) -> Callable[..., Any] | None:
-    """Look up a function that `lend` registered under `name` in this process; None if its owner no longer exists."""
-    owner = _lenders.get(name)
+def registered_function(name: str) -> Callable[..., Any] | None:
+    """Return the function that is registered under `name` in this process; None if its owner no longer exists."""
+    owner = _owners.get(name)
     return None if owner is None else getattr(owner, name.split(":")[1])
 
 

@@ -20,7 +20,7 @@ Order = Literal["plan", "client"]
 MAX_BATCH_SIZE: Final = 2**20
 MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
-MAX_OWN_WORKERS: Final = 1024
+MAX_PRIVATE_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_STATES: Final = 768 * 1024
 """Limit of the states of all shards together, in characters, divided equally among the shards: they are part of the
@@ -102,7 +102,7 @@ class LoaderSpec:
         if self.batch_size is None and self.drop_last:
             raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
         _choice("order", self.order, get_args(Order))
-        _whole("num_workers", self.num_workers, 0, MAX_OWN_WORKERS)
+        _whole("num_workers", self.num_workers, 0, MAX_PRIVATE_WORKERS)
         _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
         if self.shard_states is not None:
             object.__setattr__(self, "shard_states", _states(self.shard_states, self.shards))

@@ -124,7 +124,7 @@ class _Budget:
 
 # -- encoding
 
-_AS_THEY_ARE: Final = (bool, float, str, bytes)
+_MSGPACK_TYPES: Final = (bool, float, str, bytes)
 _DICTS: Final[dict[type, str]] = {
     dict: "dict",
     OrderedDict: "ordereddict",
@@ -148,7 +148,7 @@ class _Describer:
         if depth > MAX_DEPTH:
             raise EncodeError(f"{path[:80]}... is nested more than {MAX_DEPTH} deep, or holds itself")
         exact = type(value)
-        if value is None or exact in _AS_THEY_ARE:
+        if value is None or exact in _MSGPACK_TYPES:
             return value
         if exact in (int, complex, range, slice):
             return _describe_numbers(value, path)

@@ -168,7 +168,7 @@ def test_a_server_of_this_process_is_lent_the_function(
     name = name_on_server(owner, argument, function, served_here)
     assert name is not None
     assert name.startswith(local.PREFIX)
-    assert local.borrowed(name) is function
+    assert local.registered_function(name) is function
 
 
 def test_a_function_is_lent_for_as_long_as_its_loader_lives(served_here: RemoteDataset) -> None:
@@ -179,4 +179,4 @@ def test_a_function_is_lent_for_as_long_as_its_loader_lives(served_here: RemoteD
     assert len(set(names)) == 2
     del owner
     gc.collect()
-    assert [name is not None and local.borrowed(name) for name in names] == [None, max]
+    assert [name is not None and local.registered_function(name) for name in names] == [None, max]

@@ -56,7 +56,7 @@ END_TIMEOUT: Final = 2.0
 """Timeout of the request that ends a session, in seconds: finalizers of iterators wait for it."""
 MAX_PATIENCE: Final = 4
 """Maximum timeout for a slow server, as a multiple of its `timeout`."""
-PROBE: Final = 1.0
+PROBE_S: Final = 1.0
 """Seconds without data after which the server is assumed to wait for a request."""
 
 logger = logging.getLogger("teleloader")
@@ -268,7 +268,7 @@ class Server:
         url = httpx.URL(self.url)
         try:
             with (
-                socket.create_connection((url.host, url.port or (443 if self._is_secure else 80)), PROBE) as plain,
+                socket.create_connection((url.host, url.port or (443 if self._is_secure else 80)), PROBE_S) as plain,
                 context.wrap_socket(plain, server_hostname=url.host) as connected,
             ):
                 try:

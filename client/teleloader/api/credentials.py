@@ -138,8 +138,8 @@ def _checked(token: Secret, where: str) -> Secret:
 
 
 def _why(error: OSError) -> str:
-    said = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    return said or "unknown error"
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return reason or "unknown error"
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:
@@ -159,14 +159,14 @@ def refused_client(url: str, credentials: Credentials) -> TlsError:
 
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> str:
-    said = error.verify_message
-    if "expired" in said:
+    reason = error.verify_message
+    if "expired" in reason:
         return "the server's certificate has expired. Renew it on the server, or correct the clock of this machine"
-    if "not yet valid" in said:
+    if "not yet valid" in reason:
         return "the server's certificate is not valid yet. Check the clocks of this machine and of the server"
-    if "mismatch" in said or "not valid for" in said:
-        return f"the server's certificate is for another name ({said}). Use a name that the certificate contains"
-    return f"unknown CA of the server's certificate ({said}). Set TELELOADER_CA to the file of the CA, or pass ca="
+    if "mismatch" in reason or "not valid for" in reason:
+        return f"the server's certificate is for another name ({reason}). Use a name that the certificate contains"
+    return f"unknown CA of the server's certificate ({reason}). Set TELELOADER_CA to the file of the CA, or pass ca="
 
 
 def _refused(reason: str) -> str | None:
@@ -177,8 +177,8 @@ def _refused(reason: str) -> str | None:
             "the server requires a client certificate. Set TELELOADER_CERT and TELELOADER_KEY, or pass cert= and key="
         )
     if "ALERT" in reason and ("_CA" in reason or "CERTIFICATE" in reason):
-        said = reason.partition("ALERT_")[2].replace("_", " ").lower()
-        return f"the server rejected the client certificate ({said}). Use a certificate of a CA that the server trusts"
+        alert = reason.partition("ALERT_")[2].replace("_", " ").lower()
+        return f"the server rejected the client certificate ({alert}). Use a certificate of a CA that the server trusts"
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
         return "the server does not support TLS 1.2 or later. Enable a newer version of TLS on the server"
     return None

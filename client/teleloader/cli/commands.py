@@ -20,7 +20,7 @@ from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec, Tail
 from teleloader_shared.version import VERSION
 
-EXIT_NO: Final = 1
+EXIT_NEGATIVE: Final = 1
 """Negative result: the batch is an error, a sample is missing."""
 EXIT_UNKNOWN: Final = 2
 """No result: server unreachable, invalid arguments."""
@@ -28,17 +28,17 @@ EXIT_INTERRUPTED: Final = 130
 """Exit code that shells report for a program interrupted by Ctrl-C."""
 
 
-class _No(click.ClickException):
+class _NegativeResult(click.ClickException):
     """Negative result of a command, with an explanation in one line."""
 
-    exit_code = EXIT_NO
+    exit_code = EXIT_NEGATIVE
 
     def show(self, file: Any = None) -> None:
         """Print the explanation to stderr, or to `file`."""
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
-class _NoResult(_No):
+class _NoResult(_NegativeResult):
     """Failure of a command before it has a result."""
 
     exit_code = EXIT_UNKNOWN
@@ -148,7 +148,7 @@ def bench(
     try:
         measured, diagnosis = Bench(loader, remote.name, seconds, step).run(url)
     except BatchFailed as error:
-        raise _No(str(error)) from None
+        raise _NegativeResult(str(error)) from None
     show_bench(measured, diagnosis, as_json=as_json)
 
 
@@ -187,7 +187,7 @@ def peek(
     )
     frame = remote.batch(spec, epoch, batch, indices)
     if not peeks.show(frame, remote, as_json=as_json):
-        ctx.exit(EXIT_NO)
+        ctx.exit(EXIT_NEGATIVE)
 
 
 @teleloader.command()
@@ -217,4 +217,4 @@ def audit(
     found = audits.coverage(spec, len(remote), epoch)
     audits.show(found, remote.name, spec, epoch, as_json=as_json)
     if not found.exact:
-        ctx.exit(EXIT_NO)
+        ctx.exit(EXIT_NEGATIVE)

@@ -141,7 +141,7 @@ def shown(stats: Stats, width: int) -> Group:
     """Render the statistics of a server for a screen of `width` characters."""
     parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
     if stats.consumers:
-        parts += [consumers_table(stats.consumers, width), *_left_out(stats), Text()]
+        parts += [consumers_table(stats.consumers, width), *_omitted(stats), Text()]
     parts += [workers_table(stats.workers, width), Text(), datasets_table(stats.datasets, width), *_errors(stats)]
     return Group(*parts)
 
@@ -243,7 +243,7 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def _left_out(stats: Stats) -> list[Text]:
+def _omitted(stats: Stats) -> list[Text]:
     more = stats.consumers_total - len(stats.consumers)
     return [Text(f"... and {more:,} more; --limit shows more of them", style="dim")] if more > 0 else []
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("teleloader")
 
 MAX_DAMAGED: Final = 3
 """Consecutive corrupt responses after which the client stops retrying."""
-LEFT_SECONDS: Final = 5.0
+FAILED_COOLDOWN_S: Final = 5.0
 """Cooldown of a failed server while others are available, in seconds."""
 TOUCH_EVERY: Final = 10.0
 """Interval of the heartbeats that keep a session alive while no batches are requested, in seconds."""
@@ -130,9 +130,9 @@ class Fetcher:
         self._connections: list[Connection] = []
         self._has_received = False
         """True if a request succeeded since the last retry."""
-        self._calls = False
+        self._in_control_request = False
         """True during a control request or connection attempt, which `interrupt` cannot end."""
-        self._heard = time.monotonic()
+        self._last_request = time.monotonic()
         """Time of the last request (``time.monotonic()``)."""
         self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self.thread.start()
@@ -144,7 +144,7 @@ class Fetcher:
 
     def join(self, timeout: float) -> None:
         """Wait for the thread to end, unless it is in a control request: it then ends after the response or timeout."""
-        if not self._calls:
+        if not self._in_control_request:
             self.thread.join(timeout)
 
     # -- in the thread
@@ -217,13 +217,13 @@ class Fetcher:
                 return
             error = self._unavailable(error)
         if not self._reorder_buffer.give_up(server.url, error) and len(self._servers) == 1:
-            self._reorder_buffer.sleep(LEFT_SECONDS)  # other servers are available: retry this one later
+            self._reorder_buffer.sleep(FAILED_COOLDOWN_S)  # other servers are available: retry this one later
 
     def _receive_connected(self) -> None:
         if not self._is_registered:
             self._register()
         while not self._reorder_buffer.is_over():
-            self._ask()
+            self._send_requests()
             if not self._in_flight:
                 self._await_work()
                 continue
@@ -262,22 +262,22 @@ class Fetcher:
 
     def _register(self) -> None:
         server = self._servers[0]
-        with self._calling():
+        with self._control_request():
             registered = server.register(self._options.spec if self._shards is None else self._shards.spec)
-        self._heard = time.monotonic()
+        self._last_request = time.monotonic()
         self._is_registered = True
         self.registered_at.add(server)
         self._reorder_buffer.joined(self._number, server.url, registered.num_workers)
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
-        self._calls = True
+    def _control_request(self) -> Iterator[None]:
+        self._in_control_request = True
         try:
             yield
         finally:
-            self._calls = False
+            self._in_control_request = False
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         while len(self._in_flight) < self._reorder_buffer.scheduler.connections:
             wanted = self._reorder_buffer.next_range(self._number)
             if wanted is None:
@@ -287,7 +287,7 @@ class Fetcher:
 
     def _send(self, connection: Connection, wanted: Range) -> Connection:
         connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
-        self._heard = time.monotonic()
+        self._last_request = time.monotonic()
         return connection
 
     def _usable(self, connection: Connection | None) -> Connection:
@@ -301,7 +301,7 @@ class Fetcher:
 
     def _connect(self) -> Connection:
         options = self._options
-        with self._calling():
+        with self._control_request():
             connection = self._servers[0].connect(
                 options.key, options.epoch, options.consumer, self._reorder_buffer.measures.report
             )
@@ -317,10 +317,10 @@ class Fetcher:
 
     def _keep_session(self) -> None:
         """Send a heartbeat to the server of a session after `TOUCH_EVERY` seconds without a request."""
-        if self._options.spec.session is not None and time.monotonic() - self._heard >= TOUCH_EVERY:
-            with self._calling():
+        if self._options.spec.session is not None and time.monotonic() - self._last_request >= TOUCH_EVERY:
+            with self._control_request():
                 self._servers[0].touch(self._options.key)
-            self._heard, self._has_received = time.monotonic(), True
+            self._last_request, self._has_received = time.monotonic(), True
 
     def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
         """Decode a response, which must consist of the first batches of the requested range."""

@@ -297,7 +297,7 @@ class LoaderIterator:
         if progress.delivery is not None:
             return progress.delivery
         progress.is_unused = False
-        if not self._is_there(current):
+        if not self._has_arrived(current):
             self._wait(current)
         if current.over():
             self._finish(current)
@@ -310,11 +310,11 @@ class LoaderIterator:
         assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
         if current.stager is not None:
             current.stager.warn()
-        delivery = self._made(current, arrived)
+        delivery = self._transformed(current, arrived)
         progress.state = (progress.next, delivery)
         return delivery
 
-    def _made(self, current: Iteration, arrived: Arrived) -> Delivery:
+    def _transformed(self, current: Iteration, arrived: Arrived) -> Delivery:
         """Return the transformed batch, or the exception in its place.
 
         Raises:
@@ -353,10 +353,10 @@ class LoaderIterator:
         if current is not None and not current.progress.finished:
             current.progress.is_unused = False
             try:
-                if not self._is_there(current):
+                if not self._has_arrived(current):
                     with current.measures.waiting():
                         async with asyncio.timeout(current.timeout or None):
-                            while not self._is_there(current):
+                            while not self._has_arrived(current):
                                 await current.reorder_buffer.arrival()
             except TimeoutError:
                 raise timed_out(current.timeout) from None
@@ -378,10 +378,10 @@ class LoaderIterator:
         with current.measures.waiting():
             while True:
                 current.reorder_buffer.wait(current.timeout)
-                if self._is_there(current):
+                if self._has_arrived(current):
                     return
 
-    def _is_there(self, current: Iteration) -> bool:
+    def _has_arrived(self, current: Iteration) -> bool:
         """Return True if the next batch, an error in its place, or the end of the epoch has arrived."""
         if current.lists is not None and current.lists.drawn <= current.progress.batch:
             current.feed()

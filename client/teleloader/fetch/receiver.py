@@ -16,7 +16,7 @@ from teleloader_shared import local
 CLOSE_TIMEOUT: Final = 5.0
 """Seconds to wait for each thread to end; only an attempt to connect to an unresponsive machine takes longer."""
 
-HELD_FACTOR: Final = 4
+MEMORY_LIMIT_FACTOR: Final = 4
 """Memory limit of buffered batches, as a multiple of `max_batch_bytes`; at the limit, requests are paused."""
 
 
@@ -52,7 +52,7 @@ class Receiver:
             scheduler,
             [server.url for server in servers],
             measures,
-            HELD_FACTOR * options.max_batch_bytes,
+            MEMORY_LIMIT_FACTOR * options.max_batch_bytes,
             complete=options.spec.order != "client",
             stays=stays,
         )

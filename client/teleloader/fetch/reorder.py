@@ -44,7 +44,7 @@ class ReorderBuffer:
         scheduler: Scheduler of the requests; guarded by `changed`, except in the training loop's thread.
         urls: URLs of the servers.
         measures: Counters of received batches.
-        most_held: Memory limit of buffered batches, in bytes; at the limit, requests are paused.
+        memory_limit: Memory limit of buffered batches, in bytes; at the limit, requests are paused.
         complete: True if the end of the epoch is known or reported by a server; False if `complete` declares it.
         stays: Whether to keep the receiving threads until `close`, even if all batches have arrived.
     """
@@ -54,7 +54,7 @@ class ReorderBuffer:
         scheduler: RangeScheduler,
         urls: list[str],
         measures: Measures,
-        most_held: int,
+        memory_limit: int,
         *,
         complete: bool,
         stays: bool,
@@ -66,7 +66,7 @@ class ReorderBuffer:
         self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
         """Exception that waits for a batch raise after the iterator was closed."""
-        self._most_held = most_held
+        self._memory_limit = memory_limit
         self._bell = threading.Lock()
         """Locked while the training loop waits; released to make the loop check again."""
         self._bell.acquire()
@@ -89,7 +89,7 @@ class ReorderBuffer:
         self._is_ready: Callable[[Frame], bool] | None = None
         """None unless batches are copied to a device before delivery."""
         self._callback: Callable[[], object] | None = None
-        self._sated = 0
+        self._idle_threads = 0
         """Number of receiving threads that have nothing to request."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
         """Final error by server URL; None for servers that have not failed."""
@@ -137,11 +137,11 @@ class ReorderBuffer:
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
 
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+        def notify() -> None:
+            with suppress(RuntimeError):  # the event loop was closed
                 loop.call_soon_threadsafe(arrived.set)
 
-        self.call_when_arrived(tell)
+        self.call_when_arrived(notify)
         try:
             await arrived.wait()
         finally:
@@ -160,8 +160,8 @@ class ReorderBuffer:
                 self._batches.popleft()
             was_over_memory = self.scheduler.over_memory
             if was_over_memory:  # removing a batch never exceeds the limit
-                self._weigh()
-            if was_over_memory or self._is_ready is not None or (self._sated and self.scheduler.has_room):
+                self._check_memory()
+            if was_over_memory or self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
@@ -191,9 +191,9 @@ class ReorderBuffer:
         try:
             while True:
                 with self.lock:
-                    self._weigh()
+                    self._check_memory()
                     self.starved = True
-                    if self._is_ready is not None or (self._sated and self.scheduler.has_room):
+                    if self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
                         self.changed.notify_all()
                     if self.peek() is not None:
                         return
@@ -266,16 +266,16 @@ class ReorderBuffer:
         with self.changed:
             wanted = self.scheduler.next_range(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
-            return self._listed(wanted)
+            return self._with_indices(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
         """Wait until batches may be requested from a server, for at most `timeout` seconds."""
         if self.scheduler.shared:  # another server's request that becomes overdue causes no notification
             timeout = HEDGE_LEAST
         with self.changed:
-            self._sated += 1
+            self._idle_threads += 1
             self.changed.wait_for(lambda: self.is_over() or self.scheduler.has_work(server, time.monotonic()), timeout)
-            self._sated -= 1
+            self._idle_threads -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
         """Add received batches, the first ones of a server's oldest request; return the rest of its range, or None."""
@@ -294,7 +294,7 @@ class ReorderBuffer:
                     self._bytes_in += frame.memory
                     if isinstance(frame.content, End):
                         scheduler.shard_ended(k)
-            self._weigh()
+            self._check_memory()
             rest = scheduler.arrived(len(frames), nbytes, server, now)
             scheduler.paced(now)
             for k in range(first, scheduler.received):
@@ -307,13 +307,13 @@ class ReorderBuffer:
             self.staged()
             if self.is_over():
                 self._end()
-            return self._listed(rest)
+            return self._with_indices(rest)
 
-    def _weigh(self) -> None:
+    def _check_memory(self) -> None:
         """Update `over_memory`: True while buffered batches exceed the memory limit, so that requests are paused."""
         was_over_memory, self.scheduler.over_memory = (
             self.scheduler.over_memory,
-            self._bytes_in - self._bytes_out > self._most_held,
+            self._bytes_in - self._bytes_out > self._memory_limit,
         )
         if was_over_memory and not self.scheduler.over_memory:
             self.changed.notify_all()
@@ -366,7 +366,7 @@ class ReorderBuffer:
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 
-    def _listed(self, wanted: Range | None) -> Range | None:
+    def _with_indices(self, wanted: Range | None) -> Range | None:
         """Add the encoded indices of its batches to a range, if there is a client-side sampler."""
         if wanted is None or not self._indices:
             return wanted

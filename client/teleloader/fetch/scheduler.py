@@ -35,7 +35,7 @@ HEDGE_LEAST: Final = 0.05
 """Minimum seconds before a request is hedged, and interval at which idle servers check for overdue requests."""
 HEDGE_UNKNOWN: Final = 1.0
 """Seconds before a request is hedged while too few latencies are known."""
-RECENT_ANSWERS: Final = 64
+RECENT_RESPONSES: Final = 64
 MIN_COOLDOWN_S: Final = 1.0
 """Seconds for which a slow server is ejected; doubled for each consecutive slow response."""
 MAX_COOLDOWN_S: Final = 30.0
@@ -96,7 +96,7 @@ class RangeScheduler:
         """True while buffered batches exceed the memory limit, so that requests are paused."""
         self.hedges = 0
         """Number of batches that were requested from a second server because the first one was slow."""
-        self._asked = start
+        self._requested = start
         """Number of the first batch that was never requested."""
         self._retries: list[Range] = []
         """Ranges to request again, because their servers disconnected; sorted."""
@@ -108,11 +108,11 @@ class RangeScheduler:
         self._shards_left = set(range(shards))
         self._shards = shards
         self._frame_bytes = 0.0
-        self._latencies: deque[float] = deque(maxlen=RECENT_ANSWERS)
+        self._latencies: deque[float] = deque(maxlen=RECENT_RESPONSES)
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
 
-    # -- what to request
+    # -- selection of requests
 
     @property
     def connections(self) -> int:
@@ -154,8 +154,8 @@ class RangeScheduler:
         """True if enough of the prefetch window is free for another request, which covers several batches."""
         if self.over_memory:
             return False
-        room = self.taken + self.window - self._asked
-        return self._asked < self.stop and room > 0 and (room >= self.window // 4 or self.stop - self._asked <= room)
+        room, rest = self.taken + self.window - self._requested, self.stop - self._requested
+        return rest > 0 and room > 0 and (room >= self.window // 4 or rest <= room)
 
     @property
     def has_retries(self) -> bool:
@@ -168,39 +168,39 @@ class RangeScheduler:
             return True
         if self._is_ejected(server, now):
             return False
-        return self.has_room or self._to_hedge(server, now) is not None
+        return self.has_room or self._overdue_range(server, now) is not None
 
     def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
         """Return the next range to request from a server; None if enough requests are pending."""
         while self._retries:
             lost = self._retries.pop(0)
             if (wanted := self._missing(lost)) is not None:
-                return self._ask(server, wanted, now)
+                return self._add_request(server, wanted, now)
         if self._is_ejected(server, now):
             return None
         if self.has_room:
-            return self._ask(server, self._further(server), now)
-        late = self._to_hedge(server, now)
-        if late is None:
+            return self._add_request(server, self._new_range(server), now)
+        overdue = self._overdue_range(server, now)
+        if overdue is None:
             return None
-        self.hedges += late.stop - late.start
-        return self._ask(server, late, now, is_hedge=True)
+        self.hedges += overdue.stop - overdue.start
+        return self._add_request(server, overdue, now, is_hedge=True)
 
-    def _ask(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
+    def _add_request(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
         self._servers[server].in_flight.append(_Request(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))
         return wanted
 
-    def _further(self, server: int) -> Range:
+    def _new_range(self, server: int) -> Range:
         """Return a range of batches that were never requested."""
-        start = self._asked
+        start = self._requested
         together = self._together
         if self.shared:
             # the next range may go to another server, so this range must occupy all workers of this server, and still
             # leave the other servers their share of the window
             share = math.ceil(self.window / (self.connections * len(self._servers)))
             together = max(self._servers[server].num_workers, min(together, share))
-        self._asked = min(self.stop, self.taken + self.window, start + together)
-        return Range(start, self._asked, min(self._ahead, self.stop - self._asked))
+        self._requested = min(self.stop, self.taken + self.window, start + together)
+        return Range(start, self._requested, min(self._ahead, self.stop - self._requested))
 
     @property
     def _together(self) -> int:
@@ -213,7 +213,7 @@ class RangeScheduler:
         if self.shared:
             return 0
         if self._shards:  # shards deliver in turn, so only one range is requested at a time
-            return max(0, self.taken + self.window - self._asked)
+            return max(0, self.taken + self.window - self._requested)
         if not self.adaptive:
             return 0
         # as many as the next response can carry, so that the workers stay busy until the next request arrives
@@ -228,12 +228,12 @@ class RangeScheduler:
 
     # -- several servers
 
-    def _is_out(self, wanted: Range) -> bool:
+    def _is_pending(self, wanted: Range) -> bool:
         """Return True if a pending request covers the whole range."""
         in_flight = (request for server in self._servers for request in server.in_flight)
         return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
 
-    def _to_hedge(self, server: int, now: float) -> Range | None:
+    def _overdue_range(self, server: int, now: float) -> Range | None:
         """Return the range to hedge: the rest of another server's overdue request that the training loop waits for."""
         holding = [
             (other, request)
@@ -243,15 +243,15 @@ class RangeScheduler:
         ]
         if len(holding) != 1:
             return None
-        ((other, late),) = holding
-        if other == server or now - late.since < self._patience:
+        ((other, overdue),) = holding
+        if other == server or now - overdue.since < self._patience:
             return None
-        return self._missing(Range(late.start, late.stop, 0))
+        return self._missing(Range(overdue.start, overdue.stop, 0))
 
     @property
     def _patience(self) -> float:
         """Seconds after which a request is hedged."""
-        if len(self._latencies) < RECENT_ANSWERS // 4:
+        if len(self._latencies) < RECENT_RESPONSES // 4:
             return HEDGE_UNKNOWN
         return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
 
@@ -261,7 +261,7 @@ class RangeScheduler:
             not other.is_disconnected and now >= other.ejected_until for other in self._servers
         )
 
-    # -- what happened
+    # -- events
 
     def joined(self, server: int, num_workers: int) -> None:
         """Record the number of workers that a server reports."""
@@ -274,7 +274,7 @@ class RangeScheduler:
         in_flight = list(gone.in_flight)
         gone.in_flight.clear()
         lost = [self._missing(Range(request.start, request.stop, request.ahead)) for request in in_flight]
-        self._retries += [wanted for wanted in lost if wanted is not None and not self._is_out(wanted)]
+        self._retries += [wanted for wanted in lost if wanted is not None and not self._is_pending(wanted)]
         self._retries.sort()
 
     def extend(self, stop: int) -> None:
@@ -298,8 +298,8 @@ class RangeScheduler:
         Returns:
             The rest of the range, which must be the next request on the same connection; None if nothing is left.
         """
-        answering = self._servers[server]
-        request = answering.in_flight[0]
+        responding = self._servers[server]
+        request = responding.in_flight[0]
         missing = set(range(max(request.start, self.received), request.start + count)) - self._beyond
         self._beyond |= missing
         while self.received in self._beyond:
@@ -308,15 +308,15 @@ class RangeScheduler:
         mean = nbytes / count
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean
         self._latencies.append(now - request.since)
-        answering.is_disconnected = False
+        responding.is_disconnected = False
         if missing:
-            answering.cooldown = 0.0
+            responding.cooldown = 0.0
         elif not request.is_hedge:
-            answering.cooldown = min(MAX_COOLDOWN_S, max(MIN_COOLDOWN_S, 2 * answering.cooldown))
-            answering.ejected_until = now + answering.cooldown
+            responding.cooldown = min(MAX_COOLDOWN_S, max(MIN_COOLDOWN_S, 2 * responding.cooldown))
+            responding.ejected_until = now + responding.cooldown
         rest = self._missing(Range(request.start + count, request.stop, request.ahead))
         if rest is None:
-            answering.in_flight.popleft()
+            responding.in_flight.popleft()
         else:
             request.start, request.stop, request.since = rest.start, rest.stop, now
         return rest

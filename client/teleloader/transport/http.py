@@ -43,7 +43,7 @@ KEEPALIVE_OPTIONS: Final = (
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
 """Maximum size of a response without its body: headers, or "100 Continue" responses, could be endless."""
-LEAST_RATE: Final = 1024
+MIN_RATE: Final = 1024
 """Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6
 """Maximum wait on a connection without data, as a multiple of the server's `timeout`: a proxy may have dropped the
@@ -108,8 +108,8 @@ class BoundedReader(io.RawIOBase):
         return got
 
     def _check_rate(self, now: float) -> None:
-        if self._due and self._count < LEAST_RATE * self._patience:
-            raise TimeoutError(f"the response arrived at less than {LEAST_RATE:,} bytes/s for {self._patience:g} s")
+        if self._due and self._count < MIN_RATE * self._patience:
+            raise TimeoutError(f"the response arrived at less than {MIN_RATE:,} bytes/s for {self._patience:g} s")
         self._count = 0
         self._due = now + self._patience
 
@@ -135,11 +135,11 @@ class HttpConnection:
     def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
         parts = urlsplit(server.url)
         self._server = server
-        self._below = path
+        self._batches_path = path
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
         self.first_byte = 0
-        self._shown: str | None = None
+        self._sent_token: str | None = None
         """Token that the last request carried."""
         self._consumer = consumer
         self._report = report
@@ -168,7 +168,7 @@ class HttpConnection:
 
     def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for a range of batches."""
-        self._shown = self._server.credentials.token
+        self._sent_token = self._server.credentials.token
         headers = {
             CONSUMER_HEADER: self._consumer,
             REPORT_HEADER: self._report().to_header(),
@@ -198,12 +198,12 @@ class HttpConnection:
 
     def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
-            if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._shown):
+            if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._sent_token):
                 raise ConnectionError("the token was replaced")
             if response.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(
-                    response.status, response.read(MAX_PROBLEM_BYTES), self._server.url, self._below,
+                    response.status, response.read(MAX_PROBLEM_BYTES), self._server.url, self._batches_path,
                     retry_after=parse_retry_after(response.getheader("Retry-After", "")),
                 )  # fmt: skip
             size = response.length

@@ -212,7 +212,7 @@ def load(dataset: Any, name: str) -> DirectLoader:
 
 
 def _lent(name: str) -> Callable[..., Any]:
-    function = local.borrowed(name)
+    function = local.registered_function(name)
     if function is None:
         raise ConfigError(f"this process knows no function {name!r}: pass it to the loader again")
     return function

@@ -130,7 +130,7 @@ class ObjectPools:
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):
             # only private workers: shared ones may have been forked before the function was passed
-            function = None if name is None or spec.session is None else local.borrowed(name)
+            function = None if name is None or spec.session is None else local.registered_function(name)
             if name is not None and function is not None:
                 functions[name] = function
             elif name is not None and name not in functions:
