@@ -199,14 +199,16 @@ class Authenticator:
     # -- checks of single parts
 
     def check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Reject a request with a foreign Host header or from a page of another site (DNS rebinding, CSRF).
+        """Reject a request whose Host header names another server, or that a page of another site caused.
+
+        Protects against DNS rebinding and cross-site request forgery.
 
         Args:
             method: HTTP method of the request; GET for a WebSocket.
             headers: Headers of the request that `RequestCaller` selected.
 
         Raises:
-            HttpProblem: With status 421 for the Host header, 403 for a cross-site request.
+            HttpProblem: With status 421 for the Host header, or 403 for a cross-site request.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
@@ -308,7 +310,7 @@ class RequestCaller:
             The client's principal; `ANYONE` for an endpoint without a required token.
 
         Raises:
-            HttpProblem: The Host header is foreign, or a page of another site caused the request.
+            HttpProblem: The Host header names another server, or a page of another site caused the request.
             Unauthorized: The request has no valid token.
             Forbidden: The token's scopes do not permit the request.
         """

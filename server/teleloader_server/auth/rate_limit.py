@@ -128,7 +128,7 @@ class FairQueue:
         """Maximum number of requests of a principal per iteration."""
 
     async def wait_turn(self, name: str, now: float) -> None:
-        """Wait until a principal may start its next request."""
+        """Wait until it is a principal's turn to start a request."""
         loop = asyncio.get_running_loop()
         if name != self._last:
             self._several_until = now + RECENT if self._last else 0.0

@@ -71,7 +71,7 @@ class TlsFiles:
         }
 
     def paths(self) -> Iterator[Path]:
-        """Yield the paths of certificate, key and CA file, as far as they are configured."""
+        """Yield the configured paths of certificate, key and CA file."""
         yield from (path for path in (self.certfile, self.keyfile, self.ca_certs) if path is not None)
 
     def _sentence(self, error: ssl.SSLError) -> str:

@@ -86,7 +86,7 @@ class TokenFile:
 
 
 class TokenText(NamedTuple):
-    """Content and visibility of a token file."""
+    """Content of a token file, and its visibility to other users of the machine."""
 
     text: Secret
     is_public: bool

@@ -85,7 +85,7 @@ class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Parse ``NAME=VALUE`` to a tuple of name and value."""
+        """Parse ``NAME=VALUE`` to a pair of name and value."""
         name, equals, stated = str(value).partition("=")
         if not equals:
             self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
@@ -98,7 +98,7 @@ class Size(click.ParamType):  # type: ignore[type-arg] # as above
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse a size to a number of bytes."""
+        """Parse a size such as ``512MiB`` to a number of bytes."""
         if isinstance(value, int):
             return value
         try:

@@ -97,7 +97,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Result of a pass over some batches."""
+    """Result of loading some batches: decoded batches, first failure, total size and stage times."""
 
     batches: dict[int, Any]
     """Decoded batches by batch number; arrays are replaced by `ArrayLeaf` objects."""
@@ -396,7 +396,7 @@ class _Counter:
         self.nbytes = 0
 
     def write(self, piece: bytes | memoryview) -> int:
-        """Add the size of a piece to `nbytes`; return the number of bytes written."""
+        """Count written bytes in `nbytes`, and return their number."""
         size = memoryview(piece).nbytes
         self.nbytes += size
         return size

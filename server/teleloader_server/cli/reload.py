@@ -53,7 +53,7 @@ class _Interesting(DefaultFilter):
 
 
 class Reloader:
-    """Parent process of the server, which it restarts when files change.
+    """Parent process that runs the server as a child process, and restarts it when files change.
 
     Args:
         arguments: Command-line arguments of the server.

@@ -54,7 +54,7 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
         self._rule = rule
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the value if it matches the pattern.
+        """Validate the value of a command-line argument against the pattern, and return it.
 
         Raises:
             click.BadParameter: The value does not match.

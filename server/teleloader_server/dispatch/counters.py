@@ -47,7 +47,7 @@ KEEP_LOOPS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """Owner of an engine's workers, and the setting of their number."""
+    """Owner of an engine's workers, and name of the setting that determines their number."""
 
     session: str | None
     """Key of the loader to which the workers belong; None for shared workers."""
@@ -311,13 +311,13 @@ class ConsumerCounters:
         dataset.nbytes += nbytes
 
     def waits(self) -> None:
-        """Start the time during which a requested batch is not ready."""
+        """Start measuring the consumer's wait for a batch that is not ready."""
         now = time.monotonic()
         self.waiting.begin(now)
         self.loop.waiting.begin(now)
 
     def has_waited(self) -> None:
-        """End the time that `waits` started."""
+        """Stop measuring the consumer's wait for a batch."""
         now = time.monotonic()
         self.loop.waiting.end(now)
         self.dataset.waiting += self.waiting.end(now)
@@ -405,7 +405,7 @@ class PoolCounters:
         self._metrics.worker_restarts += 1
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
-        """Remove the counters of all other consumers and loaders."""
+        """Remove the counters of all consumers and loaders except the given ones."""
         known = set(map(_who, consumers))
         self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
@@ -417,7 +417,7 @@ class PoolCounters:
         return self._consumers[_who(consumer)]
 
     def marked(self) -> list[Marked]:
-        """Return the counters of consumers and loaders, to sample their totals."""
+        """Return all counters of consumers and loaders, whose totals are to be sampled."""
         return [*self._consumers.values(), *self.loaders.values()]
 
 
@@ -457,7 +457,7 @@ class Counters:
         return known
 
     def marked(self) -> list[Marked]:
-        """Return the counters of datasets and training loops, to sample their totals."""
+        """Return all counters of datasets and training loops, whose totals are to be sampled."""
         return [*self.datasets.values(), *self._loops.values()]
 
     def keep_recent(self, now: float) -> None:

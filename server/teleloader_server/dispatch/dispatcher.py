@@ -272,7 +272,7 @@ class Dispatcher:
             batch.consumer.principal_share.served += more
 
     def release(self) -> None:
-        """Release all memory to other dispatchers, at the end of this dispatcher."""
+        """Release all memory to other dispatchers, when this dispatcher is closed."""
         self.store.release()
         for consumer in self._consumers.values():
             del consumer.principal_share.quota.consumers[consumer]
@@ -280,7 +280,7 @@ class Dispatcher:
     # -- state
 
     def consumers(self) -> Iterable[Consumer]:
-        """Return all consumers that were not removed."""
+        """Return the current consumers."""
         return self._consumers.values()
 
     def is_busy(self, worker: int) -> bool:

@@ -303,7 +303,7 @@ class Engine:
         self._pool.forget(key)
 
     def wake(self) -> None:
-        """Schedule a decision, because memory or a quota may be available again."""
+        """Schedule a decision of the dispatcher, because memory or a quota may be available again."""
         self._decide_soon()
 
     def preempt(self) -> None:
@@ -324,7 +324,7 @@ class Engine:
     # -- state
 
     def consumers(self) -> Iterable[Consumer]:
-        """Return all consumers that were not removed."""
+        """Return the current consumers of the engine."""
         return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:

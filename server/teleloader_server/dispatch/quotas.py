@@ -95,7 +95,7 @@ class Quota:
 
 
 def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
-    """Return the delay of a request that keeps the rate at most `rate` (generic cell rate algorithm).
+    """Return the delay of a request that limits the request rate to `rate` (generic cell rate algorithm).
 
     A burst of ``rate`` requests is not delayed. A request with a delay above `PATIENCE` must be rejected and is not
     counted.
@@ -114,7 +114,7 @@ def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
 
 
 class Quotas:
-    """Quotas of all principals.
+    """Registry of the quotas of all principals.
 
     Args:
         limits: Limits of clients.
@@ -169,7 +169,7 @@ class BodyBudget:
         """Held bytes by principal name."""
 
     def has_room(self, name: str, nbytes: int) -> bool:
-        """Return True if a principal may hold `nbytes` more."""
+        """Return True if `nbytes` additional bytes of a principal fit into the budget."""
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 

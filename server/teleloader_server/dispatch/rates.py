@@ -63,13 +63,13 @@ class Stopwatch:
         self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """Start an event."""
+        """Start timing an event."""
         if not self._count:
             self._since = now
         self._count += 1
 
     def end(self, now: float) -> float:
-        """End an event; return the duration since the first overlapping event, or 0 while others continue."""
+        """Stop timing an event; return the seconds since the first overlapping event, or 0 while others continue."""
         self._count -= 1
         over = 0.0 if self._count else now - self._since
         self._seconds += over

@@ -170,7 +170,7 @@ class LoaderService:
         return self.registration(key, caller)
 
     def registration(self, key: str, caller: Caller) -> Registration:
-        """Return the registration of a loader, and count as a heartbeat of its session.
+        """Return the registration of a loader, and record a heartbeat of its session.
 
         Args:
             key: Key of the loader.

@@ -51,7 +51,7 @@ class Engines:
 
     @property
     def ready(self) -> bool:
-        """True if at least one worker is ready, or if workers start only with the first loader (`serve`)."""
+        """True if at least one worker is ready, or if workers start only when the first loader is registered."""
         return self._shared is None or any(state.ready for engine in self.started() for state, _ in engine.workers())
 
     async def shared(self) -> Engine:

@@ -198,11 +198,11 @@ class Store:
             self._evict(next(iter(self._unwanted)))
 
     def is_full(self, principal_share: PrincipalShare, nbytes: int) -> bool:
-        """Return True if `nbytes` more exceed the memory budget or the principal's share."""
+        """Return True if `nbytes` additional bytes would exceed the memory budget or the principal's share."""
         return self._lacks(nbytes, None) or self._lacks(nbytes, principal_share.quota)
 
     def _lacks(self, nbytes: int, quota: Quota | None) -> bool:
-        """Return True if `nbytes` more exceed a principal's share of the memory, or the whole budget for None."""
+        """Return True if `nbytes` additional bytes would exceed a principal's share, or the whole budget for None."""
         if quota is not None:
             return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a request in the server: queue, fetch, collate, encode and send, as children of the client's.
+"""OpenTelemetry spans of the server's part of a request: queue, fetch, collate, encode and send.
 
 Workers create no spans: the stage times that they report for each batch suffice.
 """
@@ -57,7 +57,7 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Record the spans of batch k: queue and stages, which may lie before the request.
+        """Record the spans of batch k: time in the queue and in each stage, possibly before the request.
 
         Failures that the server created itself (`made` is None) have no spans.
         """
@@ -79,7 +79,7 @@ class RequestTrace:
 
     @contextmanager
     def sending(self, nbytes: int) -> Iterator[None]:
-        """Record a span while frames are sent, as a context manager."""
+        """Record a span for sending frames, during a ``with`` block."""
         with tracing.tracer().start_as_current_span(
             "teleloader send", self._within, attributes={"teleloader.bytes": nbytes}
         ):

@@ -75,11 +75,11 @@ class DirectLoader:
         return DirectEpoch(hosted, spec, epoch, seeded=seeded)
 
     def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> DirectWorkers:
-        """Return workers of a registered loader that run in the thread that calls, for tests without a server.
+        """Create the workers of a registered loader, which load in the calling thread, for tests without a server.
 
         Args:
-            spec: The loader.
-            functions: Collate and worker-init functions, by the names in specs.
+            spec: Specification of the loader.
+            functions: Collate and worker-init functions, by their names in specs.
         """
         return DirectWorkers(replace(self._hosted, functions=functions), spec)
 
@@ -118,12 +118,12 @@ class DirectEpoch:
         return batch.content, batch.state
 
     def close(self) -> None:
-        """Release the dataset's iterator, so that ``finally`` blocks of generators run."""
+        """Close the dataset's iterator, so that ``finally`` blocks of generators run."""
         self._loading.passes.close()
 
 
 class DirectWorkers:
-    """Workers of one loader that load in the thread that calls; one for each shard of an iterable-style dataset."""
+    """Workers of one loader that load in the calling thread, one per shard of an iterable-style dataset."""
 
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec) -> None:
         self._spec = spec
@@ -131,18 +131,18 @@ class DirectWorkers:
         self._workers = [_DirectWorker(hosted, spec, shard) for shard in range(spec.shards)]
 
     def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
-        """Return the frame of a batch, or of the failure in its place.
+        """Load a batch and return its frame, or a failure frame if loading fails.
 
         Args:
-            address: The batch.
-            indices: Frame of the indices, for a client-side sampler.
+            address: ID of the batch.
+            indices: Frame with the index list of a client-side sampler; None in seeded order.
             error: Exception to report in place of the batch; None loads it.
         """
         task = Task(self._spec, self._length, address, indices)
         return self._workers[address.batch % len(self._workers)].frame(task, error)
 
     def close(self) -> None:
-        """Release the iterators of the dataset."""
+        """Close the dataset's iterators, so that ``finally`` blocks of generators run."""
         for worker in self._workers:
             worker.close()
 

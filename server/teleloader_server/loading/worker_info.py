@@ -53,10 +53,10 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
 
 
 class WorkerScope:
-    """Context in which user code of this process sees the worker info of a worker, for loading without processes.
+    """Context manager that sets the worker information of this process, for loading without worker processes.
 
     Args:
-        id_: Number of the worker.
+        id_: Worker ID.
         num_workers: Number of workers.
         seed: Seed of the worker's random numbers.
         dataset: The worker's replica of the dataset.

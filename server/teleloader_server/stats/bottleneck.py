@@ -80,7 +80,7 @@ class ConsumerRates(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """True if the consumer is expected to send further requests, also if its training steps are long."""
+        """True if the consumer is expected to send further requests, given its recent batch rate."""
         return self.batch_rate > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.batch_rate))
 
     @property

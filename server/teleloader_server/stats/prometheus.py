@@ -72,7 +72,7 @@ class _Now(Collector):
         self._datasets = stats.datasets
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
+        """Yield all Prometheus metrics of the server."""
         yield from _of_server(self._stats.server)
         yield from self._of_workers()
         yield from self._of_datasets()

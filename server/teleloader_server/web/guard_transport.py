@@ -1,4 +1,4 @@
-"""Operations on asyncio transports that asyncio does not provide, and the last response of a closed connection."""
+"""Operations on asyncio transports that asyncio does not provide, and error responses that close a connection."""
 
 from __future__ import annotations
 

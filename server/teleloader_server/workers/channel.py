@@ -32,7 +32,7 @@ _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
-    """One end of a connection between two processes of the server, blocking if its socket is."""
+    """One end of a message channel between two processes of the server; blocks if its socket is blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -115,7 +115,7 @@ class Channel:
             self._socket.settimeout(timeout)
 
     def flush(self) -> bool:
-        """Send queued messages; return False if some must wait until the socket is writable.
+        """Send queued messages; return False if some remain until the socket is writable.
 
         Messages to a process that has ended are dropped, because `receive` reports the end.
         """

@@ -98,7 +98,7 @@ class WorkerHandle:
     # -- notes in shared memory
 
     def take_notes(self, file: int) -> None:
-        """Set the file with the worker's notes, which the worker shares; see `messages`."""
+        """Store the descriptor of the worker's notes, a file in shared memory (see `messages`)."""
         self._notes = file
 
     def current_task(self) -> Task | None:

@@ -56,7 +56,7 @@ class WorkerExit:
 
 
 class Action(enum.Enum):
-    """Action on a slow worker."""
+    """Action that the pool takes on a slow or stopped worker."""
 
     RECLAIM = enum.auto()
     """Reassign the tasks that are queued behind the current one to other workers."""

@@ -73,7 +73,7 @@ class InProcessPool:
         self._tasks.put(loader)
 
     def workers(self) -> list[WorkerState]:
-        """Return the state of the thread as that of worker 0."""
+        """Return the state of the pool's thread, as that of worker 0."""
         task, since = self._at_hand
         return [
             WorkerState(

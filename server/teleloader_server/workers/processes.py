@@ -127,7 +127,7 @@ class ProcessPool:
             self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
-        """Preempt a worker: kill its process, and requeue its tasks without blaming them."""
+        """Preempt a worker: kill its process, and requeue its tasks without counting it as their fault."""
         process = self._places[worker].process
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
