@@ -381,7 +381,7 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """Saves and restores the random generators from which a loader draws sample orders and base seeds.
+    """Random generators from which a loader draws sample orders and base seeds, with methods to save and restore them.
 
     Args:
         generator: The loader's torch.Generator, or None.

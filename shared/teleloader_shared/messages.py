@@ -104,7 +104,7 @@ class DatasetInfo:
     functions: list[str]
     """Collate and worker-init functions that clients may choose, as ``module:function``."""
     seeding: Literal["batch", "sample"]
-    """Unit before which random number generators are reseeded."""
+    """Granularity at which random number generators are reseeded."""
     cpus: int
     """Number of CPUs that the server may use."""
 

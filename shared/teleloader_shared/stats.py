@@ -12,7 +12,7 @@ from typing import Final, Literal
 WINDOW: Final = 10.0
 
 Bottleneck = Literal["loader", "training", "network", "balanced", "unknown"]
-"""Bottleneck of a consumer.
+"""Resource that limits a consumer's batch rate.
 
 ``loader``: batches are not ready when they are requested. ``training``: batches are ready and wait for the training
 loop. ``network``: batches are ready but arrive more slowly than the training loop consumes them. ``balanced``: the

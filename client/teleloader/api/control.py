@@ -103,7 +103,7 @@ def _confirmed(
 
 
 class Server:
-    """Client of one loader server for control requests, with its credentials and its health.
+    """Client for control requests to one loader server, with credentials and the server's health.
 
     Args:
         url: URL of the server.
@@ -244,7 +244,7 @@ class Server:
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """Return the TLS error that broke a connection, for an accurate message; None for other causes."""
+        """Return the TLS error that broke a connection; None for other causes."""
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found

@@ -41,7 +41,6 @@ NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE,
 MAX_SENTENCES: Final = 5
 """Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
-"""Maximum number of loading stages in the output."""
 STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",

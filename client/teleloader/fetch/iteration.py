@@ -231,7 +231,7 @@ class LoaderIterator:
 
     @property
     def is_copy(self) -> bool:
-        """True in a forked child process, where threads and connections of the iterator do not exist."""
+        """True in a forked child process, where the iterator's threads do not run."""
         return os.getpid() != self._pid
 
     def __iter__(self) -> Iterator[Any]:

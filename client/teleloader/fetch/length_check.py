@@ -72,7 +72,7 @@ class LengthCheck:
             warnings.warn(text, stacklevel=_IN_NEXT)
 
     def ended(self, number: int, end: End) -> None:
-        """Record the end of a shard, received in place of batch `number`; repeated for later batches of the shard."""
+        """Record the end of a shard, received in place of batch `number`; repeated calls have no effect."""
         self._ends[number % max(1, self._num_workers)] = end
 
     def finished(self) -> None:

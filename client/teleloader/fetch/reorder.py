@@ -212,7 +212,7 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Deliver a batch only once `is_ready` returns True for it; call `staged` when its result may change."""
+        """Set a predicate that a batch must satisfy before delivery; call `staged` when its result may change."""
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:

@@ -163,7 +163,7 @@ class RangeScheduler:
         return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
-        """Return True if there are batches to request from a server, so that `next_range` returns a range."""
+        """Return True if `next_range` would return a range of batches to request from a server."""
         if self._retries:
             return True
         if self._is_ejected(server, now):

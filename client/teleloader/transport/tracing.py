@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Creates the spans of one iteration, as children of the span that was current when ``iter()`` was called.
+    """Factory of the spans of one iteration, children of the span that was current when ``iter()`` was called.
 
     Args:
         key: Key of the loader.
