@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class FileWatch:
-    """Detector of changed files that waits until they are completely written.
+    """Detector of file changes, which reports files only once they are completely written.
 
     Files count as completely written when two consecutive polls find them equal. The caller polls at intervals and
     reads the files after `poll` returned True. If `has_changed` then returns True, the caller discards the content: a

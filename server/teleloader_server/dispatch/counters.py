@@ -108,7 +108,7 @@ class DatasetCounters:
         """Histogram of the time per batch, by stage."""
 
     def mark(self, now: float) -> None:
-        """Sample the totals, for recent rates."""
+        """Add a sample of the totals to the window from which recent rates are computed."""
         self.made.mark(now, self.samples)
         self.left.mark(now, self.sent, self.nbytes)
 
@@ -169,7 +169,7 @@ class LoaderCounters:
         self.window = RateWindow(now, 0, *self.seconds)
 
     def mark(self, now: float) -> None:
-        """Sample the totals, for recent rates."""
+        """Add a sample of the totals to the window from which recent rates are computed."""
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
@@ -257,7 +257,7 @@ class LoopCounters:
         return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
 
     def mark(self, now: float) -> None:
-        """Sample the totals, for recent rates."""
+        """Add a sample of the totals to the window from which recent rates are computed."""
         self._window.mark(now, *self._totals(now))
         if self._said is not None:
             self._said.mark(*self._said_last)
@@ -329,7 +329,7 @@ class ConsumerCounters:
             self.report = report
 
     def mark(self, now: float) -> None:
-        """Sample the totals, for recent rates."""
+        """Add a sample of the totals to the window from which recent rates are computed."""
         self.window.mark(now, self.batches, self.nbytes)
 
 
@@ -337,7 +337,7 @@ class Marked(Protocol):
     """Interface of counters whose totals are sampled for recent rates."""
 
     def mark(self, now: float) -> None:
-        """Sample the totals, for recent rates."""
+        """Add a sample of the totals to the window from which recent rates are computed."""
 
 
 _Who = tuple[str, str, Epoch]

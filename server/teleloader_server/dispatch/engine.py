@@ -343,7 +343,7 @@ class Engine:
         return self._pool.num_workers
 
     def pids(self) -> list[int]:
-        """Return the process IDs of the pool."""
+        """Return the process IDs of the worker pool, including the fork server."""
         return self._pool.pids()
 
     @property

@@ -197,7 +197,7 @@ class RequestProgress:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Restart the timeouts of the current phase, because the server has not read from the connection until now."""
+        """Restart the timeouts of the current phase, excluding time in which the server did not read."""
         self._since = now
         self._rate.restart(now)
 

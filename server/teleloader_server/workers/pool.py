@@ -95,7 +95,7 @@ class Pool(Protocol):
         """Release the state of a loader in all workers; its tasks can still be submitted."""
 
     def pids(self) -> list[int]:
-        """Return the process IDs of the pool."""
+        """Return the IDs of all processes of the pool."""
 
     def mapped_bytes(self) -> int:
         """Return the size of the shared memory for frames in bytes, used or free."""

@@ -89,7 +89,7 @@ class ProcessPool:
 
     @property
     def num_workers(self) -> int:
-        """Number of worker processes."""
+        """Number of worker processes of the pool."""
         return self._limits.num_workers
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
