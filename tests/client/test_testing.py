@@ -70,6 +70,11 @@ def first_of(samples: list[Any]) -> list[Any]:
     return [sample[0] for sample in samples]
 
 
+def fail_to_open(worker_id: int) -> None:
+    """A worker-init function that raises."""
+    raise KeyError(worker_id)
+
+
 DATASETS: dict[str, Any] = {"map": Augmented(), "stream": Stream()}
 ORDERS: dict[str, dict[str, Any]] = {
     "sequential": {"seed": 3},
@@ -146,6 +151,17 @@ def test_functions_are_allowed_by_name() -> None:
         pytest.raises(ValueError, match=r"first_of runs on the server, .* not allow"),
     ):
         loader(fake.url, collate_fn=first_of)
+
+
+def test_a_worker_init_function_that_fails_is_reported_in_place_of_a_batch() -> None:
+    """As by a worker process; the worker ID counts the shards of all ranks."""
+    with FakeServer(DATASETS, functions=[fail_to_open]) as fake:
+        batches = iter(
+            loader(fake.url, dataset="stream", num_workers=2, worker_init_fn=fail_to_open, rank=1, world_size=2)
+        )
+        for worker_id in (2, 3):
+            with pytest.raises(KeyError, match=str(worker_id)):
+                next(batches)
 
 
 def test_single_samples_and_the_length_are_available() -> None:

@@ -199,7 +199,7 @@ class HttpConnection:
     def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
             if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._sent_token):
-                raise ConnectionError("the token was replaced")
+                raise TransportError("the token was replaced")
             if response.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(
@@ -219,7 +219,7 @@ class HttpConnection:
             while filled < size:
                 got = response.readinto(view[filled:])
                 if not got:
-                    raise http.client.IncompleteRead(b"", size - filled)
+                    raise TransportError(f"the response ended {size - filled:,} bytes early")
                 filled += got
             return memory
 

@@ -157,25 +157,19 @@ class _DirectWorker:
         if hosted.info.kind == "iterable" and spec.num_workers > 0:
             self._contexts.append(WorkerScope(shard, spec.num_workers * spec.world_size, seed, hosted.dataset))
         self._loading = Loading({spec.dataset: hosted}, -1, DEFAULT_MAX_BATCH_BYTES)
+        self._init_failure: Exception | None = None
+        """Reported in place of each batch, as in a worker process."""
         with self._inside():
             seed_worker(spec.seed, shard)
-            worker_init = hosted.worker_init_of(spec.worker_init)
-            if worker_init is not None:
-                worker_init(shard)
+            try:
+                if (worker_init := hosted.worker_init_of(spec.worker_init)) is not None:
+                    worker_init(shard)
+            except Exception as error:  # noqa: BLE001 - an exception of the user's
+                self._init_failure = error
 
     def frame(self, task: Task, error: Exception | None) -> NDArray[np.uint8]:
-        buffers: list[NDArray[np.uint8]] = []
-
-        def place(nbytes: int) -> NDArray[np.uint8]:
-            buffers.append(np.empty(nbytes, np.uint8))
-            return buffers[-1]
-
         with self._inside():
-            if error is None:
-                nbytes, _ = self._loading.load(task, place)
-            else:
-                nbytes, _ = self._loading.fail(task, error, place)
-        return buffers[-1][:nbytes]
+            return self._loading.frame(task, error or self._init_failure)[0]
 
     def close(self) -> None:
         with self._inside():

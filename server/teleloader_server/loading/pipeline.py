@@ -74,6 +74,22 @@ class Loading:
             return nbytes, Report(batch.count, True, batch.seconds)
         return len(batch.frame), Report(batch.count, False, batch.seconds)
 
+    def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
+        """Return the frame of `task`, in a buffer of its own, and a report.
+
+        Args:
+            task: The batch.
+            error: Exception to report in place of the batch; None loads it.
+        """
+        buffers: list[NDArray[np.uint8]] = []
+
+        def place(nbytes: int) -> NDArray[np.uint8]:
+            buffers.append(np.empty(nbytes, np.uint8))
+            return buffers[-1]
+
+        nbytes, report = self.load(task, place) if error is None else self.fail(task, error, place)
+        return buffers[-1][:nbytes], report
+
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
         """Write a failure frame in place of a batch; return its size and a report, as `load` does."""
         return self._write_failure(task, error, [], place), Report(0, True, [0.0] * len(self._stages))

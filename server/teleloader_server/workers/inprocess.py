@@ -11,15 +11,13 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
-import numpy as np
-
 from teleloader_server.config import Limits
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.aside import aside
-from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
+from teleloader_server.workers.pool import PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
@@ -117,14 +115,8 @@ class InProcessPool:
             loading.passes.close()
 
     def _load(self, loading: Loading, task: Task) -> None:
-        buffers: list[Lease] = []
-
-        def place(nbytes: int) -> Lease:
-            buffers.append(np.empty(nbytes, np.uint8))
-            return buffers[-1]
-
         self._at_hand = task, time.monotonic()
         with self._random_state:
-            nbytes, report = loading.load(task, place)
+            frame, report = loading.frame(task)
         self._at_hand = None, 0.0
-        self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, buffers[-1][:nbytes], report)
+        self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, frame, report)
