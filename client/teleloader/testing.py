@@ -39,9 +39,9 @@ class FakeServer:
     """In-process loader server for unit tests of training code.
 
     In the ``with`` block, ``RemoteDataset(server.url, name)`` connects to it. Batches, their order, saved states and
-    errors are those of a server that hosts the same datasets. A background thread of the client loads one batch at a
-    time; while it loads, it sets the global random generators of the process, and restores them afterwards. Each shard
-    of an iterable-style dataset is a copy of the dataset, if it can be copied.
+    errors are those of a server that hosts the same datasets. A background thread loads one batch at a time; it seeds
+    the global random generators of the process for the batch, and restores them afterwards. Each shard of an
+    iterable-style dataset is a deep copy of the dataset, or the dataset itself if copying fails.
 
     Args:
         datasets: Datasets by name, as torch accepts them.
