@@ -57,8 +57,32 @@ class Stream:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for k in range(first, 23, step):
+        for k in range(first, 24, step):
             yield 100 * self.epoch + k, random.random()
+
+
+class OwnIterator:
+    """Iterable-style dataset that can be iterated once."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> int:
+        if self._next == 10:
+            raise StopIteration
+        self._next += 1
+        return self._next
+
+
+class Alike:
+    """Iterable-style dataset whose parts are equal, which is no reason to warn."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter([0] * (10 if info is None else 10 // info.num_workers))
 
 
 class SampleError(Exception):
@@ -75,7 +99,7 @@ def fail_to_open(worker_id: int) -> None:
     raise KeyError(worker_id)
 
 
-DATASETS: dict[str, Any] = {"map": Augmented(), "stream": Stream()}
+DATASETS: dict[str, Any] = {"map": Augmented(), "stream": Stream(), "own iterator": OwnIterator(), "alike": Alike()}
 ORDERS: dict[str, dict[str, Any]] = {
     "sequential": {"seed": 3},
     "shuffled": {"shuffle": True, "seed": 3},
@@ -85,6 +109,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "compressed": {"seed": 3, "compression": "zstd", "checksum": False},
     "one shard": {"dataset": "stream", "seed": 3},
     "two shards": {"dataset": "stream", "seed": 3, "num_workers": 2},
+    "shards that are alike": {"dataset": "alike", "num_workers": 2},
     "shards of a rank": {"dataset": "stream", "seed": 3, "num_workers": 2, "rank": 1, "world_size": 2},
 }
 
@@ -121,6 +146,16 @@ def test_two_epochs_equal_those_of_a_real_server(real: str, order: str) -> None:
             assert expected
         assert random.getstate() == state
     assert get_worker_info() is None
+
+
+def test_each_shard_iterates_a_copy_of_the_dataset(real: str) -> None:
+    """As each worker does, in each epoch; shards that do not divide the dataset are warned of as well."""
+    with FakeServer(DATASETS) as fake:
+        for url in (real, fake.url):
+            loading = loader(url, dataset="own iterator", batch_size=5, num_workers=2)
+            with pytest.warns(UserWarning, match="Each of the 2 workers .* yielded the whole dataset"):
+                first = [plain(batch) for batch in loading]
+            assert first == [plain(batch) for batch in loading] == [[*range(k, k + 5)] for k in (1, 1, 6, 6)]
 
 
 @pytest.mark.parametrize("order", ["shuffled", "client-side sampler", "two shards"])
