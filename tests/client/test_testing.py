@@ -26,6 +26,7 @@ from teleloader import (
 )
 from teleloader.testing import FakeServer
 from teleloader_server import get_worker_info, serve
+from teleloader_server.loading.worker_info import was_asked
 from tests.conftest import ROOT
 
 
@@ -146,6 +147,7 @@ def test_two_epochs_equal_those_of_a_real_server(real: str, order: str) -> None:
             assert expected
         assert random.getstate() == state
     assert get_worker_info() is None
+    assert not was_asked()
 
 
 def test_each_shard_iterates_a_copy_of_the_dataset(real: str) -> None:

@@ -72,8 +72,8 @@ class WorkerScope:
         _asked = self._asked
 
     def __exit__(self, *_: object) -> None:
-        global _current
-        self._asked, _current = _asked, None
+        global _current, _asked
+        self._asked, _current, _asked = _asked, None, False
         if sys.modules.get("torch") is not None:
             from torch.utils.data._utils import worker
 
