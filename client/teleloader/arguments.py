@@ -127,15 +127,15 @@ def check_ranks(
     """
     drawn = sampler is not None or generator is not None
     if rank and world_size is None:
-        raise ValueError(f"rank={rank} requires world_size, the number of ranks that share the epoch")
+        raise ValueError(f"rank={rank} requires world_size: pass the number of ranks that share the epoch")
     if seed is not None and drawn:
         raise ValueError(
-            "seed option is mutually exclusive with sampler, batch_sampler and generator: it selects the seeded order"
+            "seed option is mutually exclusive with sampler, batch_sampler and generator: pass only one order"
         )
     if drawn and (rank is not None or world_size is not None):
         raise ValueError(
-            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: a sampler "
-            "divides the epoch among ranks itself, as DistributedSampler does"
+            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: use a "
+            "sampler that divides the epoch among ranks, such as DistributedSampler"
         )
 
 

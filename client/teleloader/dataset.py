@@ -276,8 +276,8 @@ class RemoteDataset:
     def _hint(self) -> str:
         """Return advice for the error message of a refused connection."""
         here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
-        others = "" if here else " A server started without --host accepts connections of its own machine only."
-        return f". Check that teleloader-server is running there, and that the URL is correct.{others}"
+        others = "" if here else " A server without --host accepts only local connections."
+        return f". Check that teleloader-server is running, and that the URL is correct.{others}"
 
 
 def consumers_prefix() -> str:

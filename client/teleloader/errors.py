@@ -85,5 +85,5 @@ def _text(failure: Failure, address: Address, server: str) -> str:
         which += f", with the indices [{shown}{more}]"
     hint = ""
     if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
-        hint = " If that is get_worker_info(): it is None with num_workers=0, and with num_workers=1 it is not."
+        hint = " get_worker_info() returns None if num_workers is 0: pass num_workers=1 to get a worker info."
     return harmless(f"{cause}\n\nThis was {which}, on {server}.{hint}")

@@ -39,7 +39,7 @@ def name_on_server(
     if function is None:
         return None
     if not callable(function):
-        raise TypeError(f"{argument} must be a function, was {function!r:.80}")
+        raise TypeError(f"{argument} must be a function, got {function!r:.80}")
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     torchs = argument == "collate_fn" and _is_torchs_default(module, name, batched=batched)
     if torchs and dataset.info.collate == "default":
@@ -61,9 +61,8 @@ def name_on_server(
 def _check_allowed(argument: str, function: str, info: DatasetInfo, url: str) -> None:
     if argument == "worker_init_fn" and info.kind == "map":
         raise ValueError(
-            f"worker_init_fn={function}: the workers of map-style dataset {info.name!r} are shared by all loaders, so "
-            f"a loader cannot choose it. Set worker_init in the configuration of {url} (now: "
-            f"{info.worker_init or 'none'})"
+            f"cannot use worker_init_fn={function}: all loaders share the workers of map-style dataset {info.name!r}. "
+            f"Set worker_init in the configuration of {url} (now: {info.worker_init or 'none'})"
         )
     if function.startswith("__main__:"):
         name = function.removeprefix("__main__:")
@@ -73,7 +72,7 @@ def _check_allowed(argument: str, function: str, info: DatasetInfo, url: str) ->
         )
     if function not in info.functions:
         raise ValueError(
-            f"{argument}={function} runs on the server, and {url} does not allow it for dataset {info.name!r}: add "
+            f"{url} does not allow {argument}={function} for dataset {info.name!r}: add "
             f"functions = [\"{function}\"] to the server's configuration, or omit the argument to use the server's "
             f"default. Allowed functions: {', '.join(info.functions) or 'none'}"
         )

@@ -65,8 +65,8 @@ def _entry_point(group: str, dataset: Any) -> Any:
     found = list(entry_points(group=group))
     if not found:
         raise TypeError(
-            f"dataset must be a RemoteDataset, was {type(dataset).__qualname__}, and no server is installed that could "
-            "host it here: pip install 'teleloader[server]'"
+            f"dataset must be a RemoteDataset, got {type(dataset).__qualname__}. To load other datasets in this "
+            "process, install the server: pip install 'teleloader[server]'"
         )
     return found[0].load()
 
@@ -77,7 +77,7 @@ def _explained(dataset: Any) -> Iterator[None]:
         yield
     except Exception as error:
         kind = type(dataset).__qualname__
-        raise TeleloaderError(f"a dataset of type {kind} cannot be hosted in this process: {error}") from error
+        raise TeleloaderError(f"cannot host a dataset of type {kind} in this process: {error}") from error
 
 
 def _stop(serving: AbstractContextManager[str], pid: int) -> None:

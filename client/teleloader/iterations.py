@@ -91,7 +91,8 @@ class Start:
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
         if order.has_plan and stop != registered.batches:
             raise ProtocolError(
-                f"{dataset.url} has {registered.batches} batches for this loader, and its plan has {stop}"
+                f"{dataset.url} computed {registered.batches} batches per epoch, expected {stop}: install the same "
+                "release of teleloader on both sides"
             )
         scheduler = RangeScheduler(
             progress.batch,

@@ -309,7 +309,7 @@ class DataLoader:
         order = self._order
         plan = order.plan(self.spec, epoch)
         if plan is None:
-            raise TypeError(f"no plan for {self!r}: its order is {order.description}. Pass seed= for a seeded order")
+            raise TypeError(f"{self!r} has no plan: the order is {order.description}. Pass seed= for a seeded order")
         return plan
 
     # -- iteration
@@ -473,7 +473,7 @@ class DataLoader:
             ValueError: If `epoch` is not an integer of at least 0.
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
-            raise ValueError(f"epoch must be an integer of at least 0, got {epoch!r}")
+            raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
         if self._progress is not None and self._progress.position.epoch != epoch:

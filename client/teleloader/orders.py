@@ -156,7 +156,7 @@ class SamplerOrder(Order):
     """
 
     name = "client"
-    description = "that of a sampler"
+    description = "determined by a sampler"
     identity = ("batch_size",)
     is_drawn = True
 
@@ -210,7 +210,7 @@ class StreamOrder(Order):
     """
 
     name = "iterable"
-    description = "that of an iterable-style dataset"
+    description = "determined by an iterable-style dataset"
     identity = ("batch_size", "num_workers")
     has_shards = True
 
@@ -290,8 +290,8 @@ class Orders:
             return self._drawn if spec.shuffle or change else self._plan
         if change:
             raise ValueError(
-                f"{change} was changed, but the order is that of seed={spec.seed}, rank={spec.rank}, "
-                f"world_size={spec.world_size}: create another DataLoader with the new arguments"
+                f"cannot use the new {change}: the order is determined by seed={spec.seed}, rank={spec.rank}, "
+                f"world_size={spec.world_size}. Create another DataLoader with the new arguments"
             )
         return self._plan
 

@@ -146,8 +146,8 @@ class _Draws:
         if name in self._states:
             if name not in self._keepers:
                 raise StateMismatch(
-                    f"the state has the state of a sampler, but {type(keeper).__name__} has no state_dict() and "
-                    "load_state_dict(): resume with the arguments of the loader that saved it"
+                    f"cannot restore the sampler: {type(keeper).__name__} has no state_dict() and load_state_dict(). "
+                    "Resume with the arguments of the loader that saved the state"
                 )
             keeper.load_state_dict(self._states[name])
 
@@ -328,9 +328,8 @@ class IndexLists:
 
 def _interrupted(k: int, error: BaseException) -> TeleloaderError:
     return TeleloaderError(
-        f"{type(error).__name__} interrupted the sampler while it drew the indices of batch {k}, and ended it, so the "
-        "order of the following batches is unknown. Pass loader.state_dict() to loader.load_state_dict() and call "
-        "iter(loader), which continues with that batch"
+        f"{type(error).__name__} interrupted the sampler at batch {k}, so the order of further batches is unknown. To "
+        "continue with that batch, pass loader.state_dict() to loader.load_state_dict(), then call iter(loader)"
     )
 
 
@@ -356,7 +355,7 @@ def index_frame(address: Address, indices: Any) -> bytes:
         return to_bytes(address, plain)
     except EncodeError as error:
         raise TypeError(
-            f"cannot encode the index list of the sampler: {error}. Yield integers, or other values of plain types"
+            f"cannot encode the index list of the sampler: {error}. Yield integers, or values of other plain types"
         ) from None
 
 
@@ -411,7 +410,7 @@ class RandomState:
         if len(states) != len(self._own):
             raise StateMismatch(
                 f"the state was saved with {counted(len(states), 'random generator')}, but this loader has "
-                f"{len(self._own)}: resume with the arguments of the loader that saved it"
+                f"{len(self._own)}: resume with the arguments of the loader that saved the state"
             )
         try:
             for own, saved in zip(self._own, states, strict=True):

@@ -76,12 +76,12 @@ def load(
             global batch of this loader.
     """
     if not isinstance(state, dict) or "epoch" not in state:
-        raise StateMismatch(f"invalid state {short(state)}: pass what state_dict() returned")
+        raise StateMismatch(f"invalid state {short(state)}: expected a result of state_dict()")
     for name, value in {"version": STATE_VERSION, **identity}.items():
         if state.get(name) != value:
             raise StateMismatch(
                 f"the state was saved with {name} = {short(state.get(name))}, but this loader has {value!r}: resume "
-                "with the arguments and the data of the loader that saved it, or start a new run"
+                "with the arguments and the data of the loader that saved the state, or start a new run"
             )
     epoch, batch = _epoch_and_batch(state, global_batch_size)
     shard_states = _optional(state, "shard_states", list | tuple)
@@ -101,13 +101,13 @@ def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) ->
     epoch, count = state["epoch"], state.get(unit)
     if not isinstance(epoch, int) or not isinstance(count, int) or epoch < 0 or count < 0:
         raise StateMismatch(
-            f"invalid state with epoch = {short(epoch)} and {unit} = {short(count)}: expected whole numbers from 0"
+            f"invalid state with epoch = {short(epoch)} and {unit} = {short(count)}: expected non-negative integers"
         )
     batch, rest = divmod(count, global_batch_size or 1)
     if rest:
         raise StateMismatch(
             f"the state was saved after {count} samples, which is not a multiple of this loader's batch_size * "
-            f"world_size = {global_batch_size}: choose batch_size and world_size so that their product divides {count}"
+            f"world_size = {global_batch_size}: choose batch_size and world_size whose product divides {count}"
         )
     return epoch, batch
 
@@ -119,11 +119,11 @@ def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:
             return None
         case {"text": str(), "next": int(), "draws": [*draws]} if all(isinstance(number, int) for number in draws):
             return found
-    raise StateMismatch(f"invalid sampler state {short(found)}: pass what state_dict() returned")
+    raise StateMismatch(f"invalid sampler state {short(found)}: expected a result of state_dict()")
 
 
 def _optional(state: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:
     value = state.get(name)
     if value is not None and not isinstance(value, kind):
-        raise StateMismatch(f"invalid state with {name} = {short(value)}: pass what state_dict() returned")
+        raise StateMismatch(f"invalid state with {name} = {short(value)}: expected a result of state_dict()")
     return value

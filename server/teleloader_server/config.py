@@ -72,26 +72,26 @@ class DatasetConfig:
         for field in ("factory", "collate", "worker_init"):
             target = getattr(self, field)
             if target is not None and not _is_target(target):
-                raise ConfigError(f"{field} of dataset {self.name!r} must be 'module:name', was {target!r}")
+                raise ConfigError(f"{field} of dataset {self.name!r} must be 'module:name', got {target!r}")
         if not isinstance(self.functions, list | tuple) or not all(map(_is_target, self.functions)):
             raise ConfigError(
-                f"functions of dataset {self.name!r} must be a list of 'module:name', was {self.functions!r}"
+                f"functions of dataset {self.name!r} must be a list of 'module:name', got {self.functions!r}"
             )
         if self.seeding not in ("batch", "sample"):
-            raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', was {self.seeding!r}")
+            raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', got {self.seeding!r}")
         if self.indices not in get_args(IndexKind):
-            raise ConfigError(f"indices of dataset {self.name!r} must be 'integers' or 'any', was {self.indices!r}")
+            raise ConfigError(f"indices of dataset {self.name!r} must be 'integers' or 'any', got {self.indices!r}")
         if not isinstance(self.version, str):
-            raise ConfigError(f"version of dataset {self.name!r} must be a string, was {self.version!r}")
+            raise ConfigError(f"version of dataset {self.name!r} must be a string, got {self.version!r}")
         if not isinstance(self.kwargs, Mapping):
-            raise ConfigError(f"kwargs of dataset {self.name!r} must be a table, was {self.kwargs!r}")
+            raise ConfigError(f"kwargs of dataset {self.name!r} must be a table, got {self.kwargs!r}")
 
     @classmethod
     def parse(cls, text: str) -> DatasetConfig:
         """Parse a command-line argument: ``module:name`` or ``name=module:name``."""
         name, equals, target = text.rpartition("=")
         if not _TARGET.fullmatch(target):
-            raise ConfigError(f"invalid dataset {text!r}: write {_meant(name + equals, target)}")
+            raise ConfigError(f"invalid dataset {text!r}: expected {_meant(name + equals, target)}")
         return cls(name=name if equals else target.partition(":")[2].replace(".", "-"), factory=target)
 
 
@@ -122,19 +122,19 @@ class Limits:
         for name in whole:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"{name} must be a whole number, was {value!r}")
+                raise ConfigError(f"{name} must be an integer, got {value!r}")
         if not 0 <= self.num_workers <= 1024:
-            raise ConfigError(f"num_workers must be in [0, 1024], was {self.num_workers}")
+            raise ConfigError(f"num_workers must be in [0, 1024], got {self.num_workers}")
         if self.memory_budget < 2**20:
-            raise ConfigError(f"memory_budget must be at least 1 MiB, was {self.memory_budget} bytes")
+            raise ConfigError(f"memory_budget must be at least 1 MiB, got {self.memory_budget} bytes")
         if self.max_batch_bytes < 2**10:
-            raise ConfigError(f"max_batch_bytes must be at least 1 KiB, was {self.max_batch_bytes} bytes")
+            raise ConfigError(f"max_batch_bytes must be at least 1 KiB, got {self.max_batch_bytes} bytes")
         for name in ("max_batches_per_worker", "max_worker_memory"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, was {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         timeout = self.batch_timeout
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 <= timeout < math.inf:
-            raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, was {timeout!r}")
+            raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, got {timeout!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,11 +206,11 @@ class ClientLimits:
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-                what = "a whole number" if field.type == "int" else "a number"
-                raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, was {value!r}")
+                what = "an integer" if field.type == "int" else "a number"
+                raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, got {value!r}")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} of [limits] must be at least {least}, was {getattr(self, name)}")
+                raise ConfigError(f"{name} of [limits] must be at least {least}, got {getattr(self, name)}")
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
@@ -266,7 +266,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
     _only_known(f"{path}", tables, ("server", "limits", "datasets"))
     for name in ("server", "limits", "datasets"):
         if not isinstance(tables.get(name, {}), dict):
-            raise ConfigError(f"{name} of {path} must be a table, [{name}], was {tables[name]!r:.80}")
+            raise ConfigError(f"{name} of {path} must be a table, [{name}], got {tables[name]!r:.80}")
     fields = [field.name for field in dataclasses.fields(DatasetConfig) if field.name != "name"]
     datasets = []
     for name, table in tables.get("datasets", {}).items():
@@ -285,7 +285,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"invalid size {text!r}: expected a number of bytes, or for example 512MiB or 2GiB")
+        raise ConfigError(f"invalid size {text!r}: expected a number of bytes, or a size such as 512MiB or 2GiB")
     return int(match[1]) << (10 * " KMGT".index(match[2].upper() or " "))
 
 

@@ -217,14 +217,14 @@ class FrameWriter:
         try:
             self._header: bytes = msgpack.packb(header, use_bin_type=True)
         except UnicodeEncodeError as error:
-            raise EncodeError(f"{address} holds a string that is not valid Unicode: {error}") from None
+            raise EncodeError(f"cannot encode {address}: a string is not valid Unicode: {error}") from None
         _check_header(address, len(self._header), max_bytes)
         self._checksum = checksum
         self._segments: list[tuple[int, int]] = []
         end = PROLOGUE_SIZE + len(self._header)
         for size in sizes:
             if size >= 2**32:
-                raise BatchTooLarge(f"an array of {size:,} bytes cannot travel: the format's limit is 4 GiB an array")
+                raise BatchTooLarge(f"cannot encode an array of {size:,} bytes: the limit is 4 GiB per array")
             start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
             self._segments.append((start, size))
             end = start + size
@@ -291,7 +291,7 @@ class Envelope(NamedTuple):
         """
         start = _aligned(PROLOGUE_SIZE + len(self.header) + _BIN8_HEAD + _BIN32_HEAD)
         if self.values != _VALUES_BEFORE_SEGMENTS + 3 or self.size != _aligned(start + nbytes + _BIN8_HEAD):
-            raise ProtocolError(f"a frame of {self.size:,} bytes does not hold one array of {nbytes:,} bytes")
+            raise ProtocolError(f"invalid frame of {self.size:,} bytes: expected one array of {nbytes:,} bytes")
         return start
 
 
@@ -310,12 +310,12 @@ def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
     size, values, checksum, header_size = _read_prologue(raw, start)
     there = len(raw) - start
     if size > there:
-        raise ProtocolError(f"a frame of {size:,} bytes is cut off after {there:,}")
+        raise ProtocolError(f"truncated frame: expected {size:,} bytes, got {there:,}")
     if header_size > max_header:
-        raise ProtocolError(f"a frame states a header of {header_size:,} bytes, and the limit is {max_header:,}")
+        raise ProtocolError(f"invalid frame: the header has {header_size:,} bytes, and the limit is {max_header:,}")
     begin = start + PROLOGUE_SIZE
     if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin : start + size]) != checksum:
-        raise CorruptFrame("a frame's content does not match its checksum")
+        raise CorruptFrame("corrupted frame: the content does not match the checksum")
     return Envelope(size, values, raw[begin : begin + header_size])
 
 
@@ -342,7 +342,7 @@ def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
     """Decode the single frame that fills `memory`; arguments and errors are those of `read_all`."""
     envelope = open_frame(memory.data.data, 0, _header_limit(max_bytes))
     if envelope.size != len(memory.data):
-        raise ProtocolError(f"a frame states {envelope.size:,} bytes and has {len(memory.data):,}")
+        raise ProtocolError(f"invalid frame: expected {envelope.size:,} bytes, got {len(memory.data):,}")
     return _decode(memory, envelope, max_bytes)
 
 
@@ -353,7 +353,7 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     try:
         header = msgpack.unpackb(packed, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header of a frame is not msgpack: {type(error).__name__}") from None
+        raise ProtocolError(f"invalid frame: the header is not msgpack: {type(error).__name__}") from None
     address = _read_address(header)
     segments = _Segments(memory, PROLOGUE_SIZE + header_size, header.get("compression"), max_bytes)
     padding = 0
@@ -365,13 +365,13 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
         content = unflatten(header["tree"], segments.take)
         padding = header.get("padding", 0)
         if type(padding) is not int or padding < 0:
-            raise ProtocolError(f"the padding of a frame must be a whole number from 0 on, was {short(padding)}")
+            raise ProtocolError(f"invalid frame: padding must be a non-negative integer, got {short(padding)}")
     else:
-        raise ProtocolError("the header of a frame has neither a tree nor a failure nor an end")
+        raise ProtocolError("invalid frame: expected a tree, a failure or an end in the header")
     segments.finish(values)
     shard_state = header.get("shard_state")
     if shard_state is not None and not isinstance(shard_state, str):
-        raise ProtocolError(f"the shard_state of a frame must be a string, was {short(shard_state)}")
+        raise ProtocolError(f"invalid frame: shard_state must be a string, got {short(shard_state)}")
     return Frame(address, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
 
 
@@ -381,7 +381,7 @@ def _read_address(header: Any) -> Address:
         loader, epoch, batch = header.get("loader"), header.get("epoch"), header.get("batch")
         if type(loader) is str and type(epoch) is int and type(batch) is int:
             return Address(loader, epoch, batch)
-    raise ProtocolError("the header of a frame states no loader, epoch and batch")
+    raise ProtocolError("invalid frame: expected loader, epoch and batch in the header")
 
 
 class _Segments:
@@ -407,16 +407,16 @@ class _Segments:
         self._taken += 1
         self._taken_bytes += nbytes
         if self._taken_bytes > self._max_bytes:
-            raise ProtocolError(f"a frame declares arrays of more than the limit of {self._max_bytes:,} bytes")
+            raise ProtocolError(f"invalid frame: the arrays exceed the limit of {self._max_bytes:,} bytes")
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
         if start > len(self._buffer):
-            raise ProtocolError("a frame ends before the arrays that its tree declares")
+            raise ProtocolError("truncated frame: arrays of the tree are missing")
         marker, size = _BIN32_START.unpack_from(self._buffer.data, start - _BIN32_HEAD)
         self._end = start + size
         if marker != _BIN32 or self._end > len(self._buffer):
-            raise ProtocolError("a frame has no array where its tree declares one")
+            raise ProtocolError("invalid frame: an array of the tree is missing")
         if self._compression is None and size != nbytes:
-            raise ProtocolError(f"an array {dtype_name} of shape {shape} must have {nbytes:,} bytes, has {size:,}")
+            raise ProtocolError(f"invalid frame: array {dtype_name}{shape} must have {nbytes:,} bytes, got {size:,}")
         memory, offset = self._memory, start
         if self._compression is not None:
             memory, offset = _decompress(self._buffer[start : self._end], self._compression, nbytes, memory.allocate), 0
@@ -428,31 +428,31 @@ class _Segments:
         except TeleloaderError:
             raise  # some subclasses are ValueErrors
         except (ValueError, OverflowError, RuntimeError) as error:
-            raise ProtocolError(f"an array of a frame has an impossible shape: {error}") from None
+            raise ProtocolError(f"invalid frame: impossible array shape: {error}") from None
 
     def finish(self, values: int) -> None:
         """Check that the frame ends after the last array and has as many values as its prologue states."""
         if _aligned(self._end + _BIN8_HEAD) != len(self._buffer):
-            raise ProtocolError("a frame goes on after the arrays that its tree declares")
+            raise ProtocolError("invalid frame: unexpected data after the last array")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
-            raise ProtocolError(f"a frame states {values} values and has {self._taken} arrays")
+            raise ProtocolError(f"invalid frame: a value count of {values} does not match {self._taken} arrays")
 
 
 def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int | None, int]:
     """Return the frame's size, number of values, checksum (None if absent) and header size."""
     if len(raw) - start < PROLOGUE_SIZE:
-        raise ProtocolError(f"a frame begins with {PROLOGUE_SIZE} bytes of prologue, got {len(raw) - start}")
+        raise ProtocolError(f"truncated frame: expected a prologue of {PROLOGUE_SIZE} bytes, got {len(raw) - start}")
     (
         array, values, string, magic, size_type, size, flag, digest_type, digest, header_type, header_size
     ) = _PROLOGUE.unpack_from(raw, start)  # fmt: skip
     if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
-        raise ProtocolError(f"not a frame of this protocol version: it begins with {raw[start : start + 10].hex()}")
+        raise ProtocolError(f"invalid frame or unsupported protocol version: got {raw[start : start + 10].hex()}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
-        raise ProtocolError("the prologue of a frame has values of other types than the format states")
+        raise ProtocolError("invalid frame: wrong data types in the prologue")
     if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
-        raise ProtocolError(f"impossible frame: {values} values, {size:,} bytes, of which {header_size:,} header")
+        raise ProtocolError(f"invalid frame: {size:,} bytes, {values} values, header of {header_size:,} bytes")
     if flag == _FALSE and digest:
-        raise ProtocolError("a frame states a checksum and that it has none")
+        raise ProtocolError("invalid frame: the checksum must be 0 if the checksum flag is false")
     return size, values, digest if flag == _TRUE else None, header_size
 
 
@@ -484,14 +484,14 @@ def _read_failure(fields: object) -> Failure:
             kept = [i for i in indices[:MAX_INDICES] if isinstance(i, int)]
             # the end of a traceback names the line that failed
             return Failure(type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker)
-    raise ProtocolError(f"a failure frame lacks some of {', '.join(Failure.__slots__)}")
+    raise ProtocolError(f"invalid failure frame: expected the fields {', '.join(Failure.__slots__)}")
 
 
 def _read_end(fields: object) -> End:
     match fields:
         case {"samples": int(samples), "replica": bool(replica)}:
             return End(samples, replica)
-    raise ProtocolError(f"an end frame lacks some of {', '.join(End.__slots__)}")
+    raise ProtocolError(f"invalid end frame: expected the fields {', '.join(End.__slots__)}")
 
 
 def _aligned(offset: int) -> int:
@@ -511,16 +511,16 @@ def _check_header(address: Address, size: int, max_bytes: int) -> None:
     limit = _header_limit(max_bytes)
     if size > limit:
         raise BatchTooLarge(
-            f"{address} holds {size:,} bytes besides arrays, and the limit is {limit:,}: make arrays of its strings "
-            "and numbers, use a smaller batch_size, or start the server with a larger --max-batch-bytes and give the "
-            "client the same max_batch_bytes"
+            f"{address} has {size:,} bytes outside of arrays, and the limit is {limit:,}: convert strings and numbers "
+            "to arrays, use a smaller batch_size, or increase --max-batch-bytes of the server and max_batch_bytes of "
+            "the client"
         )
 
 
 def _too_large(address: Address, size: int, limit: int) -> str:
     return (
-        f"{address} has {size:,} bytes, and the limit is {limit:,}: use a smaller batch_size, or start the server with "
-        "a larger --max-batch-bytes and give the client the same max_batch_bytes"
+        f"{address} has {size:,} bytes, and the limit is {limit:,}: use a smaller batch_size, or increase "
+        "--max-batch-bytes of the server and max_batch_bytes of the client"
     )
 
 
@@ -548,22 +548,22 @@ def _decompress(
             reader = library.ZstdDecompressor().stream_reader(segment)
             filled = reader.readinto(memory.data.data)
             if reader.read(1):
-                raise ProtocolError(f"an array unpacks to more than the {size:,} bytes that it must have")
+                raise ProtocolError(f"invalid frame: an array decompresses to more than {size:,} bytes")
         except library.ZstdError as error:
-            raise ProtocolError(f"an array is not valid zstd: {error}") from None
+            raise ProtocolError(f"invalid frame: an array is not valid zstd: {error}") from None
     elif compression == "lz4":
         library = _library("lz4.block")
         try:
             unpacked = library.decompress(segment, uncompressed_size=size, return_bytearray=True)
         except (library.LZ4BlockError, ValueError, OverflowError, MemoryError) as error:
-            raise ProtocolError(f"an array is not valid lz4: {error}") from None
+            raise ProtocolError(f"invalid frame: an array is not valid lz4: {error}") from None
         filled = len(unpacked)
         memory = allocate(filled)
         memory.data[:] = np.frombuffer(unpacked, np.uint8)
     else:
-        raise ProtocolError(f"unknown compression {short(compression)}; this version knows zstd and lz4")
+        raise ProtocolError(f"unknown compression {short(compression)}: expected 'zstd' or 'lz4'")
     if filled != size:
-        raise ProtocolError(f"an array must unpack to {size:,} bytes, and has {filled:,}")
+        raise ProtocolError(f"invalid frame: an array must decompress to {size:,} bytes, got {filled:,}")
     return memory
 
 
@@ -572,5 +572,6 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise TeleloaderError(
-            f"compression needs {name.split('.')[0]}: pip install 'teleloader[compression]' on both sides"
+            f"compression requires {name.split('.')[0]}, which is not installed: run pip install "
+            "'teleloader[compression]' on server and client"
         ) from None

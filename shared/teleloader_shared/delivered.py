@@ -61,7 +61,7 @@ def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
             return None
         first, stop, digest, state = packed[1 + shard]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise StateMismatch("invalid record of delivered batches: register with what the client kept") from None
+        raise StateMismatch("invalid record of delivered batches: send the saved record unchanged") from None
     if not all(type(number) is int for number in (first, stop, digest)) or not isinstance(state, str | None):
-        raise StateMismatch("invalid record of delivered batches: register with what the client kept")
+        raise StateMismatch("invalid record of delivered batches: send the saved record unchanged")
     return Delivered(first, stop, digest, state)

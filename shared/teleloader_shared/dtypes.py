@@ -46,7 +46,7 @@ def storage(name: str) -> np.dtype[np.generic]:
     """
     found = NUMPY.get(name) or EXTENDED.get(name)
     if found is None:
-        raise ProtocolError(f"unknown dtype {short(name)} in a frame; this version knows {', '.join(NAMES)}")
+        raise ProtocolError(f"unknown dtype {short(name)} in a frame: expected one of {', '.join(NAMES)}")
     return found
 
 
@@ -70,7 +70,7 @@ def extended_numpy(name: str) -> np.dtype[np.generic]:
         import ml_dtypes
     except ImportError:
         raise TeleloaderError(
-            f"this batch holds {name}, which NumPy does not have: pip install ml_dtypes, or take it as torch tensors"
+            f"NumPy has no dtype {name}, which the batch contains: run pip install ml_dtypes, or pass output='torch'"
         ) from None
     found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
     return found

@@ -69,7 +69,7 @@ class RecordTypes:
     """Creating a class takes up to 0.7 ms."""
     MOST_FIELDS: Final = 1024
     """Each field adds 0.1 ms."""
-    LIMIT: Final = f"than {MOST} classes of namedtuples and dataclasses, or than {MOST_FIELDS:,} fields of them"
+    LIMIT: Final = f"{MOST} namedtuple and dataclass types, or {MOST_FIELDS:,} fields in total"
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -97,7 +97,7 @@ class RecordTypes:
         found = self._known.get(key)
         if found is None:
             if not self.has_room_for(key, wanted[-1]):
-                raise ProtocolError(f"the tree of a frame has more {self.LIMIT}")
+                raise ProtocolError(f"invalid frame: the tree has more than {self.LIMIT}")
             found = self._known[key] = find(*wanted, **options)
         return found
 
@@ -142,9 +142,9 @@ def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]
         # accepts fields such as _0, which the sender's rename=True produced; changed names are rejected below
         made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
     except (TypeError, ValueError, SyntaxError) as error:
-        raise ProtocolError(f"{short(name)} with fields {short(fields)} cannot be a namedtuple: {error}") from None
+        raise ProtocolError(f"invalid namedtuple {short(name)} with fields {short(fields)}: {error}") from None
     if made._fields != fields:
-        raise ProtocolError(f"{short(name)} with fields {short(fields)} cannot be a namedtuple")
+        raise ProtocolError(f"invalid field names {short(fields)} of namedtuple {short(name)}")
     return made
 
 
@@ -188,7 +188,7 @@ def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
     try:
         made: type = make_dataclass(name, fields)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise ProtocolError(f"{short(name)} with fields {short(fields)} cannot be a dataclass: {error}") from None
+        raise ProtocolError(f"invalid dataclass {short(name)} with fields {short(fields)}: {error}") from None
     return made
 
 

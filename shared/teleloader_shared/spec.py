@@ -88,9 +88,9 @@ class LoaderSpec:
     def __post_init__(self) -> None:
         """Validate all fields."""
         if not isinstance(self.dataset, str) or not self.dataset:
-            raise InvalidSpec(f"dataset must be the name of a hosted dataset, was {_shown(self.dataset)}")
+            raise InvalidSpec(f"dataset must be the name of a hosted dataset, got {_shown(self.dataset)}")
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
-            raise InvalidSpec(f"fingerprint must be a string or null, was {_shown(self.fingerprint)}")
+            raise InvalidSpec(f"fingerprint must be a string or null, got {_shown(self.fingerprint)}")
         if self.batch_size is not None:
             _whole("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
         _whole("seed", self.seed, 0, 2**64 - 1)
@@ -98,9 +98,9 @@ class LoaderSpec:
         _whole("rank", self.rank, 0, self.world_size - 1)
         for name in ("shuffle", "drop_last", "checksum", "in_process"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidSpec(f"{name} must be true or false, was {_shown(getattr(self, name))}")
+                raise InvalidSpec(f"{name} must be true or false, got {_shown(getattr(self, name))}")
         if self.batch_size is None and self.drop_last:
-            raise InvalidSpec("drop_last needs batches to drop: it excludes batch_size=None")
+            raise InvalidSpec("drop_last requires batch_size: set batch_size, or drop_last=False")
         _choice("order", self.order, get_args(Order))
         _whole("num_workers", self.num_workers, 0, MAX_PRIVATE_WORKERS)
         _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
@@ -108,7 +108,7 @@ class LoaderSpec:
             object.__setattr__(self, "shard_states", _states(self.shard_states, self.shards))
         if self.delivered is not None and not (isinstance(self.delivered, str) and len(self.delivered) <= MAX_STATES):
             raise InvalidSpec(
-                f"delivered must be null or a string of up to {MAX_STATES:,} characters, was {_shown(self.delivered)}"
+                f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {_shown(self.delivered)}"
             )
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
@@ -119,7 +119,7 @@ class LoaderSpec:
             _name(name, getattr(self, name))
         if self.session is None and (self.order == "client" or self.num_workers or self.in_process):
             raise InvalidSpec(
-                "an order of the client's own, workers of its own and in_process need a session, which was null"
+                "a client-side sampler, num_workers > 0 and in_process=true require a session, got session=null"
             )
 
     @property
@@ -141,13 +141,13 @@ class LoaderSpec:
             InvalidSpec: If a field is unknown or invalid, or no dataset is named.
         """
         if not isinstance(fields, Mapping):
-            raise InvalidSpec(f"a loader spec must be a JSON object, was {type(fields).__name__}")
+            raise InvalidSpec(f"a loader spec must be a JSON object, got {type(fields).__name__}")
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
-            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec; the fields are {', '.join(known)}")
+            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec: expected {', '.join(known)}")
         if "dataset" not in fields:
-            raise InvalidSpec("the loader spec must name a dataset; GET /v1/datasets lists those that are hosted")
+            raise InvalidSpec("missing field 'dataset' in the loader spec: GET /v1/datasets lists the hosted datasets")
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
@@ -180,23 +180,23 @@ def _shown(value: object) -> str:
 def _whole(name: str, value: object, low: int, high: int) -> None:
     # bool is a subclass of int, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidSpec(f"{name} must be a whole number in [{low}, {high}], was {_shown(value)}")
+        raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {_shown(value)}")
 
 
 def _name(field: str, value: object) -> None:
     if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
-        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, was {_shown(value)}")
+        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, got {_shown(value)}")
 
 
 def _states(value: object, count: int) -> tuple[str | None, ...]:
     """Return validated shard states as a tuple, so that the spec is hashable."""
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise InvalidSpec(f"shard_states must be null or a list of {count}, was {_shown(value)}")
+        raise InvalidSpec(f"shard_states must be null or a list of length {count}, got {_shown(value)}")
     limit = MAX_STATES // count
     if not all(state is None or (isinstance(state, str) and len(state) <= limit) for state in value):
         raise InvalidSpec(
-            f"shard_states must hold nulls and strings of up to {limit:,} characters ({MAX_STATES:,} for all "
-            f"{counted(count, 'shard')}), was {_shown(value)}"
+            f"shard_states must contain nulls or strings of up to {limit:,} characters ({MAX_STATES:,} for all "
+            f"{counted(count, 'shard')}), got {_shown(value)}"
         )
     return tuple(value)
 
@@ -204,4 +204,4 @@ def _states(value: object, count: int) -> tuple[str | None, ...]:
 def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         known = ", ".join(json.dumps(choice) for choice in choices)
-        raise InvalidSpec(f"{name} must be one of {known}, was {_shown(value)}")
+        raise InvalidSpec(f"{name} must be one of {known}, got {_shown(value)}")

@@ -146,7 +146,7 @@ class _Describer:
 
     def describe(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise EncodeError(f"{path[:80]}... is nested more than {MAX_DEPTH} deep, or holds itself")
+            raise EncodeError(f"cannot encode {path[:80]}...: reference cycle, or more than {MAX_DEPTH} nesting levels")
         exact = type(value)
         if value is None or exact in _MSGPACK_TYPES:
             return value
@@ -178,17 +178,17 @@ class _Describer:
             names = tuple(field.name for field in dataclass_fields(value))
             return {"dataclass": self._record(value, names, _field_values(value, names, path), path, depth)}
         raise EncodeError(
-            f"{path} is a {_type_name(value)}, which cannot travel: a batch may hold arrays, tensors, numbers, str, "
-            "bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and slices. Convert it "
-            f"in the dataset or the collate function{_hint(value)}"
+            f"cannot encode {path}: unsupported type {_type_name(value)}. A batch may contain arrays, tensors, "
+            "numbers, str, bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and "
+            f"slices. Convert the value in the dataset or the collate function{_hint(value)}"
         )
 
     def _count(self, items: Sized, path: str, nodes: int = 1) -> None:
         """Count the nodes of a container; raise EncodeError if the batch has too many."""
         if not self._budget.spend(nodes * len(items)):
             raise EncodeError(
-                f"{path[:80]} makes the batch hold more than {MAX_NODES:,} values besides the elements of arrays, "
-                "which no client reads. Make arrays of its numbers, or use a smaller batch_size"
+                f"cannot encode {path[:80]}: the batch has more than {MAX_NODES:,} values outside of arrays. Convert "
+                "numbers to arrays, or use a smaller batch_size"
             )
 
     def _items(self, items: Collection[Any], path: str, depth: int) -> list[Any]:
@@ -210,9 +210,9 @@ class _Describer:
         exact = type(value)
         _check_attributes(value, names, path)
         if not all(map(is_name, (last_name(exact.__qualname__), *names))):
-            raise EncodeError(f"{path} is a {_type_name(value)}; its name and its fields' must be plain identifiers")
+            raise EncodeError(f"cannot encode {path}: names of {_type_name(value)} and its fields must be identifiers")
         if not self._types.has_room_for(exact, names):
-            raise EncodeError(f"{path} is a {_type_name(value)}, and the batch has more {RecordTypes.LIMIT}")
+            raise EncodeError(f"cannot encode {path}, a {_type_name(value)}: more than {RecordTypes.LIMIT}")
         self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
@@ -230,7 +230,7 @@ def _describe_numbers(value: Any, path: str) -> Any:
 
 def _describe_bound(value: Any, path: str) -> Any:
     if value is not None and not isinstance(value, SupportsIndex):
-        raise EncodeError(f"{path} is a slice with a {_type_name(value)} in it, and only whole numbers and None travel")
+        raise EncodeError(f"cannot encode {path}: a slice must contain integers or None, got {_type_name(value)}")
     return None if value is None else _describe_numbers(operator.index(value), path)
 
 
@@ -240,7 +240,7 @@ def _digits(value: int, path: str) -> str:
     except ValueError:  # Python's own limit on digits, which may be set lower than MAX_DIGITS
         digits = ""
     if not 0 < len(digits.removeprefix("-")) <= MAX_DIGITS:
-        raise EncodeError(f"{path} is a whole number of more than {MAX_DIGITS:,} digits, which cannot travel")
+        raise EncodeError(f"cannot encode {path}: the integer has more than {MAX_DIGITS:,} digits")
     return digits
 
 
@@ -264,8 +264,8 @@ def _check_key(key: Any, path: str) -> None:
             _check_key(item, path)
     elif not isinstance(key, _KEYS):
         raise EncodeError(
-            f"{path} is a {_type_name(key)}, and only None, str, bytes, numbers, and tuples and frozensets of these "
-            "travel as keys or elements of sets"
+            f"cannot encode {path}: unsupported type {_type_name(key)}. Expected None, str, bytes, a number, or a "
+            "tuple or frozenset of these"
         )
 
 
@@ -273,7 +273,7 @@ def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
     try:
         return [getattr(value, name) for name in names]
     except AttributeError as error:
-        raise EncodeError(f"{path} is a {_type_name(value)} of which a field is not set: {error}") from None
+        raise EncodeError(f"cannot encode {path}: a field of the {_type_name(value)} is not set: {error}") from None
 
 
 def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
@@ -283,15 +283,15 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
         # the typing module sets __orig_class__
         if name not in names and not computed and not is_dunder(name):
             raise EncodeError(
-                f"{path} is a {_type_name(value)} with an attribute {name!r} that is none of its fields, and only "
-                "fields travel. Make it one, or leave it away in the collate function"
+                f"cannot encode {path}: attribute {name!r} is not a field of {_type_name(value)}. Declare the "
+                "attribute as a field, or remove it in the collate function"
             )
 
 
 def _hint(value: object) -> str:
     """Return advice on how to convert a subclass of a built-in type."""
     base = next((base for base in _BUILTINS if isinstance(value, base)), None)
-    return "" if base is None else f", for instance with {base.__name__}(...)"
+    return "" if base is None else f", for example with {base.__name__}(...)"
 
 
 def _leaf(value: Any, path: str) -> Leaf | None:
@@ -315,15 +315,15 @@ def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf:
     if name not in dtypes.NAMES:
         raise EncodeError(_no_dtype(path, "an array", array.dtype))
     if isinstance(array, np.ma.MaskedArray):
-        raise EncodeError(f"{path} is a masked array, whose mask cannot travel: send data and mask as two arrays")
+        raise EncodeError(f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays")
     return ArrayLeaf(name, kind, dtypes.bits_of(array))
 
 
 def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         raise EncodeError(
-            f"{path} is a tensor on {tensor.device} with layout {tensor.layout}; only dense tensors in main memory "
-            "travel. Leave the copy to the device to the client: pin_memory=True makes it fast"
+            f"cannot encode {path}: expected a dense tensor on the CPU, got device {tensor.device} and layout "
+            f"{tensor.layout}. Return CPU tensors, and pass device= to the DataLoader to copy batches to a device"
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
@@ -336,7 +336,7 @@ def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf:
 
 
 def _no_dtype(path: str, what: str, dtype: object) -> str:
-    return f"{path} is {what} of dtype {dtype}, which cannot travel; {', '.join(dtypes.NAMES)} can"
+    return f"cannot encode {path}: unsupported dtype {dtype} of {what}. Supported dtypes: {', '.join(dtypes.NAMES)}"
 
 
 def _type_name(value: object) -> str:
@@ -357,18 +357,18 @@ class _Builder:
 
     def build(self, node: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ProtocolError(f"the tree of a frame is nested more than {MAX_DEPTH} deep")
+            raise ProtocolError(f"invalid frame: the tree has more than {MAX_DEPTH} nesting levels")
         exact = type(node)
         if exact is dict:
             if len(node) != 1:
-                raise ProtocolError(f"a node of a frame's tree must have one entry, has {len(node)}")
+                raise ProtocolError(f"invalid frame: a tree node must have one entry, got {len(node)}")
             ((kind, content),) = node.items()
             return _build_leaf(content, self._make_leaf) if kind == "array" else self._tagged(kind, content, depth)
         if exact is list:
             return self._nodes(node, depth)
         if node is None or exact in (str, bytes, int, float, bool):
             return node
-        raise ProtocolError(f"a node of a frame's tree cannot be read: {short(node)}")
+        raise ProtocolError(f"invalid frame: unknown tree node {short(node)}")
 
     def _tagged(self, kind: str, content: Any, depth: int) -> Any:
         match kind, content:
@@ -402,13 +402,13 @@ class _Builder:
 
     def _count(self, nodes: int) -> None:
         if not self._budget.spend(nodes):
-            raise ProtocolError(f"the tree of a frame has more than {MAX_NODES:,} nodes")
+            raise ProtocolError(f"invalid frame: the tree has more than {MAX_NODES:,} nodes")
 
     def _pair(self, pair: Any, depth: int) -> tuple[Any, Any]:
         match pair:
             case [key, value]:
                 return self._key(key, depth), self.build(value, depth + 1)
-        raise ProtocolError(f"an entry of a dict in a frame's tree must be [key, value], was {short(pair)}")
+        raise ProtocolError(f"invalid frame: a dict entry must be [key, value], got {short(pair)}")
 
     def _key(self, node: Any, depth: int) -> Any:
         if type(node) is str:
@@ -419,14 +419,14 @@ class _Builder:
         try:
             hash(key)
         except TypeError:
-            raise ProtocolError(f"a key in a frame's tree cannot be hashed: {short(node)}") from None
+            raise ProtocolError(f"invalid frame: the key {short(node)} is not hashable") from None
         return key
 
 
 def _check_hashes(keys: list[Any]) -> None:
     """Reject keys with too many equal hashes, which would take quadratic time (hash flooding)."""
     if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
-        raise ProtocolError(f"a dict or set in a frame's tree has more than {MAX_SAME_HASH} keys of the same hash")
+        raise ProtocolError(f"invalid frame: a dict or set has more than {MAX_SAME_HASH} keys with the same hash")
 
 
 _DICT_OF: Final[dict[str, Callable[[list[tuple[Any, Any]]], Any]]] = {
@@ -443,7 +443,7 @@ def _build_leaf(content: Any, make_leaf: MakeLeaf) -> Any:
         name, shape, kind = content
         if type(name) is str and type(shape) is list and _is_shape(shape) and kind in ("tensor", "ndarray", "scalar"):
             return make_leaf(name, tuple(shape), kind)
-    raise ProtocolError(f"an array node must be [dtype, shape, kind], was {short(content)}")
+    raise ProtocolError(f"invalid frame: an array node must be [dtype, shape, kind], got {short(content)}")
 
 
 def _is_shape(sizes: list[Any]) -> bool:
@@ -475,7 +475,7 @@ def _build_number(kind: Any, content: Any) -> Any:
             return slice(*(None if part is None else _build_whole_number(part) for part in (start, stop, step)))
         case "range", [start, stop, step]:
             return _build_range([_build_whole_number(node) for node in (start, stop, step)])
-    raise ProtocolError(f"a node {short(kind)} of a frame's tree cannot be read: {short(content)}")
+    raise ProtocolError(f"invalid frame: unknown tree node {short(kind)} with content {short(content)}")
 
 
 def _build_whole_number(node: Any) -> int:
@@ -483,11 +483,11 @@ def _build_whole_number(node: Any) -> int:
         case {"int": _, **rest} if not rest:
             return int(_build_number("int", node["int"]))
     if type(node) is not int:
-        raise ProtocolError(f"a range in a frame's tree must be of whole numbers, was of {short(node)}")
+        raise ProtocolError(f"invalid frame: expected integers in a range or slice, got {short(node)}")
     return node
 
 
 def _build_range(numbers: list[int]) -> range:
     if numbers[2] == 0:
-        raise ProtocolError("a range in a frame's tree has the step 0")
+        raise ProtocolError("invalid frame: the step of a range must not be 0")
     return range(*numbers)

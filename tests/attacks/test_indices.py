@@ -87,7 +87,7 @@ def test_no_index_out_of_range_reaches_a_dataset(server: ServerProcess, folder: 
         failure = outcome(server.url, "strict", indices, **spec)
         assert isinstance(failure, Failure)
         assert failure.type == "IndexError"
-        assert f"index {index} is out of range for dataset 'strict', which has 10 samples" in failure.message
+        assert f"index {index} is out of range: dataset 'strict' has 10 samples" in failure.message
     assert reached(folder) == []
 
 
@@ -111,7 +111,7 @@ def test_a_loader_raises_the_error_at_its_batch(server: ServerProcess) -> None:
     loader = DataLoader(RemoteDataset(server.url, "strict"), 2, sampler=[0, 1, 2, 10, 4, 5], output="numpy")
     batches = iter(loader)
     assert next(batches) == ["0", "1"]
-    with pytest.raises(IndexError, match="index 10 is out of range for dataset 'strict'"):
+    with pytest.raises(IndexError, match="index 10 is out of range: dataset 'strict'"):
         next(batches)
     assert next(batches) == ["4", "5"]
 

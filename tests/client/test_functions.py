@@ -146,7 +146,7 @@ def test_what_has_no_name_is_refused(dataset: RemoteDataset, function: Callable[
 @pytest.mark.parametrize("function", [5, "statistics:mean", [statistics.mean]], ids=label)
 def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str, function: Any) -> None:
     """Also a name: it is the function itself that is passed."""
-    with pytest.raises(TypeError, match=f"{argument} must be a function, was "):
+    with pytest.raises(TypeError, match=f"{argument} must be a function, got "):
         named(dataset, function, argument)
 
 

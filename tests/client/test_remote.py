@@ -81,4 +81,4 @@ def test_a_token_in_clear_is_warned_of(
         Server(url, 1.0, Credentials(None if token is None else Secret(token)))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == lines
-    assert all(f"the token for {url} is sent in clear" in line and "a-token" not in line for line in warnings)
+    assert all(f"the token for {url} is sent unencrypted" in line and "a-token" not in line for line in warnings)

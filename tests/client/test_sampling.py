@@ -141,7 +141,7 @@ def test_an_interrupted_sampler_cannot_go_on() -> None:
     assert (list(lists.frames), lists.drawn, lists.exhausted) == ([0, 1], 2, False)
     assert drawn(lists, 5) == [(0, 0), (1, 10)]
     assert (lists.drawn, lists.exhausted) == (2, True)
-    assert str(lists.error).startswith("KeyboardInterrupt interrupted the sampler while it drew the indices of batch 2")
+    assert str(lists.error).startswith("KeyboardInterrupt interrupted the sampler at batch 2")
 
 
 # --- Sending ------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_memory_and_pickle_are_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "what", "advice"),
     [
-        ("OwnGenerator", "batches differ when they are computed again", "Seed any other generator"),
+        ("OwnGenerator", "recomputed batches differ", "Seed any other generator"),
         ("threaded", "building the dataset starts threads: reader", "Start them in worker_init"),
         ("Replicas", "all shards start with the same samples", "by get_worker_info()"),
         ("NoLength", "the dataset has no length", "Define __len__"),
@@ -77,7 +77,7 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
         (HOSTED + "broken", "RuntimeError: the disk is not mounted", "would not start"),
         (HOSTED + "failing", "ValueError: sample 17 is damaged", "skip such samples"),
         (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
-        (CHECKED + "crashes", "ended during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
+        (CHECKED + "crashes", "exited during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
         (CHECKED + "exits", "exited with code 3", "a crash in C code, os._exit()"),
         ("json:dumps_it", "module 'json' has no 'dumps_it'", "would not start"),
     ],
@@ -149,7 +149,7 @@ def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
     done = check(CHECKED + "dicts", CHECKED + "threaded")
     first, second = done.out.strip().split("\n\n")
     assert first.splitlines()[:2] == ["dicts: OK", "  dataset     map-style, Samples, 50 samples"]
-    assert "  repeatable  yes, batches are equal bit for bit when computed again" in first
+    assert "  repeatable  yes, recomputed batches are bit-identical" in first
     assert second.startswith("threaded: 1 warning\n")
     assert (
         "  warning: building the dataset starts threads: reader\n    -> threads do not exist in forked workers"
@@ -171,4 +171,4 @@ def test_no_dataset_is_a_usage_error() -> None:
     """Exit code 2, as for the server."""
     done = check()
     assert done.code == 2
-    assert "name at least one as module:name" in done.err
+    assert "pass at least one as module:name" in done.err

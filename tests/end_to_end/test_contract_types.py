@@ -315,7 +315,7 @@ def test_pinning_needs_torch() -> None:
 def test_pinned_batches_of_any_size() -> None:
     """A31, A37: with an accelerator tensors arrive page-locked, into buffers that are used again, of changing sizes."""
     if not torch.accelerator.is_available():
-        pytest.skip("needs an accelerator")
+        pytest.skip("requires an accelerator")
     dataset = Made(lambda i: {"a": torch.full((1000 * (i % 7 + 1),), i), "b": f"s{i}"}, 40)
     with ours(dataset, pin_memory=True, num_workers=2) as loader:
         for i, batch in enumerate(loader):

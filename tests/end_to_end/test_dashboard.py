@@ -214,13 +214,13 @@ def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: O
     """How often, what ended it, and how long it took to replace it; the last minute shows when."""
     page = open_page(server.url)
     again = dataclasses.replace(
-        WORKER, pid=6001, restarts=1, last_exit="worker 1 (pid 5001) killed by signal SIGKILL (Killed)",
+        WORKER, pid=6001, restarts=1, last_exit="worker 1 (pid 5001) was killed by signal SIGKILL (Killed)",
         last_restart=0.031, current_task=None, current_task_seconds=None, state="starting",
     )  # fmt: skip
     server.stats = dataclasses.replace(server.stats, workers=[again])
     until(
         row(page, "0 process 6001"),
-        "1 restart; last exit: worker 1 (pid 5001) killed by signal SIGKILL (Killed); restarted within 31 ms",
+        "1 restart; last exit: worker 1 (pid 5001) was killed by signal SIGKILL (Killed); restarted within 31 ms",
     )
     until(row(page, "0 process 6001"), "starting")
     until(page.locator("#state"), "Starting")

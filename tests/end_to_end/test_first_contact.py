@@ -68,16 +68,19 @@ def said(folder: Path, program: str, *arguments: str, **environment: str) -> str
 @pytest.mark.parametrize(
     ("dataset", "next_step"),
     [
-        ("my_data", "invalid dataset 'my_data': write my_data:NAME, where NAME is a dataset in that module"),
-        ("./my_data.py:train", "invalid dataset './my_data.py:train': write my_data:train"),
-        ("my_data.py:train", "name the module, not its file: my_data:train"),
-        ("my_dta:train", "there is no module 'my_dta'. It is looked for in the current folder, {folder}, and among"),
-        ("my_data:trian", "module 'my_data' has no 'trian'; did you mean 'train'?"),
-        ("my_data:sys", "is no dataset: it needs __getitem__ and __len__, or __iter__"),
-        ("my_data:FromFolder", '[datasets.FromFolder], and below it factory = "my_data:FromFolder" and kwargs = {{'),
-        ("my_data:Missing", "built where the server runs: /nowhere/train.csv must be there, seen from {folder}"),
+        ("my_data", "invalid dataset 'my_data': expected my_data:NAME, where NAME is a dataset in that module"),
+        ("./my_data.py:train", "invalid dataset './my_data.py:train': expected my_data:train"),
+        ("my_data.py:train", "expected a module, got a file. Use my_data:train"),
+        (
+            "my_dta:train",
+            "module 'my_dta' not found in the current folder, {folder}, or in {environment}. Check the name",
+        ),
+        ("my_data:trian", "module 'my_data' has no attribute 'trian'. Did you mean 'train'?"),
+        ("my_data:sys", "must define __getitem__ and __len__, or __iter__; got module"),
+        ("my_data:FromFolder", '[datasets.FromFolder], factory = "my_data:FromFolder" and kwargs = {{'),
+        ("my_data:Missing", "builds the dataset: /nowhere/train.csv must exist on its machine, relative to {folder}"),
         ("my_data:Broken", "RuntimeError: the licence has run out"),
-        ("my_data:with_library", "built where the server runs: install no_such_library there, into {environment}"),
+        ("my_data:with_library", "builds the dataset: install no_such_library on its machine, in {environment}"),
     ],
 )
 def test_a_dataset_that_cannot_be_hosted(folder: Path, dataset: str, next_step: str) -> None:
@@ -99,7 +102,7 @@ def test_a_server_without_torch(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(without_torch)
     path = os.pathsep.join(map(str, (folder, ROOT / "client", ROOT / "server", ROOT / "shared")))
     text = said(folder, SERVER, "my_torch_data:Dataset", "--port", "0", PYTHONPATH=path)
-    assert f"install torch there, into {sys.prefix}" in text
+    assert f"install torch on its machine, in {sys.prefix}" in text
 
 
 def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:
@@ -143,13 +146,13 @@ def test_no_server(free_port: int) -> None:
     """Where it was looked for, and what to look at."""
     text = refusal(ServerUnavailable, f"http://127.0.0.1:{free_port}")
     assert f"cannot connect to http://127.0.0.1:{free_port}: " in text
-    assert text.endswith("Check that teleloader-server is running there, and that the URL is correct.")
+    assert text.endswith("Check that teleloader-server is running, and that the URL is correct.")
 
 
 def test_no_server_on_another_machine() -> None:
     """Then it may be there, and listen to its own machine only."""
     text = refusal(ServerUnavailable, "http://no-such-machine.invalid:8000")
-    assert text.endswith("A server started without --host accepts connections of its own machine only.")
+    assert text.endswith("A server without --host accepts only local connections.")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "cpu-box", "tcp://cpu-box:8000"])
@@ -208,8 +211,8 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         text = refusal(ServerUnavailable, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    assert "which accepted the connection" in text
-    assert "teleloader-server is running there" not in text
+    assert "accepted the connection" in text
+    assert "teleloader-server is running" not in text
 
 
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
@@ -246,7 +249,7 @@ def test_a_server_of_another_release() -> None:
     }  # fmt: skip
     with elsewhere(datasets=[info], loaders=registered) as url, pytest.raises(VersionMismatch) as caught:
         next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy")))
-    assert f"protocol version {PROTOCOL_VERSION + 1} and this client {PROTOCOL_VERSION}" in str(caught.value)
+    assert f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}:" in str(caught.value)
     assert "install the same release of teleloader on both sides" in str(caught.value)
     with elsewhere(datasets=[{"name": "train"}]) as url:
         assert "both sides have the same release of teleloader" in refusal(ProtocolError, url)

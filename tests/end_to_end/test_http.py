@@ -97,24 +97,24 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
     ("POST", "/v1/loaders", {"dataset": "nope"}, 404, "UnknownDataset", "there is 'dataset'"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 0}, 422, "InvalidSpec", "batch_size must be"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 10**9}, 422, "InvalidSpec", "1048576"),
-    ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": True}, 422, "InvalidSpec", "was True"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": True}, 422, "InvalidSpec", "got True"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "seed": 2**64}, 422, "InvalidSpec", "seed must be"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "rank": 1}, 422, "InvalidSpec", "rank must be"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "tail": "cut"}, 422, "InvalidSpec", '"pad", "drop", "uneven"'),
     ("POST", "/v1/loaders", {"dataset": "dataset", "colour": 1}, 422, "InvalidSpec", "unknown field 'colour'"),
-    ("POST", "/v1/loaders", {"dataset": "dataset", "fingerprint": "x"}, 409, "DatasetChanged", "made for x"),
+    ("POST", "/v1/loaders", {"dataset": "dataset", "fingerprint": "x"}, 409, "DatasetChanged", "requires x"),
     ("POST", "/v1/loaders", [], 422, "InvalidSpec", "must be a JSON object"),
-    ("GET", "/v1/datasets/nope", None, 404, "UnknownDataset", "no dataset 'nope'"),
+    ("GET", "/v1/datasets/nope", None, 404, "UnknownDataset", "unknown dataset 'nope'"),
     ("GET", "/v1/datasets/..%2F..%2Fetc%2Fpasswd", None, 404, "NotFound", "/openapi.json lists"),
-    ("GET", "/v1/loaders/{key}/epochs/0/batches/7", None, 404, "BatchOutOfRange", "has the batches 0 to 6"),
+    ("GET", "/v1/loaders/{key}/epochs/0/batches/7", None, 404, "BatchOutOfRange", "has batches 0 to 6"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches/-1", None, 422, "InvalidRequest", "path.k"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches/x", None, 422, "InvalidRequest", "path.k"),
     ("GET", f"/v1/loaders/{{key}}/epochs/0/batches/{2**63}", None, 422, "InvalidRequest", "path.k"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches?start=0&stop=99", None, 404, "BatchOutOfRange", "0 to 6"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches?start=3&stop=3", None, 422, "InvalidSpec", "greater than start"),
     ("GET", "/v1/loaders/{key}/epochs/0/batches", None, 422, "InvalidRequest", "query.start"),
-    ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "POST its spec"),
-    ("GET", f"/v1/loaders/{'0' * 32}", None, 404, "UnknownLoader", "POST its spec"),
+    ("GET", f"/v1/loaders/{'0' * 32}/epochs/0/batches/0", None, 404, "UnknownLoader", "Register the loader with POST"),
+    ("GET", f"/v1/loaders/{'0' * 32}", None, 404, "UnknownLoader", "Register the loader with POST"),
     ("GET", "/nothing/here", None, 404, "NotFound", "/openapi.json lists"),
     ("DELETE", "/stats", None, 405, "MethodNotAllowed", "DELETE not allowed for '/stats'"),
 ]
@@ -152,7 +152,10 @@ def test_another_protocol_version_is_refused(server: httpx.Client) -> None:
     """426, with both versions and what to do."""
     answer = server.post("/v1/loaders", json={"dataset": "dataset"}, headers={PROTOCOL_HEADER: "2"})
     assert (answer.status_code, answer.json()["code"]) == (426, "VersionMismatch")
-    assert "version 2 and this server 1: install the same release" in answer.json()["detail"]
+    assert (
+        "unsupported protocol version 2: this server uses version 1. Install the same release"
+        in answer.json()["detail"]
+    )
 
 
 def test_probes_and_stats(server: httpx.Client, key: str) -> None:

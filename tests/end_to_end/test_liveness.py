@@ -166,7 +166,7 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(url: str) -> None:
         try:
             next(batches)
         except TeleloaderError as error:
-            return f"belongs to process {os.getppid()}" in str(error)
+            return f"an iterator of process {os.getppid()} in forked process {os.getpid()}" in str(error)
         return False
 
     assert in_a_fork(goes_on)

@@ -210,7 +210,7 @@ def test_workers_that_never_start_are_an_error() -> None:
 
     with (
         serve(hosted.Samples(lambda i: i), num_workers=2, worker_init_fn=end) as url,
-        pytest.raises(WorkerDied, match=r"no worker of the server can start: worker .* exited with code 7"),
+        pytest.raises(WorkerDied, match=r"the server cannot start a worker: worker .* exited with code 7"),
     ):
         next(iter(DataLoader(RemoteDataset(url), output="numpy")))
 

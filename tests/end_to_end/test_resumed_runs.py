@@ -405,6 +405,6 @@ def test_a_state_that_cannot_be_kept_is_an_error_when_it_is_saved() -> None:
         loader = DataLoader(RemoteDataset(url), 2, num_workers=1)
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1]
-        with pytest.raises(StateMismatch, match=r"(?s)cannot be saved: .*\['cursor'\]"):
+        with pytest.raises(StateMismatch, match=r"(?s)cannot save the state of .*\['cursor'\]"):
             loader.state_dict()
         assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]

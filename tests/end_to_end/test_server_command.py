@@ -90,11 +90,11 @@ def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None
     """With time, level, logger and message, whatever happens."""
     server = start_server(HOSTED + "numbers", "--num-workers", "1", "--log-format", "json")
     os.kill(server.worker_pids()[0], signal.SIGKILL)
-    server.await_line("is back as pid")
+    server.await_line("restarted as pid")
     assert server.end() == 0
     lines: list[dict[str, Any]] = [json.loads(line) for line in server.log]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
-    died = next(line for line in lines if "replacing it" in line["message"])
+    died = next(line for line in lines if "starting a new worker" in line["message"])
     assert (died["level"], died["logger"]) == ("warning", "teleloader_server.workers.processes")
     assert lines[-1]["message"] == "stopped"
 
@@ -117,7 +117,7 @@ def test_the_log_names_the_request_that_a_batch_failed_for(style: str, start_ser
     else:
         assert line.endswith(" [" + " ".join(f"{name}={value}" for name, value in about.items()) + "]\n")
     os.kill(server.worker_pids()[0], signal.SIGKILL)
-    server.await_line("is back as pid")
+    server.await_line("restarted as pid")
     server.end()
     assert not any("hidden" in line for line in server.log)
     assert sum("job-7" in line for line in server.log) == 1, "what happens later is not because of it"

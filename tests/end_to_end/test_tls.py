@@ -144,8 +144,8 @@ def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Fi
     for credentials in ({}, {"ca": Files(tmp_path).ca}):
         said = refusal(server.url, **credentials)
         assert server.url in said
-        assert "unknown CA of the server's certificate" in said
-        assert "Set TELELOADER_CA to the file of the CA" in said
+        assert "the server's certificate is of an unknown CA" in said
+        assert "Set TELELOADER_CA to the CA file" in said
 
 
 def test_an_expired_certificate_is_refused(files: Files, start_server: StartServer) -> None:
@@ -216,7 +216,7 @@ def test_cas_of_clients_can_be_added_while_the_server_runs(
     cas.write_text(Path(files.ca).read_text())
     server = start_server(NUMBERS, *tls(*files.make("added", "127.0.0.1"), "--ssl-ca-certs", str(cas)))
     cas.write_text(Path(other.ca).read_text())
-    server.await_line(r"removed ones are trusted until the server restarts")
+    server.await_line(r"removed CAs are trusted until the server restarts")
     for cert, key in (files.make("client", "trainer-0"), other.make("client", "trainer-0")):
         assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
 
@@ -242,7 +242,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: 
     for arguments, sentence in (
         (("--ssl-certfile", cert, "--ssl-keyfile", other), "does not match the certificate"),
         (("--ssl-certfile", cert, "--ssl-keyfile", str(tmp_path / "nowhere")), "cannot read"),
-        (("--ssl-certfile", cert), "must contain a certificate and its key"),
+        (("--ssl-certfile", cert), "must contain a certificate and a key"),
         (("--ssl-certfile", key, "--ssl-keyfile", cert), "must contain a certificate"),
         (("--ssl-certfile", cert, "--ssl-keyfile", encrypted), "set TELELOADER_SSL_KEYFILE_PASSWORD"),
         (
@@ -256,7 +256,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: 
         assert "Traceback" not in done.err
     wrong = piped(SERVER, NUMBERS, *("--ssl-certfile", cert, "--ssl-keyfile", encrypted),
                   TELELOADER_SSL_KEYFILE_PASSWORD="wrong-password")  # fmt: skip
-    assert (wrong.code, "its password is wrong" in wrong.err) == (2, True)
+    assert (wrong.code, "the password is wrong" in wrong.err) == (2, True)
     assert "wrong-password" not in wrong.err
 
 
@@ -356,7 +356,7 @@ def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=drip, daemon=True).start()
         url = f"https://127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(ServerUnavailable, match="which accepted the connection"):
+        with pytest.raises(ServerUnavailable, match="accepted the connection"):
             RemoteDataset(url, "data", ca=files.ca, reconnect_timeout=0, stall_timeout=2.0)
     assert sent > 1
 

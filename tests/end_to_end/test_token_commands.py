@@ -179,7 +179,7 @@ def test_an_expired_token_is_rotated_with_a_new_expiry_only(file: Path) -> None:
     """Its new token would have expired at once."""
     file.write_text('[old]\ntoken = "tl_bbbbbbbbbbbbbbbbbbbb"\nscopes = ["read"]\nexpires = 2020-01-01T00:00:00Z\n')
     refused = token("rotate", file, "old")
-    assert (refused.code, "it has expired. Give a new expiry with --days" in refused.err) == (2, True)
+    assert (refused.code, "it has expired. Specify a new expiry with --days" in refused.err) == (2, True)
     assert token("rotate", file, "old", "--days", "1").code == 0
     assert content(file)["old"]["expires"].year > 2020
 
@@ -235,7 +235,7 @@ def test_a_running_server_applies_add_rotate_and_revoke(file: Path, start_server
     batches = iter(DataLoader(RemoteDataset(server.url, token=second), 10, output="numpy"))
     next(batches)
     assert token("revoke", file, "trainer").code == 0
-    server.await_line("is empty or missing: no client can authenticate")
+    server.await_line("is empty or missing: clients cannot authenticate")
     with pytest.raises(Unauthorized):
         list(batches)
     with pytest.raises(Unauthorized):

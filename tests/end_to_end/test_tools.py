@@ -148,7 +148,7 @@ def test_stats_shows_as_many_consumers_as_it_is_told_and_says_how_many_there_are
     server, url = figures
     server.stats = made_up(consumers=200)
     out = tool("stats", url, "--limit", "3").out
-    assert "... and 197 more; --limit shows more of them" in out
+    assert "... and 197 more; use --limit to show more" in out
     assert "trainer-2" in out
     assert "trainer-3" not in out
 
@@ -292,7 +292,7 @@ def test_peek_debugs_only_where_the_server_allows_it(hosting: ServerProcess, sta
     """Both sides say --debug; then the server's own process loads, and no worker."""
     refused = tool("peek", hosting.url, "failing", "17", "--debug")
     assert (refused.code, refused.out) == (2, "")
-    assert "start it with --debug" in refused.err
+    assert "start the server with --debug" in refused.err
     server = start_server(HOSTED + "failing", "--debug")
     assert "in the loader server" in tool("peek", server.url, "failing", "17", "--debug").out
     assert "in DataLoader worker process" in tool("peek", server.url, "failing", "17").out
@@ -310,7 +310,7 @@ def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
     [
         (["numbers", "100"], "batch 100 is out of range"),
         (["nothing"], "unknown dataset 'nothing'"),
-        (["numbers", "--batch-size", "0"], "batch_size must be a whole number in [1, 1048576], was 0"),
+        (["numbers", "--batch-size", "0"], "batch_size must be an integer in [1, 1048576], got 0"),
         (["numbers", "--indices", "1,b"], "invalid indices '1,b': expected integers separated by commas"),
         (["numbers", "x"], "'x' is not a valid integer"),
     ],
@@ -373,7 +373,7 @@ def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str])
     show(short, unknown, as_json=False)
     said = capsys.readouterr().out
     assert said.startswith("train: 1 batch in 1 s\n")
-    assert said.endswith("diagnosis: unavailable after so short a run, use --seconds 3 or more\n")
+    assert said.endswith("diagnosis: unavailable, the run was too short. Use --seconds 3 or more\n")
     show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
     assert capsys.readouterr().out.endswith("diagnosis: unknown. A diagnosis needs 2 s of loading.\n")
 

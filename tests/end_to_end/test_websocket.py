@@ -201,7 +201,7 @@ def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | byte
         (b"nonsense", "invalid body"),
         (b"", "empty body"),
         (msgpack.packb([0, 0, 1]), "invalid body"),
-        (codec.to_bytes(GONE, [1, 2], checksum=False), "on a connection for"),
+        (codec.to_bytes(GONE, [1, 2], checksum=False), "this connection is for"),
     ],
 )
 def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: str) -> None:

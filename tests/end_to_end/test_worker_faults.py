@@ -151,7 +151,7 @@ def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None]
     assert isinstance(error, LoaderTimeout)
     assert [batch for batch in found if batch is not error] == [[i, i + 1] for i in range(0, 20, 2) if i != 4]
     text = str(error)
-    assert "was killed: a batch took longer than 0.5 s, the limit (--batch-timeout). It was at:" in text
+    assert "was killed: a batch exceeded the timeout of 0.5 s (--batch-timeout). Stack of the worker:" in text
     assert f"in {hang.__name__}" in text
     assert "batch 2 of epoch 0, with the indices [4, 5]" in text
     assert tries.value == 1, "what hangs once hangs again, and each time costs the limit"
@@ -224,7 +224,9 @@ def test_a_worker_that_never_starts_is_an_error(caplog: pytest.LogCaptureFixture
 
     with (
         serve(Samples(lambda i: i), num_workers=1, worker_init_fn=hang, batch_timeout=0.2) as url,
-        pytest.raises(WorkerDied, match=r"no worker of the server can start: .* its start took longer than 0\.2 s"),
+        pytest.raises(
+            WorkerDied, match=r"the server cannot start a worker: .* start-up exceeded the timeout of 0\.2 s"
+        ),
     ):
         next(iter(loader_of(url)))
     assert any("in _sleep" in record.getMessage() for record in caplog.records)
@@ -245,7 +247,7 @@ def test_a_worker_that_exits_at_each_start_is_an_error_where_no_other_can_comput
         if not num_workers:
             assert arrived(batches) == [[0], [1], [2], [3]]
             return
-        with pytest.raises(WorkerDied, match=r"no worker of the server can start: .* exited with code 3"):
+        with pytest.raises(WorkerDied, match=r"the server cannot start a worker: .* exited with code 3"):
             list(batches)
 
 
@@ -294,7 +296,7 @@ def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
         assert seen == [[i] for i in range(2000)]
         if all_of_them:
             last_exits = [worker["last_exit"] for worker in stats_of(url)["workers"]]
-            assert any("was stopped (SIGSTOP), and killed" in (last or "") for last in last_exits)
+            assert any("was killed: stopped by SIGSTOP" in (last or "") for last in last_exits)
         assert psutil.Process().status() != psutil.STATUS_STOPPED
 
 
@@ -317,8 +319,8 @@ def test_a_batch_that_stops_each_worker_is_an_error(number: signal.Signals, sess
     error = found[2]
     assert [batch for batch in found if batch is not error] == [[0], [1], [3]]
     assert isinstance(error, WorkerDied)
-    assert "was stopped (SIGSTOP), and killed" in str(error)
-    assert "this batch ended every worker that tried to load it" in str(error)
+    assert "was killed: stopped by SIGSTOP" in str(error)
+    assert "every worker that loaded the batch exited" in str(error)
     assert 3 <= tries.value <= 4, "beside other batches a stop is nobody's fault"
 
 
@@ -401,7 +403,9 @@ def test_useless_workers_are_replaced_ever_more_slowly(caplog: pytest.LogCapture
         with pytest.raises(WorkerDied):
             next(iter(loader_of(url, seed=1)))
         eventually(lambda: stats_of(url)["workers"][0]["restarts"] >= 4)
-    delays = [text.partition("replacing it in ")[2] for text in caplog.messages if "replacing it in" in text]
+    delays = [
+        text.partition("starting a new worker in ")[2] for text in caplog.messages if "starting a new worker in" in text
+    ]
     assert delays[:4] == ["0.05 s", "0.10 s", "0.20 s", "0.40 s"]
 
 
@@ -478,13 +482,13 @@ def test_out_of_memory_is_told(memory_cgroup: Path, deaths: int) -> None:
     with serve(Samples(sample, 3), num_workers=1) as url:
         found = arrived(loader_of(url, seed=1))
         last_exit = stats_of(url)["workers"][0]["last_exit"]
-    assert "killed by signal SIGKILL (Killed), out of memory as it seems" in last_exit
+    assert "killed by signal SIGKILL (Killed), probably out of memory" in last_exit
     assert [found[0], found[2]] == [[0], [2]]
     if deaths == 1:
         assert found[1] == [1]
     else:
         assert isinstance(found[1], WorkerDied)
-        assert "out of memory as it seems (the kernel's oom_kill count rose)" in str(found[1])
+        assert "probably out of memory (the kernel's oom_kill count increased)" in str(found[1])
 
 
 def test_a_kill_from_outside_is_not_taken_for_a_lack_of_memory() -> None:
@@ -565,8 +569,8 @@ def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, n
     assert sum(worker["recycled"] for worker in stats["workers"]) >= len({pid for _, pid, _ in found}) - num_workers
     assert len({pid for _, pid, _ in found}) >= 60 / 15
     assert stats["server"]["worker_restarts"] == stats["datasets"][0]["batches_retried"] == 0
-    assert not any("replacing it" in line for line in server.log)
-    server.await_line(r"worker 0 \(pid \d+\) was given 5 batches; it is recycled after its last batch")
+    assert not any("starting a new worker" in line for line in server.log)
+    server.await_line(r"worker 0 \(pid \d+\) has reached the limit of 5 batches: replacing the worker")
 
 
 def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer) -> None:
@@ -780,7 +784,7 @@ def test_a_forked_child_that_comes_back_is_no_second_worker(capfd: pytest.Captur
         assert arrived(loader_of(url, seed=1)) == [[i] for i in range(5)]
         assert stats_of(url)["datasets"][0]["batches_computed"] == 5
     assert children.value == 1
-    assert "a process that the dataset forked came back from it: end it there, by os._exit()" in capfd.readouterr().err
+    assert "a process forked by the dataset returned to the worker: end it with os._exit()" in capfd.readouterr().err
 
 
 def test_threads_of_torch_before_the_fork_do_no_harm() -> None:
@@ -850,5 +854,5 @@ def test_a_log_line_tells_of_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:
         assert arrived(loader_of(url, seed=1))[1] == [1]
     (text,) = [text for text in caplog.messages if "was killed" in text]
-    assert "took longer than 0.2 s, the limit (--batch-timeout); 1 batches are left to others; replacing it in" in text
+    assert "exceeded the timeout of 0.2 s (--batch-timeout); reassigning 1 batches; starting a new worker in" in text
     assert "in _sleep" in text

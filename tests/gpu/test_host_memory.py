@@ -213,13 +213,13 @@ def test_pinned_memory_has_a_limit(gpu: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_limit_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must be a whole number of bytes."""
+    """It must be an integer of bytes."""
     monkeypatch.setattr("teleloader.tensors.pinned._budget", None)
     monkeypatch.setenv("TELELOADER_MAX_PINNED_BYTES", "1000000")
     assert process_budget().limit == 1_000_000
     monkeypatch.setattr("teleloader.tensors.pinned._budget", None)
     monkeypatch.setenv("TELELOADER_MAX_PINNED_BYTES", "1 GB")
-    with pytest.raises(Exception, match="invalid TELELOADER_MAX_PINNED_BYTES='1 GB': expected a whole number of bytes"):
+    with pytest.raises(Exception, match="invalid TELELOADER_MAX_PINNED_BYTES='1 GB': expected a number of bytes"):
         process_budget()
 
 

@@ -231,7 +231,7 @@ def test_out_of_memory_ahead_ends_working_ahead(simulated_gpu: Any) -> None:
             seen += [number_of(simulated_gpu, batch) for batch in batches]
         assert seen == list(range(12))
         assert all(w.filename == __file__ for w in caught)
-        assert sum("out of device memory while a batch was copied ahead" in str(w.message) for w in caught) == 1
+        assert sum("out of device memory while prefetching a batch" in str(w.message) for w in caught) == 1
 
 
 def test_a_warning_that_is_an_error_loses_nothing(simulated_gpu: Any) -> None:

@@ -146,7 +146,7 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
             '[datasets."my data"]\nfactory = "a:b"',
             "invalid dataset name 'my data': expected letters, digits, '.', '_' and '-'",
         ),
-        ("[datasets.train]\nfactory = 5", "factory of dataset 'train' must be 'module:name', was 5"),
+        ("[datasets.train]\nfactory = 5", "factory of dataset 'train' must be 'module:name', got 5"),
     ],
 )
 def test_what_is_not_understood_is_refused(write: Write, text: str, sentence: str) -> None:
@@ -192,7 +192,7 @@ def test_code_is_named_as_module_and_name(field: str, target: str) -> None:
 @pytest.mark.parametrize("field", ["factory", "collate", "worker_init"])
 def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> None:
     """The sentence has field, dataset and value."""
-    sentence = f"{field} of dataset 'n' must be 'module:name', was {target!r}"
+    sentence = f"{field} of dataset 'n' must be 'module:name', got {target!r}"
     assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: target}) == sentence
 
 
@@ -203,17 +203,17 @@ def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> Non
 )
 def test_functions_are_a_list_of_such_names(functions: Any) -> None:
     """Nothing else may run here on a client's word; the sentence has dataset and value."""
-    sentence = f"functions of dataset 'n' must be a list of 'module:name', was {functions!r}"
+    sentence = f"functions of dataset 'n' must be a list of 'module:name', got {functions!r}"
     assert refusal(DatasetConfig, name="n", factory="a:b", functions=functions) == sentence
 
 
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("seeding", "epoch", "seeding of dataset 'n' must be 'batch' or 'sample', was 'epoch'"),
-        ("seeding", None, "seeding of dataset 'n' must be 'batch' or 'sample', was None"),
-        ("version", 2, "version of dataset 'n' must be a string, was 2"),
-        ("kwargs", [1], "kwargs of dataset 'n' must be a table, was [1]"),
+        ("seeding", "epoch", "seeding of dataset 'n' must be 'batch' or 'sample', got 'epoch'"),
+        ("seeding", None, "seeding of dataset 'n' must be 'batch' or 'sample', got None"),
+        ("version", 2, "version of dataset 'n' must be a string, got 2"),
+        ("kwargs", [1], "kwargs of dataset 'n' must be a table, got [1]"),
     ],
 )
 def test_other_fields_are_refused_with_their_value(field: str, value: Any, sentence: str) -> None:
@@ -248,7 +248,7 @@ def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: s
 def test_what_names_no_dataset_is_refused(text: str) -> None:
     """The sentence says how to write it."""
     assert refusal(DatasetConfig.parse, text) == (
-        f"invalid dataset {text!r}: write module:name (the module must be importable from here), "
+        f"invalid dataset {text!r}: expected module:name (the module must be importable from here), "
         "or chosen-name=module:name"
     )
 
@@ -269,7 +269,7 @@ def test_what_names_no_dataset_is_refused(text: str) -> None:
 def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:
     """The module as it is imported from the current folder, and a name in it."""
     which = ", where NAME is a dataset in that module, or a function that returns one" if "NAME" in meant else ""
-    assert refusal(DatasetConfig.parse, text) == f"invalid dataset {text!r}: write {meant}{which}"
+    assert refusal(DatasetConfig.parse, text) == f"invalid dataset {text!r}: expected {meant}{which}"
 
 
 @pytest.mark.parametrize(("text", "name"), [("=m:x", ""), ("a b=m:x", "a b"), ("a=b=m:x", "a=b")])
@@ -284,16 +284,16 @@ def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("num_workers", -1, "num_workers must be in [0, 1024], was -1"),
-        ("num_workers", 1025, "num_workers must be in [0, 1024], was 1025"),
-        ("memory_budget", 2**20 - 1, "memory_budget must be at least 1 MiB, was 1048575 bytes"),
-        ("max_batch_bytes", 1023, "max_batch_bytes must be at least 1 KiB, was 1023 bytes"),
-        ("max_batches_per_worker", -1, "max_batches_per_worker must be at least 0, was -1"),
-        ("max_worker_memory", -1, "max_worker_memory must be at least 0, was -1"),
-        ("batch_timeout", -0.5, "batch_timeout must be a number of seconds, at least 0, was -0.5"),
-        ("batch_timeout", float("inf"), "batch_timeout must be a number of seconds, at least 0, was inf"),
-        ("batch_timeout", float("nan"), "batch_timeout must be a number of seconds, at least 0, was nan"),
-        ("batch_timeout", "60", "batch_timeout must be a number of seconds, at least 0, was '60'"),
+        ("num_workers", -1, "num_workers must be in [0, 1024], got -1"),
+        ("num_workers", 1025, "num_workers must be in [0, 1024], got 1025"),
+        ("memory_budget", 2**20 - 1, "memory_budget must be at least 1 MiB, got 1048575 bytes"),
+        ("max_batch_bytes", 1023, "max_batch_bytes must be at least 1 KiB, got 1023 bytes"),
+        ("max_batches_per_worker", -1, "max_batches_per_worker must be at least 0, got -1"),
+        ("max_worker_memory", -1, "max_worker_memory must be at least 0, got -1"),
+        ("batch_timeout", -0.5, "batch_timeout must be a number of seconds, at least 0, got -0.5"),
+        ("batch_timeout", float("inf"), "batch_timeout must be a number of seconds, at least 0, got inf"),
+        ("batch_timeout", float("nan"), "batch_timeout must be a number of seconds, at least 0, got nan"),
+        ("batch_timeout", "60", "batch_timeout must be a number of seconds, at least 0, got '60'"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence: str) -> None:
@@ -398,5 +398,5 @@ def test_a_number_is_a_size(number: int) -> None:
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1 2", "5X", "5MiBs", "1e9", "0x10", "five"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     """The sentence shows what one looks like."""
-    sentence = f"invalid size {text!r}: expected a number of bytes, or for example 512MiB or 2GiB"
+    sentence = f"invalid size {text!r}: expected a number of bytes, or a size such as 512MiB or 2GiB"
     assert refusal(parse_size, text) == sentence

@@ -449,7 +449,7 @@ def test_framing_is_limited_between_bytes_of_content(start: Start) -> None:
     """The limit of chunk extensions counts from the last byte of content: a body of any length may have some."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + (b"40;" + b"x" * 100 + b"\r\n" + b" " * 64 + b"\r\n") * 2000 + b"0\r\n\r\n")
-        assert client.answer().problem["detail"].startswith("the body has more values than a loader spec")
+        assert client.answer().problem["detail"].startswith("the body is too large for a loader spec")
 
 
 def test_some_chunks_may_be_small(start: Start) -> None:
@@ -790,5 +790,7 @@ def test_workers_have_their_share_of_files(
 def test_a_limit_of_files_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its value, and what is needed."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match=r"\(RLIMIT_NOFILE\) is 64, and a server with 3 workers needs 140: raise it"):
+    with pytest.raises(
+        ConfigError, match=r"\(RLIMIT_NOFILE\) is 64, but a server with 3 workers requires 140: increase the limit"
+    ):
         connections_for(3)

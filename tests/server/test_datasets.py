@@ -78,8 +78,8 @@ def test_code_is_found_by_module_and_name(module: Module) -> None:
 def test_a_module_that_is_not_there_is_refused() -> None:
     """The sentence says for what it is needed, and where it was looked for."""
     assert refusal(resolve, "no_such_module:x", "factory of dataset 'train'") == (
-        "factory of dataset 'train': there is no module 'no_such_module'. It is looked for in the current folder, "
-        f"{Path.cwd()}, and among the packages that are installed in {sys.prefix}"
+        "factory of dataset 'train': module 'no_such_module' not found in the current folder, "
+        f"{Path.cwd()}, or in {sys.prefix}. Check the name, or install the module"
     )
 
 
@@ -89,14 +89,16 @@ def test_a_module_that_is_not_there_is_refused() -> None:
 def test_a_module_inside_a_package_that_is_not_there_is_refused(name: str) -> None:
     """Whichever part of the name is wrong, the whole is named."""
     assert refusal(resolve, f"{name}:x", "collate of 'train'").startswith(
-        f"collate of 'train': there is no module {name!r}."
+        f"collate of 'train': module {name!r} not found"
     )
 
 
 @pytest.mark.parametrize("path", ["nothing", "nothing.more", "JSONDecoder.nothing", "JSONDecoder."])
 def test_a_name_that_the_module_has_not_is_refused(path: str) -> None:
     """With the whole path."""
-    assert refusal(resolve, f"json:{path}", "factory of 'a'") == f"factory of 'a': module 'json' has no {path!r}"
+    assert (
+        refusal(resolve, f"json:{path}", "factory of 'a'") == f"factory of 'a': module 'json' has no attribute {path!r}"
+    )
 
 
 def test_a_module_that_misses_another_one_says_so_itself(module: Module) -> None:
@@ -232,9 +234,9 @@ def test_a_function_that_clients_may_choose_must_be_there(module: Module) -> Non
     module("offers_none", "numbers = [3, 4, 5]\nsetting = 'fast'\n")
     stated: dict[str, Any] = {"name": "n", "factory": "offers_none:numbers"}
     assert refusal(open_dataset, DatasetConfig(**stated, functions=["offers_none:gone"])) == (
-        "functions of 'n': module 'offers_none' has no 'gone'"
+        "functions of 'n': module 'offers_none' has no attribute 'gone'"
     )
-    assert "offers_none:setting of 'n' cannot be called" in refusal(
+    assert "offers_none:setting of 'n' must be callable" in refusal(
         open_dataset, DatasetConfig(**stated, functions=["offers_none:setting"])
     )
 
@@ -244,14 +246,16 @@ def test_all_datasets_are_built_or_none(module: Module) -> None:
     module("builds_two", "a = [1]\nb = [1, 2]\n")
     configs = [DatasetConfig(name=name, factory=f"builds_two:{name}") for name in ("a", "b")]
     assert {name: hosted.info.length for name, hosted in open_datasets(configs).items()} == {"a": 1, "b": 2}
-    assert "no module" in refusal(open_datasets, [*configs, DatasetConfig(name="c", factory="no_such_module:c")])
+    assert "module 'no_such_module' not found" in refusal(
+        open_datasets, [*configs, DatasetConfig(name="c", factory="no_such_module:c")]
+    )
 
 
 def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> None:
     """That of the user's code, without ours."""
     module("fails_to_build", "def make():\n    raise ValueError('no data in /data')\n")
     sentence = refusal(open_datasets, [DatasetConfig(name="train", factory="fails_to_build:make")])
-    assert sentence.startswith("building dataset 'train' failed:\nTraceback (most recent call last):\n")
+    assert sentence.startswith("cannot build dataset 'train':\nTraceback (most recent call last):\n")
     assert "fails_to_build.py" in sentence
     assert sentence.endswith("ValueError: no data in /data\n")
     assert "open_datasets" not in sentence
@@ -311,7 +315,7 @@ def test_torchs_map_style_dataset_is_map_style() -> None:
 def test_what_is_no_dataset_is_refused() -> None:
     """Neither samples nor an iteration."""
     assert refusal(host, 5, name="train") == (
-        "dataset 'train' (int) is no dataset: it needs __getitem__ and __len__, or __iter__"
+        "dataset 'train' must define __getitem__ and __len__, or __iter__; got int"
     )
 
 

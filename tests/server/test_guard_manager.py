@@ -61,7 +61,7 @@ def test_a_connection_is_refused_when_all_are_authenticated() -> None:
     """The reason has the number and the name of the limit."""
     connections = manager(max_connections=1)
     (reason,) = admit(connections, Fake(quota=PRINCIPAL), Fake())[1:]
-    assert reason == "the server has 1 connection, its limit (max_connections): try later"
+    assert reason == "the server has reached the limit of 1 connection (max_connections): retry later"
 
 
 def test_an_address_closes_its_own_connections() -> None:
@@ -73,7 +73,7 @@ def test_an_address_closes_its_own_connections() -> None:
     new.quota = PRINCIPAL
     (reason,) = admit(connections, Fake())
     assert reason is not None
-    assert reason.startswith("192.0.2.1 has 1 connection, its limit on this server (max_connections_per_address)")
+    assert reason.startswith("192.0.2.1 has reached the limit of 1 connection (max_connections_per_address)")
 
 
 def test_memory_of_unauthenticated_connections_has_a_limit() -> None:

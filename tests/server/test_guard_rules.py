@@ -85,7 +85,7 @@ def test_a_url_has_a_limit() -> None:
 def test_pipelined_requests_have_a_limit() -> None:
     """With `max_pipelined` requests waiting, one more is refused."""
     check_pipelined(2, LIMITS)
-    with pytest.raises(HttpProblem, match="3 requests of this connection wait"):
+    with pytest.raises(HttpProblem, match="3 requests of this connection are pending"):
         check_pipelined(3, LIMITS)
 
 

@@ -328,7 +328,7 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
         assert len(service.quota("p").consumers) <= 3
     for number in range(3):
         service.ask(f"busy {number}", TRAIN, 0, 1, of="p")
-    with pytest.raises(ServerUnavailable, match=r"'p' may have no more consumers .* than 3, .* max_consumers"):
+    with pytest.raises(ServerUnavailable, match=r"'p' has reached the limit of 3 consumers .* max_consumers"):
         service.ask("one more", TRAIN, 0, 1, of="p")
     service.ask("another's", TRAIN, 0, 1, of="q")
 
@@ -405,7 +405,7 @@ def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
         assert not body_budget.has_room(name, most + 1)
         with pytest.raises(
-            ServerUnavailable, match=rf"0 of them of '{name}', and may hold 1,000 \(max_buffered_request_bytes\)"
+            ServerUnavailable, match=rf", 0 for '{name}', and the limit is 1,000 \(max_buffered_request_bytes\)"
         ):
             owners[name].enter_context(body_budget.hold(name, most + 1))
         owners[name].enter_context(body_budget.hold(name, most))

@@ -373,7 +373,7 @@ def test_a_dataset_with_a_state_cannot_go_back_before_it() -> None:
     before.fetch(2)
     again = shard(Keeping(10), restart=lambda: None, state=before.state())
     assert again.fetch(3) == [6, 7]
-    with pytest.raises(StateMismatch, match="batch 1 of the shard is before the state"):
+    with pytest.raises(StateMismatch, match="batch 1 of the shard: the dataset was resumed from a later state"):
         again.fetch(1)
     assert again.fetch(3) == [6, 7]
 
@@ -539,8 +539,8 @@ def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
 @pytest.mark.parametrize(
     ("also", "reason"),
     [
-        ({"file": object()}, r"state\['dataset'\]\['also'\]\['file'\] is a object"),
-        ("x" * MAX_STATES, "it takes [0-9,]+ characters, and the limit is 786,432"),
+        ({"file": object()}, r"state\['dataset'\]\['also'\]\['file'\]: unsupported type object"),
+        ("x" * MAX_STATES, "the encoded state has [0-9,]+ characters, and the limit is 786,432"),
     ],
     ids=["object", "long"],
 )
@@ -549,7 +549,7 @@ def test_a_state_that_cannot_be_kept_is_an_error_that_names_the_reason(also: Any
     before = shard(Stating(5, also))
     assert before.fetch(0) == [0, 1]
     again = shard(Stating(5), state=before.state())
-    with pytest.raises(StateMismatch, match=f"(?s)cannot be saved: .*{reason}"):
+    with pytest.raises(StateMismatch, match=f"(?s)cannot save the state of .*{reason}"):
         again.fetch(1)
     assert again.fetch(1) is None, "reported once"
 

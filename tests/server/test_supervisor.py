@@ -29,9 +29,9 @@ async def test_a_fork_server_that_cannot_be_split_off_is_a_configuration_error()
     """The shared fork server is being restarted: the session's start is refused, and can be tried again."""
 
     def make() -> ForkServer:
-        raise ConfigError("the process that has built the datasets is being restarted")
+        raise ConfigError("the fork server is restarting")
 
-    with pytest.raises(ConfigError, match="is being restarted"):
+    with pytest.raises(ConfigError, match="the fork server is restarting"):
         await supervisor(make).start()
 
 

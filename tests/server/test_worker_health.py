@@ -180,7 +180,7 @@ def test_a_worker_is_recycled_after_its_last_batch() -> None:
     health.submitted = 1
     assert health.reason_to_recycle(limits, 0) is None
     health.submitted = 2
-    assert health.reason_to_recycle(limits, 0) == "was given 2 batches"
+    assert health.reason_to_recycle(limits, 0) == "has reached the limit of 2 batches"
     health.recycling = True
     assert health.reason_to_recycle(limits, 0) is None
 
@@ -202,11 +202,11 @@ def test_a_worker_with_too_much_memory_is_recycled_once_it_has_completed_somethi
 def test_the_reason_of_an_exit_names_signal_code_and_memory() -> None:
     """Lack of memory is assumed only of SIGKILL."""
     assert exit_reason(3 << 8) == "exited with code 3"
-    assert exit_reason(signal.SIGSEGV, out_of_memory=True) == "killed by signal SIGSEGV (Segmentation fault)"
-    assert exit_reason(signal.SIGKILL) == "killed by signal SIGKILL (Killed)"
+    assert exit_reason(signal.SIGSEGV, out_of_memory=True) == "was killed by signal SIGSEGV (Segmentation fault)"
+    assert exit_reason(signal.SIGKILL) == "was killed by signal SIGKILL (Killed)"
     assert "out of memory" in exit_reason(signal.SIGKILL, out_of_memory=True)
     realtime = signal.SIGRTMIN + 5
-    assert exit_reason(realtime).startswith(f"killed by signal {realtime} (")
+    assert exit_reason(realtime).startswith(f"was killed by signal {realtime} (")
     assert os.WIFSIGNALED(realtime)
 
 

@@ -66,7 +66,7 @@ async def test_a_worker_that_had_not_started_has_no_stack() -> None:
     """The sentence says so."""
     channel, theirs = Channel.pair()
     process = WorkerHandle(0, channel)
-    assert await process.stacks() == "(it had not started to run)"
+    assert await process.stacks() == "(the worker had not started)"
     process.close()
     theirs.close()
 

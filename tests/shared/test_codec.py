@@ -358,7 +358,7 @@ def test_a_frame_that_is_cut_off_or_goes_on_is_refused(
         with pytest.raises(ProtocolError):
             decoded(frame[:end])
     for more in (1, ALIGNMENT):
-        with pytest.raises(ProtocolError, match=f"states {len(frame)} bytes and has {len(frame) + more}"):
+        with pytest.raises(ProtocolError, match=f"expected {len(frame)} bytes, got {len(frame) + more}"):
             decoded(np.concatenate([frame, np.zeros(more, np.uint8)]))
 
 
@@ -366,7 +366,7 @@ def test_damage_is_told_from_a_breach_of_the_format() -> None:
     """Damaged content is a CorruptFrame, which asking again mends; it is a ProtocolError too."""
     frame = encoded([1])
     frame[-1] ^= 1
-    with pytest.raises(CorruptFrame, match="does not match its checksum"):
+    with pytest.raises(CorruptFrame, match="does not match the checksum"):
         decoded(frame)
     assert issubclass(CorruptFrame, ProtocolError)
 
@@ -526,9 +526,9 @@ def test_deep_batches_pass_through_msgpack() -> None:
         batch = {"k": batch}
         node = {"dict": [["k", node]]}
     assert_same(decoded(encoded(batch)), batch)
-    with pytest.raises(EncodeError, match="nested more than 128 deep"):
+    with pytest.raises(EncodeError, match="more than 128 nesting levels"):
         encoded([batch])
-    with pytest.raises(ProtocolError, match="nested more than 128 deep"):
+    with pytest.raises(ProtocolError, match="more than 128 nesting levels"):
         decoded(forged(header_of([node])))
 
 
@@ -644,7 +644,7 @@ def test_an_array_that_unpacks_to_more_than_declared_is_refused(compression: str
 @pytest.mark.parametrize("compression", PACKERS)
 def test_an_array_that_unpacks_to_less_than_declared_is_refused(compression: str) -> None:
     """The error says how much there was."""
-    with pytest.raises(ProtocolError, match=r"must unpack to 1,001 bytes, and has 1,000"):
+    with pytest.raises(ProtocolError, match=r"must decompress to 1,001 bytes, got 1,000"):
         decoded(bomb(compression, 1001, PACKERS[compression](bytes(1000))))
 
 
@@ -721,7 +721,7 @@ def test_a_batch_that_is_too_large_is_refused_before_it_is_made(compression: Com
         pytest.raises(BatchTooLarge, match="has 8,000,000,000,000 bytes, and the limit is") as caught,
     ):
         FrameWriter(ADDRESS, [huge], compression=compression)
-    assert "use a smaller batch_size, or start the server with a larger --max-batch-bytes" in str(caught.value)
+    assert "use a smaller batch_size, or increase --max-batch-bytes of the server" in str(caught.value)
     assert str(caught.value).startswith("batch 14 of epoch 3 of loader 01234567 ")
 
 
@@ -745,16 +745,16 @@ def test_an_array_of_4_gib_cannot_travel() -> None:
 
 def test_what_cannot_travel_is_refused_with_its_path() -> None:
     """An error of the writer says where in the batch the thing is."""
-    with pytest.raises(EncodeError, match=r"^batch\['meta'\]\[2\] is a object, which cannot travel"):
+    with pytest.raises(EncodeError, match=r"^cannot encode batch\['meta'\]\[2\]: unsupported type object"):
         encoded({"meta": [1, 2, object()]})
-    with pytest.raises(EncodeError, match=r"^batch\[0\]\['names'\] is an array of dtype <U2, which cannot travel"):
+    with pytest.raises(EncodeError, match=r"^cannot encode batch\[0\]\['names'\]: unsupported dtype <U2 of an array"):
         encoded([{"names": np.array(["ab"])}])
 
 
 @pytest.mark.parametrize("batch", ["\ud800", ["\udcff"], {"\ud800": 1}, Point("ok", "\udfff")])
 def test_a_string_that_is_no_unicode_is_refused(batch: object) -> None:
     """Lone surrogates, such as os.fsdecode makes of bytes, have no UTF-8: the error says which batch has one."""
-    with pytest.raises(EncodeError, match=r"^batch 14 of epoch 3 .* holds a string that is not valid Unicode"):
+    with pytest.raises(EncodeError, match=r"^cannot encode batch 14 of epoch 3 .*: a string is not valid Unicode"):
         encoded(batch)
 
 

@@ -232,10 +232,10 @@ def test_it_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("length", "key", "message"),
     [
-        (-1, 0, r"length must be in \[0, 2\*\*62\], was -1"),
-        (2**62 + 1, 0, r"length must be in \[0, 2\*\*62\], was 4611686018427387905"),
-        (10, -1, r"key must be in \[0, 2\*\*128\), was -1"),
-        (10, 2**128, r"key must be in \[0, 2\*\*128\), was 340282366920938463463374607431768211456"),
+        (-1, 0, r"length must be in \[0, 2\*\*62\], got -1"),
+        (2**62 + 1, 0, r"length must be in \[0, 2\*\*62\], got 4611686018427387905"),
+        (10, -1, r"key must be in \[0, 2\*\*128\), got -1"),
+        (10, 2**128, r"key must be in \[0, 2\*\*128\), got 340282366920938463463374607431768211456"),
     ],
 )
 def test_a_length_or_key_out_of_range_is_refused(length: int, key: int, message: str) -> None:
@@ -250,14 +250,14 @@ def test_a_position_out_of_range_is_refused(length: int, wrong: str) -> None:
     """One wrong position among right ones is found and named, with the bounds."""
     position = {"negative": -1, "too large": length, "far too large": 2**63 - 1}[wrong]
     positions = int64([*range(min(length, 5)), position])
-    with pytest.raises(ValueError, match=rf"positions must be in \[0, {length}\), one was {position}"):
+    with pytest.raises(ValueError, match=rf"positions must be in \[0, {length}\), got {position}"):
         Permutation(length, 0)(positions)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint64])
 def test_positions_of_another_type_are_refused(dtype: type[np.generic]) -> None:
     """Nothing is converted in silence: a float would be rounded, a uint64 could wrap."""
-    with pytest.raises(TypeError, match=f"int64 array, was {np.dtype(dtype)}"):
+    with pytest.raises(TypeError, match=f"int64 array, got {np.dtype(dtype)}"):
         Permutation(10, 0)(np.zeros(3, dtype=dtype))
 
 

@@ -163,14 +163,14 @@ class Server:
         registered = record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{self.url} uses protocol version {short(registered.protocol)} and this client {PROTOCOL_VERSION}: "
-                "install the same release of teleloader on both sides"
+                f"{self.url} uses protocol version {short(registered.protocol)}, expected {PROTOCOL_VERSION}: install "
+                "the same release of teleloader on both sides"
             )
         key = replace(spec, fingerprint=registered.fingerprint).key
         if registered.key != key:
             raise ProtocolError(
-                f"{self.url} registered loader {short(registered.key)}, expected {key}: the request or the response "
-                "was damaged, or client and server are of different releases of teleloader"
+                f"{self.url} registered loader {short(registered.key)}, expected {key}: install the same release of "
+                "teleloader on both sides, and check proxies on the path"
             )
         return registered
 
@@ -214,7 +214,7 @@ class Server:
         )
         frame = codec.read(ordinary_memory(choose_output(None), np.frombuffer(body, np.uint8)))
         if frame.address != address:
-            raise ProtocolError(f"{self.url} sent {frame.address}, expected {address}: the request was damaged")
+            raise ProtocolError(f"{self.url} sent {frame.address}, expected {address}: check proxies on the path")
         return frame
 
     @_confirmed
@@ -356,7 +356,7 @@ class Server:
     def _unavailable(self, error: Exception, *, is_reached: bool) -> ServerUnavailable:
         why = sentence(str(error)) or type(error).__name__
         if is_reached:
-            return ServerUnavailable(f"no response from {self.url}, which accepted the connection: {why}")
+            return ServerUnavailable(f"{self.url} accepted the connection, but did not respond: {why}")
         return Unreached(f"cannot connect to {self.url}: {why}")
 
 
@@ -398,15 +398,15 @@ def _is_this_machine(host: str) -> bool:
 @functools.cache  # at most one warning for each server
 def _warn_of_clear_token(url: str) -> None:
     logger.warning(
-        "the token for %s is sent in clear text: http:// has no TLS, so the token can be read and used on the network "
-        "path. Start the server with --ssl-certfile and use https://",
+        "the token for %s is sent unencrypted: attackers on the network path can read and use the token. Start the "
+        "server with --ssl-certfile, and use an https:// URL",
         url,
     )
 
 
 def _without_secrets(url: object) -> str:
     """Return the repr of a URL for a message; hide it if it may contain a password."""
-    return "(hidden: it contains '@')" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
+    return "(hidden, contains '@')" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 
 @contextmanager
@@ -457,8 +457,7 @@ def _body_of(response: httpx.Response, limit: int) -> bytearray:
         body += piece
         if is_success and len(body) > limit:
             raise ProtocolError(
-                f"the response of {response.url} has more than {limit:,} bytes: check that this is the URL of a loader "
-                "server"
+                f"the response of {response.url} exceeds {limit:,} bytes: check that this is the URL of a loader server"
             )
         if not is_success and len(body) >= MAX_PROBLEM_BYTES:
             del body[MAX_PROBLEM_BYTES:]

@@ -126,7 +126,7 @@ class Credentials:
             except OSError as error:
                 raise TlsError(
                     f"cannot load the certificate {cert} with the key in {key or 'the same file'}: {_why(error)}. "
-                    f"Expected PEM format, not encrypted; name the file of the key with {KEY_VARIABLE} or key="
+                    f"Expected unencrypted PEM. If the key is in another file, set {KEY_VARIABLE} or pass key="
                 ) from None
         return context
 
@@ -166,7 +166,7 @@ def _untrusted(error: ssl.SSLCertVerificationError) -> str:
         return "the server's certificate is not valid yet. Check the clocks of this machine and of the server"
     if "mismatch" in reason or "not valid for" in reason:
         return f"the server's certificate is for another name ({reason}). Use a name that the certificate contains"
-    return f"unknown CA of the server's certificate ({reason}). Set TELELOADER_CA to the file of the CA, or pass ca="
+    return f"the server's certificate is of an unknown CA ({reason}). Set TELELOADER_CA to the CA file, or pass ca="
 
 
 def _refused(reason: str) -> str | None:

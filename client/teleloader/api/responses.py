@@ -112,13 +112,13 @@ def record(kind: type[_Record], fields: Any) -> _Record:
     hints = get_type_hints(kind)
     if not isinstance(fields, dict) or not set(hints) <= set(fields):
         raise ProtocolError(
-            f"the response lacks some of the fields {', '.join(hints)}: check that this is the URL of a loader server, "
+            f"invalid response: expected the fields {', '.join(hints)}. Check that this is the URL of a loader server, "
             "and that both sides have the same release of teleloader"
         )
     for name, hint in hints.items():
         if not _fits(fields[name], hint):
             raise ProtocolError(
-                f"invalid {name} = {short(fields[name])} in the response: check that this is the URL of a loader server"
+                f"invalid {name} = {short(fields[name])} in the response. Check that this is the URL of a loader server"
             )
     return kind(**{name: fields[name] for name in hints})
 

@@ -238,7 +238,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
     if diagnosis is not None and diagnosis.bottleneck == "unknown" and measured.seconds < DIAGNOSIS_AFTER:
-        console.print(Text(f"diagnosis: unavailable after so short a run, use --seconds {DIAGNOSIS_AFTER} or more"))
+        console.print(Text(f"diagnosis: unavailable, the run was too short. Use --seconds {DIAGNOSIS_AFTER} or more"))
     elif diagnosis is not None:
         console.print(sentence("diagnosis", diagnosis))
     if not measured.step:
@@ -247,7 +247,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
 
 def _without_step(measured: Measured) -> str:
     """Return an explanation of the result of a benchmark without simulated training steps."""
-    read = "The loop did not use the batches; --step S simulates training steps of S seconds."
+    read = "The command discarded the batches; --step S simulates training steps of S seconds."
     if measured.shortest_step is None or measured.workers is None:
         return read
     step, workers = measured.shortest_step, measured.workers

@@ -118,7 +118,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
     "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
-    help="Seconds to measure after the first batch; a diagnosis requires 3.",
+    help="Seconds to measure after the first batch; a diagnosis requires at least 3.",
 )  # fmt: skip
 @click.option(
     "--step", type=click.FloatRange(0), default=0.0, show_default=True, metavar="S",
@@ -128,7 +128,7 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
     "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N",
     help="num_workers of the DataLoader: number of shards of an iterable-style dataset.",
 )  # fmt: skip
-@click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression of arrays by the workers.")
+@click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
 @options.of_loader(options.shuffle, options.drop_last, options.as_json, options.access)
 def bench(
     url: str, dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
@@ -208,7 +208,7 @@ def audit(
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     if remote.iterable:
         raise TypeError(
-            f"cannot audit dataset {remote.name!r}: it is iterable-style, so its order is known only after loading it"
+            f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
     spec = LoaderSpec(
         dataset=remote.name, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed,

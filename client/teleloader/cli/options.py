@@ -24,7 +24,7 @@ seed: Final = click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the order and of random augmentation."
 )
 epoch: Final = click.option(
-    "--epoch", type=click.IntRange(0), default=0, show_default=True, metavar="E", help="Number of the epoch, from 0."
+    "--epoch", type=click.IntRange(0), default=0, show_default=True, metavar="E", help="Epoch number, starting at 0."
 )
 rank: Final = click.option(
     "--rank", type=int, default=0, show_default=True, metavar="R", help="Rank of the training process."
@@ -34,7 +34,7 @@ world_size: Final = click.option(
 )
 tail: Final = click.option(
     "--tail", type=click.Choice(get_args(Tail)), default="pad", show_default=True,
-    help="Division of samples that are not a multiple of the world size.",
+    help="Handling of the remainder if the world size does not divide the number of samples.",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def access(command: _Command) -> _Command:
     """
     for option, variable, text in reversed((
         ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that authenticates the client."),
-        ("--ca", CA_VARIABLE, "File with the CA of an https:// server's certificate."),
+        ("--ca", CA_VARIABLE, "File with the CA certificate of an https:// server."),
         ("--cert", CERT_VARIABLE, "File with a client certificate."),
         ("--key", KEY_VARIABLE, "File with the key of the certificate, if it is in another file."),
     )):  # fmt: skip
@@ -70,7 +70,7 @@ def access(command: _Command) -> _Command:
 def batch_size(default: int) -> Callable[[_Command], _Command]:
     """Return a decorator that adds the ``--batch-size`` option with the given default."""
     return click.option(
-        "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples in a batch."
+        "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples per batch."
     )
 
 

@@ -244,7 +244,7 @@ def _or_dash(value: int | None) -> str:
 
 def _omitted(stats: Stats) -> list[Text]:
     more = stats.consumers_total - len(stats.consumers)
-    return [Text(f"... and {more:,} more; --limit shows more of them", style="dim")] if more > 0 else []
+    return [Text(f"... and {more:,} more; use --limit to show more", style="dim")] if more > 0 else []
 
 
 def workers_table(workers: list[WorkerStats], width: int) -> Table:

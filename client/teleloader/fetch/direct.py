@@ -264,15 +264,15 @@ class DirectReceiver:
 
 
 def _stopped(stop: StopIteration) -> Raised:
-    error = RuntimeError("the dataset or the collate function raised StopIteration")
+    error = RuntimeError("the dataset or the collate function raised StopIteration: raise another exception")
     error.__cause__ = stop
     return Raised(error)
 
 
 def _interrupted(number: int, kind: str) -> TeleloaderError:
     return TeleloaderError(
-        f"{kind} interrupted the iterable-style dataset in batch {number}, so its next samples are unknown. Pass "
-        "loader.state_dict() to loader.load_state_dict() and call iter(loader), which continues with that batch"
+        f"{kind} interrupted the iterable-style dataset in batch {number}, so the next samples are unknown. To "
+        "continue with that batch, pass loader.state_dict() to loader.load_state_dict(), then call iter(loader)"
     )
 
 

@@ -332,7 +332,7 @@ class Fetcher:
                 if frame.address != (key, epoch, number):
                     raise CorruptFrame(f"received {frame.address}, expected {Address(key, epoch, number)}")
                 if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
-                    raise CorruptFrame(f"received the end of a shard in place of batch {number} of a map-style dataset")
+                    raise CorruptFrame(f"received the end of a shard, expected batch {number} of a map-style dataset")
                 frames.append(frame)
         except ProtocolError as error:
             raise CorruptFrame(str(error)) from error
@@ -358,7 +358,7 @@ class Fetcher:
             f"{self._servers[0].url} did not send batch {self._reorder_buffer.scheduler.received} of epoch "
             f"{self._options.epoch}: "
             f"{self._reason(error)} (tried for {self._options.reconnect_timeout:g} s). "
-            "To resume later, here or on another server, save loader.state_dict()"
+            "To resume later, on this or another server, save loader.state_dict()"
         )
 
     def _reason(self, error: Exception) -> str:

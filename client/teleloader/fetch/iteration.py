@@ -307,7 +307,7 @@ class LoaderIterator:
         if arrived is None:  # the copy to a device was discarded, so the batch has to be copied again
             self._wait(current)
             arrived = current.reorder_buffer.peek()
-        assert arrived is not None, "a batch that the loop may take is taken only by the loop"  # noqa: S101
+        assert arrived is not None, "only the training loop takes a batch that is ready"  # noqa: S101
         if current.stager is not None:
             current.stager.warn()
         delivery = self._transformed(current, arrived)
@@ -369,8 +369,8 @@ class LoaderIterator:
     def _current(self) -> Iteration | None:
         if self.is_copy and (self._iteration is None or self._iteration.receiver.loads_ahead):
             raise TeleloaderError(
-                f"this iterator belongs to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
-                "iter(loader) makes another one here"
+                f"cannot use an iterator of process {self._pid} in forked process {os.getpid()}: call iter(loader) in "
+                "the forked process"
             )
         return self._iteration
 

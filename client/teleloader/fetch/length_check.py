@@ -90,8 +90,8 @@ class LengthCheck:
             self.repeated = True
             warnings.warn(
                 f"Each of the {len(ends)} workers of {self._dataset} yielded the whole dataset, so every sample was "
-                f"loaded {len(ends)} times. Let __iter__ select a part of the data by get_worker_info().id and "
-                ".num_workers, or let a worker_init_fn change get_worker_info().dataset, so that each has a part.",
+                f"loaded {len(ends)} times. To divide the data, use get_worker_info().id and .num_workers "
+                "in __iter__, or change get_worker_info().dataset in worker_init_fn.",
                 stacklevel=_IN_FINISH,
             )
 

@@ -181,7 +181,7 @@ class ReorderBuffer:
     def close(self, why: BaseException | None = None) -> None:
         """Discard all batches and stop the receiving threads; further waits raise `why`."""
         with self.lock:
-            self.closed = why or TeleloaderError("this iterator was closed; iter(loader) makes another one")
+            self.closed = why or TeleloaderError("this iterator is closed: call iter(loader) for another iterator")
             self._batches.clear()
             self._wake()
             self._end()

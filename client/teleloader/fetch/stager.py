@@ -139,6 +139,6 @@ class Stager:
         """Stop copying ahead: copy each further batch when the training loop waits for it and has freed memory."""
         self._ahead = 0
         self._warning = (
-            f"out of device memory while a batch was copied ahead of use ({str(error).splitlines()[0]}): the rest of "
-            "this epoch is copied batch by batch. Set device_ahead=0 or 1, or use smaller batches"
+            f"out of device memory while prefetching a batch to the device ({str(error).splitlines()[0]}): the loader "
+            "copies one batch at a time in the rest of the epoch. Set device_ahead=0 or 1, or use smaller batches"
         )

@@ -265,13 +265,13 @@ def parse_device(device: Any) -> Any:
     if module is None or not module.is_available():
         raise TeleloaderError(
             f"device={str(device)!r} is not available: torch {torch.__version__} finds no accelerator of type "
-            f"{named.type!r} on this machine. Use device=None, or install a build of torch for it"
+            f"{named.type!r} on this machine. Use device=None, or install a build of torch that supports the device"
         )
     count = module.device_count()
     if named.index is not None and named.index >= count:
         raise TeleloaderError(
-            f"device={str(device)!r} is not available: this process sees {count} of type {named.type!r}, numbered from "
-            "0. See CUDA_VISIBLE_DEVICES"
+            f"device={str(device)!r} is not available: the number of visible {named.type!r} devices is {count}. Use a "
+            "smaller index, or check CUDA_VISIBLE_DEVICES"
         )
     return named
 
@@ -301,8 +301,8 @@ def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
     used = with_index(named)
     if used.index is not None and used.index != int(local_rank) < _module(named).device_count():
         warnings.warn(
-            f"device={str(named)!r} is {used} in the process with LOCAL_RANK={local_rank}: other ranks may use it "
-            f"too. Call torch.{named.type}.set_device({local_rank}) before iter(loader), or pass "
+            f"device={str(named)!r} is {used} in the process with LOCAL_RANK={local_rank}: other ranks may use the "
+            f"same device. Call torch.{named.type}.set_device({local_rank}) before iter(loader), or pass "
             f"device='{named.type}:{local_rank}'",
             stacklevel=stacklevel + 1,
         )
@@ -336,5 +336,5 @@ def _accelerator_at(index: int) -> Any:
 
     accelerator = current_accelerator()
     if accelerator is None:
-        raise TypeError("an index needs an accelerator, and torch finds none on this machine")
+        raise TypeError("an index requires an accelerator, but torch finds none on this machine")
     return torch.device(accelerator.type, index)

@@ -119,7 +119,7 @@ def process_budget() -> PinnedBudget:
         text = os.environ.get(MAX_PINNED_BYTES_VARIABLE, str(DEFAULT_MAX_PINNED_BYTES))
         if not text.isdecimal():
             raise TeleloaderError(
-                f"invalid {MAX_PINNED_BYTES_VARIABLE}={text!r}: expected a whole number of bytes, for example "
+                f"invalid {MAX_PINNED_BYTES_VARIABLE}={text!r}: expected a number of bytes, for example "
                 f"{DEFAULT_MAX_PINNED_BYTES}"
             )
         _budget = PinnedBudget(int(text))

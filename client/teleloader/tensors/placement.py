@@ -82,11 +82,11 @@ def check_placement(output: Output, name: str, value: Any) -> None:
     """
     if name == "device_ahead":
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"device_ahead must be an integer of at least 0, got {value!r}")
+            raise ValueError(f"device_ahead must be a non-negative integer, got {value!r}")
     elif name == "pin_memory" and value:
         _check_torch(output, name, value)
     elif name == "device" and value is not None:
-        _check_torch(output, name, value, "; for JAX, pass sharding= instead" if output == "jax" else "")
+        _check_torch(output, name, value, "; for JAX, pass sharding=" if output == "jax" else "")
         parse_device(value)
     elif name == "sharding" and value is not None:
         if output != "jax":

@@ -244,7 +244,7 @@ class HttpConnection:
                     return
                 continue
             if not self._server.is_alive() and not self._arrival.select(0):
-                raise ServerUnavailable(f"{self._server.url} has sent nothing for {self._server.timeout:g} s")
+                raise ServerUnavailable(f"{self._server.url} has sent no data for {self._server.timeout:g} s")
         raise SilentConnection
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:

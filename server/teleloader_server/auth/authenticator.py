@@ -215,8 +215,8 @@ class Authenticator:
             raise HttpProblem(
                 421,
                 "UnknownHost",
-                f"host {host[:200]!r} not allowed: if it is a name of this server, start the server with "
-                "--allowed-host NAME, or use its IP address",
+                f"host {host[:200]!r} not allowed: use the IP address of the server, or start the server with "
+                "--allowed-host NAME",
             )
         origin, site, mode = (
             headers[name].decode("latin-1") if name in headers else None
@@ -226,15 +226,14 @@ class Authenticator:
             raise HttpProblem(
                 403,
                 "CrossSite",
-                "cross-site request rejected: use the dashboard of this server. Proxies must not change Host",
+                "cross-site request rejected: use the dashboard of this server. Proxies must preserve the Host header",
             )
 
     def _valid(self, token: bytes) -> Token:
         found = self._tokens.find(token)
         if found is None:
             raise Unauthorized(
-                "unknown token: it is not in this server's token file. It may have been revoked or rotated: ask the "
-                "server's operator for a new one"
+                "unknown token: the token may have been revoked or rotated. Request a new token from the operator"
             )
         if found.expires <= time.time():
             raise _expired(found.principal)
@@ -265,7 +264,7 @@ class Authenticator:
             self._told = now
             what = ", ".join(f"{count} x {code}" for code, count in self._refused.items())
             peer, _ = scope.get("client") or ("unknown", 0)
-            logger.warning("rejected requests: %s; the last one from %s: %s", what, peer, error)
+            logger.warning("rejected requests: %s; latest from %s: %s", what, peer, error)
             self._refused.clear()
 
 
@@ -323,7 +322,7 @@ class RequestCaller:
 
 
 def _expired(principal: Principal) -> Unauthorized:
-    return Unauthorized(f"the token {principal.name!r} has expired: ask the server's operator for a new one")
+    return Unauthorized(f"the token {principal.name!r} has expired: request a new token from the server's operator")
 
 
 def _digest_of(name: str) -> bytes:

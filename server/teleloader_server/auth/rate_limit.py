@@ -49,8 +49,8 @@ class RateLimiter:
         now = time.monotonic()
         await _hold(
             quota.delay(now, self._rate),
-            f"{quota.name!r} exceeds {number(self._rate)} requests/s, its limit on this server "
-            "(max_requests_per_second): send fewer requests",
+            f"too many requests of {quota.name!r}: the limit is {number(self._rate)} requests/s "
+            "(max_requests_per_second). Send fewer requests",
         )
         await self._turns.wait_turn(quota.name, now)
 
@@ -83,8 +83,8 @@ class AddressLimit:
         held, self._due[network] = delayed(self._due.get(network, 0.0), now, self._rate)
         await _hold(
             held,
-            f"{network} exceeds {number(self._rate)} requests/s without a valid token, its limit on this server "
-            "(max_unauthenticated_requests_per_second): send a token, or fewer requests",
+            f"too many unauthenticated requests from {network}: the limit is {number(self._rate)} requests/s "
+            "(max_unauthenticated_requests_per_second). Send a token, or fewer requests",
         )
 
     def _network(self, address: str) -> str:

@@ -80,10 +80,10 @@ class TlsFiles:
             return f"the key in {key} does not match the certificate in {self.certfile}: specify a matching pair"
         if b"ENCRYPTED" in key.read_bytes():
             given = "is wrong" if self.keyfile_password else "is missing"
-            return f"the key in {key} is encrypted, and its password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
+            return f"the key in {key} is encrypted, and the password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:
-            return f"{self.certfile} must contain a certificate and its key in PEM format; or specify --ssl-keyfile"
-        return f"{self.certfile} must contain a certificate and {key} its key, both in PEM format ({error.reason})"
+            return f"{self.certfile} must contain a certificate and a key in PEM format. Or use --ssl-keyfile"
+        return f"cannot load certificate {self.certfile} with key {key}: {error.reason}. Expected PEM format"
 
 
 class Renewal:
@@ -109,6 +109,6 @@ class Renewal:
         logger.info("reloaded certificate %s", self._files.certfile)
         if self._files.ca_certs is not None:
             logger.info(
-                "CAs added to %s are trusted now; removed ones are trusted until the server restarts",
+                "CAs added to %s are trusted now; removed CAs are trusted until the server restarts",
                 self._files.ca_certs,
             )

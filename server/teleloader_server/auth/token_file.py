@@ -42,7 +42,7 @@ class TokenFile:
         if not self.tokens.entries:
             raise ConfigError(
                 f"no token in {path}: the file is missing or empty, so no client could authenticate. Write a token to "
-                f"it; for --tokens, run: teleloader-server token add NAME --file {path}"
+                f"the file; for --tokens, run: teleloader-server token add NAME --file {path}"
             )
 
     @classmethod
@@ -74,14 +74,14 @@ class TokenFile:
         if tokens.entries:
             logger.info("reloaded %s: %s", self._path, format_tokens(tokens))
         else:
-            logger.warning("%s is empty or missing: no client can authenticate with it any more", self._path)
+            logger.warning("%s is empty or missing: clients cannot authenticate. Add a token to the file", self._path)
         return True
 
     def _load(self) -> Tokens:
         found = read_text(self._path)
         tokens = self._parse(found.text, str(self._path))
         if found.is_public and tokens.holds_secrets:
-            logger.warning("every user of this machine can read the tokens in %s: run chmod 600 on it", self._path)
+            logger.warning("every user of this machine can read tokens in %s: run chmod 600 on the file", self._path)
         return tokens
 
 

@@ -123,14 +123,14 @@ def _entry(name: str, table: object, where: str) -> Token:
         raise ConfigError(f"invalid token name {name!r} in {where}: expected {TOKEN_NAME_RULE}")
     if name == ANYONE.name:
         raise ConfigError(
-            f"invalid token name {name!r} in {where}: limits count clients without a token under this name. Choose "
+            f"reserved token name {name!r} in {where}: the server uses the name for unauthenticated clients. Choose "
             "another name"
         )
     if not isinstance(table, dict):
         raise ConfigError(f'{at}: expected a table: [{name}], followed by sha256 = "..." and scopes = ["..."]')
     for field in table:
         if field not in _ENTRIES:
-            raise ConfigError(f"{at}: unknown field {field!r}; expected {', '.join(_ENTRIES)}")
+            raise ConfigError(f"{at}: unknown field {field!r}: expected {', '.join(_ENTRIES)}")
     if ("token" in table) == ("sha256" in table):
         raise ConfigError(f'{at}: expected either token = "..." or sha256 = "..."')
     digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
@@ -175,7 +175,7 @@ def _expiry(stated: object, at: str) -> float:
         return math.inf
     if not isinstance(stated, datetime) or stated.tzinfo is None:
         raise ConfigError(
-            f"{at}: expires must be a time with its zone, such as 2027-01-01T00:00:00Z, got {_shown(stated)}"
+            f"{at}: expires must be a time with a time zone, such as 2027-01-01T00:00:00Z, got {_shown(stated)}"
         )
     return stated.timestamp()
 

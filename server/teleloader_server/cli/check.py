@@ -40,7 +40,7 @@ def check(
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         if process.stdin is None or process.stdout is None:
-            raise RuntimeError("Popen made no pipes: a bug")
+            raise RuntimeError("internal error: Popen returned no pipes")
         step = "starting"
         try:
             with process.stdin:
@@ -68,7 +68,7 @@ def _ended(status: int, step: str) -> Problem:
     how = f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
     return Problem(
         "error",
-        f"the process of the dataset ended during the step {step!r} with {how}",
+        f"the process of the dataset exited during the step {step!r} with {how}",
         "a crash in C code, os._exit() or exhausted memory: run the code alone with python -X faulthandler",
     )
 
@@ -93,7 +93,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
     if found.samples_per_second is not None:
         yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
     if found.repeatable is not None:
-        yield "repeatable", "yes, batches are equal bit for bit when computed again" if found.repeatable else "no"
+        yield "repeatable", "yes, recomputed batches are bit-identical" if found.repeatable else "no"
 
 
 def progress_of(name: str) -> Callable[[str], None]:

@@ -171,11 +171,11 @@ def _listener_options(command: _Command) -> _Command:
         click.option("--ssl-certfile", type=_FILE, help="Certificate (PEM) for HTTPS. Reloaded when renewed."),
         click.option("--ssl-keyfile", type=_FILE, help="Private key, if it is not in --ssl-certfile."),
         click.option(
-            "--ssl-keyfile-password", help="Password of the private key. Command lines are visible to other users: "
-            "set TELELOADER_SSL_KEYFILE_PASSWORD instead.",
+            "--ssl-keyfile-password", help="Password of the private key. Prefer TELELOADER_SSL_KEYFILE_PASSWORD, "
+            "because other users can read command lines.",
         ),
         click.option(
-            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM): clients need a certificate of one of them."
+            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate of one."
         ),
     )):  # fmt: skip
         command = option(command)
@@ -216,7 +216,7 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     with _usage_errors():
         configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
     if not configs:
-        raise click.UsageError("no dataset: name at least one as module:name, or host the embedded one with --demo")
+        raise click.UsageError("no dataset: pass at least one as module:name, or --demo for the embedded dataset")
     names = [dataset.name for dataset in configs]
     for name in names:
         if names.count(name) > 1:
@@ -246,8 +246,8 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=DEFAULT_BATCH_TIMEOUT, show_default=True, type=click.FloatRange(0),
-    help="Seconds per batch, and for the start of a worker. Then the worker is killed, and the batch fails with its "
-    "stack; 0 disables the limit.",
+    help="Timeout in seconds of a batch, and of the start of a worker. The server then kills the worker, and the batch "
+    "fails with the worker's stack; 0 disables the timeout.",
 )  # fmt: skip
 @click.option(
     "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
@@ -256,11 +256,11 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 )  # fmt: skip
 @click.option(
     "--max-worker-memory", default=0, show_default="never", type=Size(),
-    help="Replace a worker in the same way when its resident memory, shared pages included, exceeds this size.",
+    help="Replace a worker when its resident memory, shared pages included, exceeds this size.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
-    help="Limit for clients, described in docs/limits.md; repeatable. In a configuration file: the table [limits]. "
+    help="Limit for clients: see docs/limits.md. Repeatable. In a configuration file: the table [limits]. "
     f"Limits and defaults: {DEFAULT_LIMITS.stated()}.",
 )  # fmt: skip
 @click.option(
@@ -367,7 +367,7 @@ def server(
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
-    help="Seconds per batch; 0 disables the limit.",
+    help="Timeout of a batch in seconds; 0 disables the timeout.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write one line of JSON.")
 def check(
@@ -437,7 +437,7 @@ def _bound(listener: Listener) -> socket.socket:
         raise
     if listener.tls is None and not is_loopback(address):
         logger.warning(
-            "%s without encryption: others on the network path can read and change the data. Use --ssl-certfile",
+            "%s without encryption: attackers on the network path can read and modify data. Use --ssl-certfile",
             "clients send tokens, and the server sends batches,"
             if listener.authenticator.has_tokens
             else "authentication is disabled, and the server sends batches",
@@ -466,7 +466,7 @@ async def _serve(
     def stop() -> None:
         # the first signal completes pending requests, the second aborts them
         if not web.should_exit:
-            logger.info("stopping: completing pending requests for up to %g s; signal again to stop at once", grace)
+            logger.info("stopping: completing pending requests for up to %g s; a second signal aborts them", grace)
         web.force_exit = web.should_exit
         web.should_exit = True
         starting.cancel()

@@ -167,9 +167,9 @@ class Probe:
             self._problem(
                 "warning",
                 "the dataset has no length" if none else "the dataset is empty",
-                "no batch was computed. Define __len__: without it, only loaders with a sampler can use the dataset"
+                "no batch was computed. Define __len__, or use a sampler in each loader"
                 if none
-                else "no batch was computed. Check that its files exist on this machine",
+                else "no batch was computed. Check that the files of the dataset exist on this machine",
             )
             return
         try:
@@ -296,7 +296,7 @@ class Probe:
     def _not_repeatable(self) -> None:
         self._problem(
             "warning",
-            "batches differ when they are computed again",
+            "recomputed batches differ",
             "a batch must depend only on its indices and on the random generators that are seeded per batch: those of "
             "random, np.random and torch. Seed any other generator from the index",
         )
@@ -368,13 +368,13 @@ def _advice_on(failure: Failure) -> str:
     if name == "WorkerDied":
         return "the worker process ended: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
-        return "the stack shows where the worker hung. If it is only slow, raise --batch-timeout"
+        return "the stack shows where the worker hung. If the dataset is slow, increase --batch-timeout"
     if "collate" in failure.traceback:
         return "samples of one batch must have the same shape: resize or pad them, or configure a collate function"
     if name == "EncodeError":
         return "batches may contain arrays, numbers, text and containers of them: convert other values in the dataset"
     if name == "BatchTooLarge":
-        return "use smaller batches, or raise --max-batch-bytes"
+        return "use smaller batches, or increase --max-batch-bytes"
     return "fix the dataset or skip such samples: a training loop would raise this exception"
 
 

@@ -71,7 +71,7 @@ class Reloader:
     def run(self) -> int:
         """Run the server and restart it after each change, until SIGINT or SIGTERM; return the server's exit code."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
-        logger.info("the server restarts when code of its datasets or its configuration changes, until Ctrl-C")
+        logger.info("the server restarts when the code of a dataset or the configuration changes (Ctrl-C stops it)")
         self._child = self._start()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)

@@ -70,7 +70,7 @@ _file = click.option(
     help="The server's token file (--tokens).",
 )  # fmt: skip
 _days = click.option(
-    "--days", type=click.FloatRange(0, MAX_DAYS, min_open=True), metavar="N", help="Let the token expire after N days."
+    "--days", type=click.FloatRange(0, MAX_DAYS, min_open=True), metavar="N", help="Days until the token expires."
 )
 
 
@@ -97,10 +97,10 @@ def token() -> None:
 @click.option(
     "--scope", "scopes", multiple=True, default=DEFAULT_SCOPES, show_default=True,
     type=Matching("scope", SCOPE, SCOPE_RULE),
-    help="Permission: read (all datasets), read:DATASET, stats or admin. Can be given several times.",
+    help="Scope: read (all datasets), read:DATASET, stats or admin. Repeatable.",
 )  # fmt: skip
 @_days
-@click.option("--out", type=_PATH, help="Write the token to this new file (mode 0600) instead of stdout.")
+@click.option("--out", type=_PATH, help="New file for the token (mode 0600). Default: stdout.")
 def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
     """Generate a token and add it to the token file.
 
@@ -161,7 +161,7 @@ def revoke(name: str, path: Path) -> None:
 @_name
 @_file
 @_days
-@click.option("--out", type=_PATH, help="Write the new token to this file (mode 0600), which is replaced if it exists.")
+@click.option("--out", type=_PATH, help="File for the new token (mode 0600), replaced if it exists. Default: stdout.")
 def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
     """Replace a token by a new one with the same name and scopes.
 
@@ -171,7 +171,7 @@ def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
     made = _generated()
     with _editing(path, made, out) as (document, tokens):
         if _entry(tokens, name, path).expires <= time.time() and days is None:
-            raise click.UsageError(f"cannot rotate token {name!r}: it has expired. Give a new expiry with --days")
+            raise click.UsageError(f"cannot rotate token {name!r}: it has expired. Specify a new expiry with --days")
         entry = document[name]
         entry.pop("token", None)
         entry["sha256"] = _digest_of(made)
@@ -195,7 +195,7 @@ def _expiry(days: float) -> datetime:
 def _entry(tokens: Tokens, name: str, path: Path) -> Token:
     found = {entry.principal.name: entry for entry in tokens.entries}
     if name not in found:
-        raise click.UsageError(f"no token {name!r} in {path}: it has {', '.join(found) or 'no entries'}")
+        raise click.UsageError(f"unknown token {name!r}: {path} contains {', '.join(found) or 'no tokens'}")
     return found[name]
 
 
@@ -218,10 +218,10 @@ def _row(entry: Token) -> tuple[str, str, str]:
 
 def _report(done: str, made: Secret, out: Path | None) -> None:
     if out is None:
-        click.echo(f"{done}; it is shown this once:", err=True)
+        click.echo(f"{done}. Save the token, which cannot be shown again:", err=True)
         click.echo(made)
     else:
-        click.echo(f"{done}; the token is in {out}", err=True)
+        click.echo(f"{done}. The token was written to {out}", err=True)
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tu
     """
     path = path.resolve()
     if out is not None and out.resolve() == path:
-        raise click.UsageError(f"cannot write the token to {out}: that is the token file. Choose another file")
+        raise click.UsageError(f"cannot write the token to {out}: the file is the token file. Choose another file")
     try:
         with _locked(path.parent) as folder:
             text = read_text(path).text

@@ -482,7 +482,7 @@ def _log(task: Task, failure: Failure) -> None:
     what = f"{failure.type[:MAX_TYPE]}: {failure.message[:MAX_MESSAGE]}"
     # repr: the text may contain line breaks, which would forge log lines
     logger.warning(
-        "batch %d of epoch %d of dataset %s failed: %r (/stats has the traceback, and counts those that follow)",
+        "batch %d of epoch %d of dataset %s failed: %r (see /stats for the traceback and the number of failures)",
         batch, epoch, task.spec.dataset, what,
         extra={
             "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": failure.worker,

@@ -127,7 +127,7 @@ class Engine:
 
     async def close(self) -> None:
         """End all workers, and raise an error in all waiting requests."""
-        self._end = UnknownLoader("the session was ended")
+        self._end = UnknownLoader("the session has ended: register the loader again")
         self.give_up(self._end)
         await self._pool.close()
         # a kept lease would keep the whole pool in memory
@@ -270,7 +270,7 @@ class Engine:
 
     def no_worker_starts(self, reason: str) -> None:
         """Raise an error in all waiting requests, because workers die before they accept a batch."""
-        self.give_up(WorkerDied(f"no worker of the server can start: {reason}. Its log has the details"))
+        self.give_up(WorkerDied(f"the server cannot start a worker: {reason}. See the log of the server"))
 
     # -- execution
 
@@ -315,7 +315,7 @@ class Engine:
         }
         taken = self._dispatcher.preempt(working)
         if taken is not None:
-            self._pool.take(taken, "what it made took long, while another client had no worker")
+            self._pool.take(taken, "the batch was slow, and another client had no worker")
 
     def touch(self) -> None:
         """Record a heartbeat of the client, which postpones the end of an idle session."""
@@ -366,7 +366,7 @@ class Engine:
 def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
     """Return class and message of the error that replaces a batch."""
     if isinstance(loss.attribution, Address):
-        return LoaderTimeout, f"DataLoader {loss.reason}. It was at:\n{loss.stack}"
+        return LoaderTimeout, f"DataLoader {loss.reason}. Stack of the worker:\n{loss.stack}"
     if loss.attribution == "machine":
-        return WorkerDied, f"DataLoader {loss.reason}. The batch was computed again until its time was over"
-    return WorkerDied, f"DataLoader {loss.reason}; this batch ended every worker that tried to load it"
+        return WorkerDied, f"DataLoader {loss.reason}. Retries of the batch exceeded the timeout (--batch-timeout)"
+    return WorkerDied, f"DataLoader {loss.reason}; every worker that loaded the batch exited"

@@ -186,9 +186,9 @@ class BodyBudget:
             nonlocal held
             if not self.has_room(name, more):
                 raise ServerUnavailable(
-                    f"the server holds {self._held.total():,} bytes of {self._what}, {self._held[name]:,} of them of "
-                    f"{name!r}, and may hold {self._limit:,} ({self._option}); where there are several tokens, the "
-                    "owner of each must leave as much as it takes: try again later"
+                    f"no memory for {self._what} of {name!r}: the server holds {self._held.total():,} bytes, "
+                    f"{self._held[name]:,} for {name!r}, and the limit is {self._limit:,} ({self._option}). With "
+                    "several tokens, each may use half of the memory that the others leave free. Retry later"
                 )
             held += more
             self._held[name] += more
@@ -219,6 +219,5 @@ _KEY: Final = "teleloader.quota"
 def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
     """Return the error for exceeding a limit on the number of a principal's resources."""
     return ServerUnavailable(
-        f"{quota.name!r} may have no more {what} than {limit:,}, its limit on this server: end some, or raise "
-        f"{option} in the server's [limits]"
+        f"{quota.name!r} has reached the limit of {limit:,} {what}. Close some, or increase {option} in [limits]"
     )

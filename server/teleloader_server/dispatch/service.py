@@ -160,8 +160,8 @@ class LoaderService:
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
-                f"{info.version!r}), and the loader was made for {spec.fingerprint}: the data, their version or how "
-                "they are collated changed. Start a new run, or host what the loader was made for"
+                f"{info.version!r}), but the loader requires {spec.fingerprint}: the data, the version or the "
+                "collate function changed. Start a new run, or host the previous data"
             )
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
@@ -197,7 +197,7 @@ class LoaderService:
         batches = MAX_EPOCH
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
-                raise InvalidSpec(f"dataset {info.name!r} has no length: only a client's own order can index it")
+                raise InvalidSpec(f"dataset {info.name!r} has no length: define __len__, or pass a sampler")
             batches = len(self._plan(spec, info.length, 0))
         self._make_room(quota, spec.memory)
         with ExitStack() as held:
@@ -284,7 +284,7 @@ class LoaderService:
         datasets = self.datasets
         if name not in datasets:
             hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller))
-            raise UnknownDataset(f"no dataset {name[:200]!r} is hosted here; there is {hosted}")
+            raise UnknownDataset(f"unknown dataset {name[:200]!r}: this server hosts {hosted}")
         return datasets[name]
 
     def _resolve(self, caller: Caller, key: str) -> _Known:
@@ -296,8 +296,7 @@ class LoaderService:
             caller.authorize(ADMIN)
         if known is None:
             raise UnknownLoader(
-                f"no loader {key[:64]!r} is known here (the server may have restarted): POST its spec to /v1/loaders "
-                "and go on"
+                f"unknown loader {key[:64]!r}: the server may have restarted. Register the loader with POST /v1/loaders"
             )
         self._loaders.move_to_end(key)
         return known
@@ -321,7 +320,7 @@ class LoaderService:
             if k < loader.batches:
                 continue
             if loader.batches == MAX_EPOCH:
-                raise BatchOutOfRange(f"batch {k} is out of range: no epoch has more than 2**62")
+                raise BatchOutOfRange(f"batch {k} is out of range: an epoch has at most 2**62 batches")
             self._plan(loader.spec, loader.length, epoch).check(k)
         return loader
 
@@ -337,7 +336,7 @@ class LoaderService:
             ServerUnavailable: The server is shutting down.
         """
         if self.draining:
-            raise ServerUnavailable("the server is stopping: ask another one, or wait until it is back")
+            raise ServerUnavailable("the server is stopping: use another server, or retry later")
 
     @asynccontextmanager
     async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
@@ -357,14 +356,12 @@ class LoaderService:
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
         if request.prefetch > most:
-            raise InvalidSpec(
-                f"ahead must be at most {most:,} on this server (max_batches_per_request), was {request.prefetch:,}"
-            )
+            raise InvalidSpec(f"ahead must be at most {most:,} (max_batches_per_request), got {request.prefetch:,}")
         loader = self.loader(caller, request.key, request.epoch, request.start, request.stop - 1)
         lists = request.indices is not None
         if (loader.spec.order == "client") != lists:
-            what = "GET batches: the server knows their indices" if lists else "POST the indices of each batch"
-            raise InvalidSpec(f"loader {request.key[:64]!r} has the order {loader.spec.order!r}: {what}")
+            what = "use GET, because the server computes the indices" if lists else "use POST with the indices"
+            raise InvalidSpec(f"loader {request.key[:64]!r} has order={loader.spec.order!r}: {what}")
         if lists and request.prefetch:
             request = replace(request, prefetch=0)
         dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
@@ -432,12 +429,9 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
     if info.kind == "map":
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:
-                raise InvalidSpec(
-                    f"{field} must be null for dataset {info.name!r}, which is map-style: only iterable-style datasets "
-                    "have shards"
-                )
+                raise InvalidSpec(f"{field} must be null for map-style dataset {info.name!r}, which has no shards")
         return
     if spec.session is None:
-        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: its loaders need a session, which was null")
+        raise InvalidSpec(f"iterable-style dataset {info.name!r} requires a session, got session=null")
     if spec.order == "client" or spec.shuffle:
-        raise InvalidSpec(f"dataset {info.name!r} is iterable-style: it gives its samples in an order of its own")
+        raise InvalidSpec(f"iterable-style dataset {info.name!r} determines the order: use order=plan, shuffle=false")

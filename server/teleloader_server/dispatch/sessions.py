@@ -15,7 +15,6 @@ from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.units import counted
 
 
 class _Session(NamedTuple):
@@ -99,9 +98,9 @@ class Engines:
                 self._drop(key)
             if not isinstance(error, (ConfigError, OSError)):
                 raise
-            raise ServerUnavailable(f"the session's workers cannot be started: {error}") from None
+            raise ServerUnavailable(f"cannot start the workers of the session: {error}") from None
         if self.sessions.get(key) is not session:
-            raise ServerUnavailable("the session was ended while its workers were started: register it again")
+            raise ServerUnavailable("the session ended while the workers started: register the loader again")
         return engine
 
     def _refuse_too_many(self, quota: Quota, num_workers: int) -> None:
@@ -111,19 +110,17 @@ class Engines:
             if len(quota.sessions) >= (most := limits.max_sessions_per_principal):
                 raise too_many(quota, most, "sessions", "max_sessions_per_principal")
             if workers + num_workers > (most := limits.max_session_workers_per_principal):
-                what = f"workers of sessions ({workers:,} now, {num_workers:,} more requested)"
+                what = f"session workers, with {workers:,} running and {num_workers:,} requested"
                 raise too_many(quota, most, what, "max_session_workers_per_principal")
         if len(self.sessions) >= limits.max_sessions:
             raise ServerUnavailable(
-                f"the server has {counted(limits.max_sessions, 'session')}, its limit (max_sessions): try later, or "
-                "use another server"
+                f"too many sessions: the limit is {limits.max_sessions:,} (max_sessions). Retry later"
             )
         running = sum(session.num_workers for session in self.sessions.values())
         if running + num_workers > limits.max_session_workers:
             raise ServerUnavailable(
-                f"the server's sessions have {counted(running, 'worker')}, and with {num_workers:,} more they would "
-                f"have more than {limits.max_session_workers:,}, its limit (max_session_workers): request fewer, or "
-                "try later"
+                f"too many session workers: {running:,} running, {num_workers:,} requested, and the limit is "
+                f"{limits.max_session_workers:,} (max_session_workers). Request fewer workers, or retry later"
             )
 
     def _drop(self, key: str) -> _Session | None:

@@ -54,7 +54,7 @@ class HostedDataset:
             # torch's message names the type but not the location of the value
             place = path_to_uncollatable(samples[0])
             if place is not None:
-                error.add_note(f"It is {place}.")
+                error.add_note(f"The value is {place}.")
             raise
 
     def gives_batches(self, name: str | None = None) -> bool:
@@ -98,7 +98,7 @@ def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
             raise
         except Exception as error:  # noqa: BLE001 - whatever user code raises
             text = f"{_shown(error)[-_MAX_TEXT:]}{_advice(error, config)}"
-            raise ConfigError(f"building dataset {config.name!r} failed:\n{text}") from None
+            raise ConfigError(f"cannot build dataset {config.name!r}:\n{text}") from None
     return opened
 
 
@@ -115,13 +115,13 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
     """Return advice on a common error of a factory, or "" for other errors."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        return f"Datasets are built where the server runs: install {package} there, into {sys.prefix}"
+        return f"The server builds the dataset: install {package} on its machine, in {sys.prefix}"
     if isinstance(error, FileNotFoundError) and error.filename:
-        return f"Datasets are built where the server runs: {error.filename} must be there, seen from {Path.cwd()}"
+        return f"The server builds the dataset: {error.filename} must exist on its machine, relative to {Path.cwd()}"
     if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
         return (
-            f"{config.factory} is called with no arguments, unless --config names a file that has them: "
-            f"[datasets.{config.name}], and below it factory = {json.dumps(config.factory)} and kwargs = {{ ... }}"
+            f"The server calls {config.factory} without arguments. To pass arguments, use a --config file with "
+            f"[datasets.{config.name}], factory = {json.dumps(config.factory)} and kwargs = {{ ... }}"
         )
     return ""
 
@@ -134,7 +134,7 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
-        raise ConfigError(f"{config.factory} of dataset {config.name!r} is a dataset already, so it takes no kwargs")
+        raise ConfigError(f"kwargs of dataset {config.name!r} require a function, but {config.factory} is a dataset")
     dataset = found(**config.kwargs) if is_factory(found) else found
     return host(
         dataset,
@@ -176,7 +176,7 @@ def host(
     functions = functions or {}
     for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
         if function is not None and not callable(function):
-            raise ConfigError(f"{what} of {name!r} cannot be called: it is {function!r:.80}")
+            raise ConfigError(f"{what} of {name!r} must be callable, got {function!r:.80}")
     kind = _kind_of(dataset, name)
     length = _length_of(dataset)
     facts = [name, kind, length, version, collate_name, seeding]
@@ -208,7 +208,7 @@ def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
     if hasattr(dataset, "__iter__"):
         return "iterable"
     raise ConfigError(
-        f"dataset {name!r} ({type(dataset).__qualname__}) is no dataset: it needs __getitem__ and __len__, or __iter__"
+        f"dataset {name!r} must define __getitem__ and __len__, or __iter__; got {type(dataset).__qualname__}"
     )
 
 
@@ -244,16 +244,16 @@ def resolve(target: str, what: str) -> Any:
             raise  # the module exists, and one of its own imports is missing
         if module_name.endswith(".py"):
             module = module_name.removesuffix(".py").replace("/", ".")
-            raise ConfigError(f"{what}: name the module, not its file: {module}:{path}") from None
+            raise ConfigError(f"{what}: expected a module, got a file. Use {module}:{path}") from None
         raise ConfigError(
-            f"{what}: there is no module {module_name!r}. It is looked for in the current folder, {Path.cwd()}, and "
-            f"among the packages that are installed in {sys.prefix}"
+            f"{what}: module {module_name!r} not found in the current folder, {Path.cwd()}, or in {sys.prefix}. Check "
+            "the name, or install the module"
         ) from None
     for name in path.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
             near = difflib.get_close_matches(name, dir(found), 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{what}: module {module_name!r} has no {path!r}{meant}") from None
+            meant = f". Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{what}: module {module_name!r} has no attribute {path!r}{meant}") from None
     return found

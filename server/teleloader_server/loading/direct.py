@@ -208,5 +208,5 @@ def load(dataset: Any, name: str) -> DirectLoader:
 def _lent(name: str) -> Callable[..., Any]:
     function = local.registered_function(name)
     if function is None:
-        raise ConfigError(f"this process knows no function {name!r}: pass it to the loader again")
+        raise ConfigError(f"unknown function {name!r} in this process: pass the function to the loader again")
     return function

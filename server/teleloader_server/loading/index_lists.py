@@ -26,9 +26,7 @@ MAX_PLAIN_BYTES: Final = 16 * 2**10
 MAX_FIELD_BYTES: Final = 256
 """Maximum size of every other field of the header."""
 MAX_FIELDS: Final = 16
-OPT_IN: Final = (
-    'If the dataset is to be indexed with anything else, set indices = "any" for it in the server\'s configuration'
-)
+OPT_IN: Final = 'To allow other indices, set indices = "any" for the dataset in the configuration of the server'
 
 _INTEGERS: Final = frozenset(name for name, dtype in dtypes.NUMPY.items() if dtype.kind in "iu")
 
@@ -87,10 +85,9 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
     stop = 2**63 if length is None else length
     wrong = next((index for index in (min(indices), max(indices)) if not 0 <= index < stop), None)
     if wrong is not None:
-        of = "has no length" if length is None else f"has {length:,} samples"
+        of = "no length" if length is None else f"{length:,} samples"
         raise IndexError(
-            f"index {wrong} is out of range for dataset {dataset!r}, which {of}: indices must be in [0, {stop}). "
-            f"{OPT_IN}"
+            f"index {wrong} is out of range: dataset {dataset!r} has {of}, so indices must be in [0, {stop}). {OPT_IN}"
         )
 
 
@@ -134,7 +131,7 @@ class IndexMemory(codec.Bits):
 
 
 def _too_many(count: int) -> InvalidSpec:
-    return InvalidSpec(f"a batch lists {count:,} indices, and at most {MAX_BATCH_SIZE:,} are allowed")
+    return InvalidSpec(f"too many indices in a batch: got {count:,}, and the limit is {MAX_BATCH_SIZE:,}")
 
 
 # -- in the event loop
@@ -151,7 +148,7 @@ def checked_address(frame: bytes, rules: Rules) -> Address:
         if rules.kind == "integers":
             _check_integers(listed, single=rules.single)
     except ProtocolError as error:
-        raise InvalidSpec(f"the body lists no indices: {error}") from None
+        raise InvalidSpec(f"invalid index list: {error}") from None
     return listed.address
 
 
@@ -159,15 +156,15 @@ def _parse(frame: bytes) -> _List:
     envelope = codec.open_frame(memoryview(frame), 0, MAX_HEADER_BYTES)
     fields = dict(_fields(envelope.header))
     if "compression" in fields:
-        raise ProtocolError("an index list must not be compressed")
+        raise ProtocolError("index lists must not be compressed")
     named = [_small(fields[name], MAX_FIELD_BYTES) for name in ("loader", "epoch", "batch") if name in fields]
     match named:
         case [str(loader), int(epoch), int(batch)] if 0 <= epoch < MAX_EPOCH and 0 <= batch < MAX_EPOCH:
             address = Address(loader, epoch, batch)
         case _:
-            raise ProtocolError("the header of an index list states no loader, epoch and batch")
+            raise ProtocolError("the header must contain loader, epoch and batch")
     if "tree" not in fields:
-        raise ProtocolError("the header of an index list has no tree")
+        raise ProtocolError("the header must contain a tree")
     return _List(address, envelope, fields["tree"])
 
 
@@ -178,16 +175,16 @@ def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
     try:
         count = unpacker.read_map_header()
         if count > MAX_FIELDS:
-            raise ProtocolError(f"the header of an index list has {count:,} fields, and the limit is {MAX_FIELDS}")
+            raise ProtocolError(f"the header has {count:,} fields, and the limit is {MAX_FIELDS}")
         for _ in range(count):
             name = _small(_skipped(unpacker, header), MAX_FIELD_BYTES)
             if not isinstance(name, str):
-                raise ProtocolError("the header of an index list has a field whose name is no string")
+                raise ProtocolError("the name of each field in the header must be a string")
             yield name, _skipped(unpacker, header)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
     if unpacker.tell() != len(header):
-        raise ProtocolError("the header of an index list goes on after its map")
+        raise ProtocolError("unexpected data after the map in the header")
 
 
 def _skipped(unpacker: msgpack.Unpacker, header: memoryview) -> bytes:
@@ -203,7 +200,9 @@ def _small(packed: bytes, limit: int) -> object:
         ProtocolError: The value is larger than `limit` bytes, or is not msgpack.
     """
     if len(packed) > limit:
-        raise ProtocolError(f"an index list has {len(packed):,} bytes where {limit:,} are allowed: pack its integers")
+        raise ProtocolError(
+            f"{len(packed):,} bytes exceed the limit of {limit:,} bytes. Encode the indices as an array"
+        )
     try:
         found: object = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException) as error:
@@ -223,5 +222,5 @@ def _check_integers(listed: _List, *, single: bool) -> None:
                 return
         case int() if single and type(tree) is int:
             return
-    what = "one integer of 64 bits" if single else f"up to {MAX_BATCH_SIZE:,} integers of 64 bits"
-    raise ProtocolError(f"each list must be {what}. {OPT_IN}")
+    what = "one 64-bit integer" if single else f"up to {MAX_BATCH_SIZE:,} 64-bit integers"
+    raise ProtocolError(f"expected {what} for each batch. {OPT_IN}")

@@ -224,10 +224,10 @@ class Passes:
 def _other_samples(task: Task) -> WorkerDied:
     """Return the error for a dataset that yielded different samples when it was iterated again."""
     return WorkerDied(
-        f"the iterable-style dataset {task.spec.dataset!r} gave other samples when it was iterated again up to "
-        f"{task.address}, because the worker that had come so far is gone: its shard ends here, since samples "
-        "would be lost or repeated. Give the dataset state_dict() and load_state_dict() (torchdata's "
-        "Stateful), or derive its order from a seed and the epoch (set_epoch)"
+        f"cannot restore iterable-style dataset {task.spec.dataset!r} up to {task.address} after a worker exited: a "
+        "second iteration yielded different samples. The shard ends here, because samples would be lost or repeated. "
+        "Define state_dict() and load_state_dict() (torchdata's Stateful), or derive the order from a seed and the "
+        "epoch (set_epoch)"
     )
 
 

@@ -136,8 +136,8 @@ class Shard:
         self._source = max(before, key=lambda state: state["next"], default={})
         if not self._source and self._was_loaded:
             raise StateMismatch(
-                f"batch {number} of the shard is before the state that the dataset was resumed from, and its "
-                "state_dict() of the beginning is unknown: request batches from the saved state on"
+                f"cannot load batch {number} of the shard: the dataset was resumed from a later state, and its initial "
+                "state_dict() is unknown. Request batches that follow the saved state"
             )
         self._ended = self._source.get("ended", False)
         self.next = self._source.get("next", 0)

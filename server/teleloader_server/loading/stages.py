@@ -158,7 +158,7 @@ class Fetch(Stage):
                 index_lists.check_range(listed, hosted.info.length, hosted.info.name)
             return listed, 0
         if task.spec.order == "client":
-            raise RuntimeError(f"cannot load {task.address}: its index list is missing. This is a bug of the server")
+            raise RuntimeError(f"cannot load {task.address}: its index list is missing. This is a bug in the server")
         plan = self._plan(task.spec, task.length, task.address.epoch)
         return plan[task.address.batch], plan.padding(task.address.batch)
 
@@ -197,7 +197,7 @@ class Fetch(Stage):
                 samples.append(dataset[index])
         except StopIteration as stop:
             # torch would end the epoch here without an error, and lose samples
-            raise RuntimeError(f"the dataset raised StopIteration at index {index}") from stop
+            raise RuntimeError(f"the dataset raised StopIteration at index {index}: raise another exception") from stop
         return samples
 
     def _seed(self, purpose: str, *coordinates: int) -> None:

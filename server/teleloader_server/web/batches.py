@@ -252,7 +252,7 @@ def _add_loaders(router: APIRouter) -> None:
 
     @router.post(
         LOADERS_PATH,
-        summary="Register a loader. Idempotent: the same spec has the same key",
+        summary="Register a loader (idempotent: equal specs have equal keys)",
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -266,8 +266,8 @@ def _add_loaders(router: APIRouter) -> None:
     ) -> Registration:
         if protocol not in (None, PROTOCOL_VERSION):
             raise VersionMismatch(
-                f"the client speaks protocol version {protocol} and this server {PROTOCOL_VERSION}: install the same "
-                "release of teleloader on both sides"
+                f"unsupported protocol version {protocol}: this server uses version {PROTOCOL_VERSION}. Install the "
+                "same release of teleloader on both sides"
             )
         async with body_reader_of(request).read(request, "max_spec_bytes") as body:
             content = b"".join([piece async for piece in body])
@@ -277,7 +277,7 @@ def _add_loaders(router: APIRouter) -> None:
 
     @router.get(
         LOADERS_PATH + "/{key}",
-        summary="The registration of a loader; keeps its session from ending as idle",
+        summary="Get the registration of a loader, and keep the session alive",
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
@@ -286,7 +286,7 @@ def _add_loaders(router: APIRouter) -> None:
     @router.delete(
         LOADERS_PATH + "/{key}",
         status_code=204,
-        summary="End a session and its workers; does nothing for other loaders",
+        summary="End the session of a loader and the workers of the session",
     )
     @needs(READ)
     async def end(request: Request, key: str) -> None:
@@ -296,9 +296,9 @@ def _add_loaders(router: APIRouter) -> None:
 def _add_batches(router: APIRouter) -> None:
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
-        summary="One batch, as a frame",
+        summary="Get one batch as a frame",
         response_class=Response,
-        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has it already"}},
+        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has a valid copy"}},
     )
     @needs(READ)
     async def batch(
@@ -325,7 +325,7 @@ def _add_batches(router: APIRouter) -> None:
 
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
-        summary="The batches [start, stop) as frames, one after another",
+        summary="Get the batches [start, stop) as concatenated frames",
         response_class=Response,
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
     )
@@ -345,10 +345,10 @@ def _add_batches(router: APIRouter) -> None:
         report: Report = "",
     ) -> Response:
         if stop <= start:
-            raise InvalidSpec(f"stop must be greater than start, was {stop} with start {start}")
+            raise InvalidSpec(f"stop must be greater than start, got start={start} and stop={stop}")
         if not ready and request.scope["http_version"] == "1.0":
             raise HttpProblem(
-                426, "UpgradeRequired", "a response without Content-Length requires HTTP/1.1: request with ready=true"
+                426, "UpgradeRequired", "HTTP/1.0 requires responses with Content-Length: use ready=true, or HTTP/1.1"
             )
         service = service_of(request)
         asked = service.batches(
@@ -363,7 +363,7 @@ def _add_batches(router: APIRouter) -> None:
 def _add_listed_batches(router: APIRouter) -> None:
     @router.post(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
-        summary="The ready ones of the batches [start, ...) whose indices the body lists, a frame for each",
+        summary="Compute the batches whose indices the body lists, and get those that are ready as frames",
         response_class=Response,
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
         openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
@@ -382,7 +382,7 @@ def _add_listed_batches(router: APIRouter) -> None:
         async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
-                raise InvalidSpec(f"the body lists the indices of {first} in place of batch {start}")
+                raise InvalidSpec(f"invalid body: index list of {first}, expected batch {start} of epoch {epoch}")
             asked = service.batches(
                 caller,
                 RangeRequest(
@@ -416,7 +416,7 @@ class BodyReader:
         """
         limit = getattr(self._limits, name)
         too_large = HttpProblem(
-            413, "BodyTooLarge", f"the body is larger than the {limit:,} bytes that are allowed ({name})"
+            413, "BodyTooLarge", f"the body exceeds the limit of {limit:,} bytes ({name}): send a smaller one"
         )
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
@@ -462,11 +462,11 @@ def _parsed_json(body: bytes) -> object:
     rest, strings = _STRING.subn(b"", body, MAX_STRINGS)
     if strings == MAX_STRINGS or len(rest) > MAX_BESIDES_STRINGS:
         raise InvalidSpec(
-            f"the body has more values than a loader spec: {MAX_STRINGS - 1:,} strings and {MAX_BESIDES_STRINGS:,} "
-            "bytes besides them are allowed"
+            f"the body is too large for a loader spec: the limits are {MAX_STRINGS - 1:,} strings and "
+            f"{MAX_BESIDES_STRINGS:,} bytes of other values"
         )
     if (escapes := body.count(b"\\")) > MAX_ESCAPES:
-        raise InvalidSpec(f"the body has {escapes:,} backslashes, and a loader spec has at most {MAX_ESCAPES:,}")
+        raise InvalidSpec(f"the body has {escapes:,} backslashes, and the limit for a loader spec is {MAX_ESCAPES:,}")
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:

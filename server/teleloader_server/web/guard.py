@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, HttpProblem):
-                cause = HttpProblem(400, "BadRequest", f"the request is not HTTP/1.1 ({error}): send a valid request")
+                cause = HttpProblem(400, "BadRequest", f"invalid HTTP/1.1 request: {error}")
             self._refuse(cause)
         except HttpProblem as problem:
             self._refuse(problem)
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
             return
         limit = self._limits.max_headers
         if len(self._headers) == limit:
-            raise HttpProblem(431, "HeadTooLarge", f"more than {limit:,} header fields, the limit (max_headers)")
+            raise HttpProblem(431, "HeadTooLarge", f"the headers exceed the limit of {limit:,} fields (max_headers)")
         self._manager.charge(self, FIELD_BYTES)
         self._headers.append((name.lower(), value))
 
@@ -219,7 +219,9 @@ class Connection(asyncio.Protocol):
         self._check_target(method)
         if self._parser.should_upgrade() and head.upgrade == WEBSOCKET and self._exchanges:
             raise HttpProblem(
-                400, "BadRequest", "a WebSocket was requested before earlier requests had responses: wait for them"
+                400,
+                "BadRequest",
+                "cannot open a WebSocket while earlier requests are pending: wait for their responses",
             )
         self.has_requested = True
         self._receiving = exchange = _Exchange()
@@ -240,9 +242,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserInvalidURLError:
             is_path = False
         if not is_path:
-            raise HttpProblem(
-                400, "BadRequest", "the request is not HTTP/1.1 (its target is not a path): send a valid request"
-            )
+            raise HttpProblem(400, "BadRequest", "invalid HTTP/1.1 request: the request target must be a path")
 
     def _canonicalize(self) -> None:
         """Replace header fields that uvicorn would interpret differently from this class."""

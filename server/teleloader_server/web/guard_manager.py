@@ -101,10 +101,10 @@ class ConnectionManager:
         limits = self.limits
         if len(self.connections) > limits.max_connections and not self._evict(connection):
             most = counted(limits.max_connections, "connection")
-            return f"the server has {most}, its limit (max_connections): try later"
+            return f"the server has reached the limit of {most} (max_connections): retry later"
         if self._by_address[address] > limits.max_connections_per_address and not self._evict(connection, address):
             most = counted(limits.max_connections_per_address, "connection")
-            return f"{address} has {most}, its limit on this server (max_connections_per_address): close some"
+            return f"{address} has reached the limit of {most} (max_connections_per_address): close some"
         return None
 
     def leave(self, connection: ManagedConnection) -> None:
@@ -180,12 +180,12 @@ class ConnectionManager:
             try:
                 connection.check(now)
             except Exception:  # an error in one connection must not disable the limits of all others
-                logger.exception("cannot enforce the limits of a connection: the server closed it")
+                logger.exception("cannot enforce the limits of a connection: closing the connection")
                 connection.break_off()
         if self._closed and now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._closed.items())
-            logger.warning("connections were closed: %s", reasons)
+            logger.warning("closed connections: %s", reasons)
             self._closed.clear()
 
     def count(self, reason: str) -> None:
@@ -234,7 +234,7 @@ def connections_for(num_workers: int) -> int:
     reserved = max(OWN_FILES + FILES_PER_WORKER * num_workers, limit // 8)
     if limit - reserved < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the limit of open files (RLIMIT_NOFILE) is {limit}, and a server with {counted(num_workers, 'worker')} "
-            f"needs {reserved + MIN_CONNECTIONS}: raise it with ulimit -n"
+            f"the limit of open files (RLIMIT_NOFILE) is {limit}, but a server with {counted(num_workers, 'worker')} "
+            f"requires {reserved + MIN_CONNECTIONS}: increase the limit with ulimit -n"
         )
     return limit - reserved

@@ -122,8 +122,7 @@ def check_pipelined(waiting: int, limits: ClientLimits) -> None:
         raise HttpProblem(
             400,
             "BadRequest",
-            f"{waiting} requests of this connection wait for their responses, the limit (max_pipelined): read them "
-            "first",
+            f"{waiting} requests of this connection are pending, the limit (max_pipelined): read the responses first",
         )
 
 
@@ -230,7 +229,7 @@ class RequestProgress:
             raise HttpProblem(
                 400,
                 "BadRequest",
-                f"{self._chunks:,} chunks for {self.received:,} bytes of a body: send chunks of at least "
+                f"the body has {self._chunks:,} chunks for {self.received:,} bytes: send chunks of at least "
                 f"{MIN_CHUNK_BYTES} bytes",
             )
 
@@ -243,7 +242,9 @@ class RequestProgress:
         limit = f"the limit of {self._limits.max_header_bytes:,} bytes (max_header_bytes)"
         if self.phase is Phase.BODY:
             return HttpProblem(
-                431, "HeadTooLarge", f"chunk extensions or trailers exceed {limit}: send none, the server ignores them"
+                431,
+                "HeadTooLarge",
+                f"chunk extensions or trailers exceed {limit}: omit them, because the server ignores them",
             )
         if is_request_line:
             return HttpProblem(414, "UriTooLong", f"the request line exceeds {limit}: send a shorter URL")

@@ -67,7 +67,7 @@ async def _frames(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
             del waiting[:size]
             yield frame
     if waiting:
-        raise InvalidSpec(f"invalid body: its last frame is truncated after {len(waiting):,} bytes")
+        raise InvalidSpec(f"invalid body: the last frame is truncated after {len(waiting):,} bytes")
 
 
 def _size(waiting: bytearray) -> int:

@@ -84,8 +84,8 @@ def _add_descriptions(router: APIRouter) -> None:
     async def docs(request: Request) -> Response:
         if _authenticator_of(request).has_tokens:
             # third-party scripts would run with the permissions of the signed-in user
-            raise HttpProblem(404, "NotFound", "/docs loads third-party scripts, so it is disabled on servers with "
-                          "tokens: use /openapi.json")  # fmt: skip
+            raise HttpProblem(404, "NotFound", "/docs is disabled on servers with tokens, because the page loads "
+                          "third-party scripts: use /openapi.json")  # fmt: skip
         return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
 
 

@@ -129,7 +129,7 @@ def _add_stats(router: APIRouter) -> None:
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
                 f"too many event streams of /stats: {len(watchers)} are open, and the limit is {MAX_WATCHERS}, {most} "
-                "per principal. Poll /stats instead"
+                "per token. Poll /stats"
             )
         return StatsStream(service_of(request), _collector_of(request), watchers, caller, limit, offset, interval)
 

@@ -55,13 +55,13 @@ def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
         InvalidSpec: The message is not a valid request.
     """
     if len(message) > MAX_RANGE_BYTES:
-        raise InvalidSpec(f"invalid request of {len(message):,} bytes: expected a msgpack array of three ints")
+        raise InvalidSpec(f"invalid request of {len(message):,} bytes: expected a msgpack array of three integers")
     try:
         epoch, start, stop = numbers = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise InvalidSpec("invalid request: expected a msgpack array of three ints: epoch, start and stop") from None
+        raise InvalidSpec("invalid request: expected a msgpack array of epoch, start and stop") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
-        raise InvalidSpec(f"invalid request {numbers!r:.200}: epoch, start and stop must be ints from 0 to 2**62 - 1")
+        raise InvalidSpec(f"invalid request {numbers!r:.200}: expected integers from 0 to 2**62 - 1")
     most = limits.max_batches_per_request
     if not start < stop <= start + most:
         raise InvalidSpec(f"invalid range [{start}, {stop}): request 1 to {most:,} batches (max_batches_per_request)")
@@ -76,7 +76,7 @@ async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRan
     """
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:
-        raise InvalidSpec(f"request for loader {first.loader[:64]!r} on a connection for {loader!r}: open another one")
+        raise InvalidSpec(f"invalid request for loader {first.loader[:64]!r}: this connection is for loader {loader!r}")
     return RequestedRange(first.epoch, first.batch, first.batch + len(indices), indices)
 
 

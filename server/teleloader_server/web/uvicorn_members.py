@@ -48,7 +48,7 @@ def check_members() -> None:
             if name not in known:
                 package = owner.__module__.partition(".")[0]
                 raise ConfigError(
-                    f"{package} has no {owner.__name__}.{name}: the server's limits of connections depend on it. "
+                    f"{package} has no {owner.__name__}.{name}: the connection limits of the server require it. "
                     f"Install the tested version: pip install {package}=={TESTED[package]}"
                 )
 

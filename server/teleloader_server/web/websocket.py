@@ -99,7 +99,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         super().data_received(data)
         if not self.handshake_initiated:
-            self._refuse(f"cannot open a WebSocket: {self.conn.handshake_exc or 'the head is incomplete'}")
+            self._refuse(f"cannot open a WebSocket: {self.conn.handshake_exc or 'incomplete headers'}")
         # no further data is read until the application has authenticated the client and accepted the WebSocket
         self._continue()
 
@@ -156,14 +156,14 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if held.has_room(name, nbytes):
             self._counted.enter_context(held.hold(name, nbytes))
             return
-        self._manager.count("WebSocket message refused for lack of memory")
+        self._manager.count("WebSocket message rejected for lack of memory")
         if self.close_sent:
             self.break_off()
             return
         self._refuse_message(
             ServerUnavailable(
-                f"no memory for {nbytes:,} bytes of an unfinished message: such messages may take a quarter of "
-                "max_buffered_request_bytes together. Try again later, or send smaller messages"
+                f"no memory for {nbytes:,} bytes of an incomplete message: all incomplete messages share a "
+                "quarter of max_buffered_request_bytes. Retry later, or send smaller messages"
             )
         )
 

@@ -70,19 +70,19 @@ class ConfiguredPools:
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
                 raise InvalidSpec(
-                    f"dataset {info.name!r} allows no function {name!r}: add it to its functions in the server's "
-                    f"configuration, which allows {', '.join(info.functions) or 'none'}"
+                    f"function {name!r} is not allowed for dataset {info.name!r}: add it to functions in the server's "
+                    f"configuration. Allowed functions: {', '.join(info.functions) or 'none'}"
                 )
         mine = [config for config in self._configs if config.name == info.name]
         if spec.in_process:
             if not self._limits.debug:
-                raise InvalidSpec("this server does not load in its own process: start it with --debug to allow it")
+                raise InvalidSpec("loading in the main process is disabled: start the server with --debug")
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:
                 raise InvalidSpec(
-                    f"the workers of dataset {info.name!r} are shared and run already, so a loader cannot choose "
-                    f"worker_init_fn {spec.worker_init!r}: name it as worker_init in the server's configuration"
+                    f"cannot use worker_init_fn {spec.worker_init!r}: all loaders share the running workers of dataset "
+                    f"{info.name!r}. Set worker_init in the server's configuration"
                 )
             return None
         if self._processes is None and spec.num_workers == 0:
@@ -135,7 +135,7 @@ class ObjectPools:
                 functions[name] = function
             elif name is not None and name not in functions:
                 raise InvalidSpec(
-                    f"this server knows no function {name!r}: pass it to serve(), or from its own process"
+                    f"unknown function {name!r}: pass the function to serve(), or use the process of the server"
                 )
         if spec.session is None:
             return None

@@ -127,11 +127,11 @@ class WorkerHandle:
     async def stacks(self) -> str:
         """Return the stacks of the worker's threads, or in parentheses the reason why they are unavailable."""
         if self._notes is None or self.pid is None:
-            return "(it had not started to run)"
+            return "(the worker had not started)"
         try:
             file = os.dup(self._notes)  # the handle may be closed concurrently
         except OSError as error:
-            return f"(its stacks cannot be read: {error.strerror})"
+            return f"(cannot read the stacks: {error.strerror})"
         try:
             begin = size = os.fstat(file).st_size
             with suppress(ProcessLookupError):
@@ -144,7 +144,7 @@ class WorkerHandle:
             text = os.pread(file, MAX_TEXT // 2, begin).decode("utf-8", "backslashreplace")
         finally:
             os.close(file)
-        return _without_our_callers(text) or "(no stack: it waits in the kernel)"
+        return _without_our_callers(text) or "(no stack: the worker is blocked in the kernel)"
 
     # -- end
 

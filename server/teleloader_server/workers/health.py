@@ -89,9 +89,9 @@ def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)
     known = number in set(signal.Signals)
-    reason = f"killed by signal {signal.Signals(number).name if known else number} ({signal.strsignal(number)})"
+    reason = f"was killed by signal {signal.Signals(number).name if known else number} ({signal.strsignal(number)})"
     if number == signal.SIGKILL and out_of_memory:
-        reason += ", out of memory as it seems (the kernel's oom_kill count rose)"
+        reason += ", probably out of memory (the kernel's oom_kill count increased)"
     return reason
 
 
@@ -183,7 +183,7 @@ class WorkerHealth:
         if self.recycling:
             return None
         if self.submitted == limits.max_batches_per_worker != 0:
-            return f"was given {counted(self.submitted, 'batch', 'batches')}"
+            return f"has reached the limit of {counted(self.submitted, 'batch', 'batches')}"
         # a worker that is too large from the start must complete a task first: otherwise no task would ever complete
         if self.completed and 0 < limits.max_worker_memory < resident_bytes:
             return f"has {resident_bytes / 2**20:,.0f} MiB of resident memory"

@@ -168,7 +168,7 @@ class ProcessPool:
             ConfigError: The fork server is being restarted.
         """
         if self._supervisor.current.channel.fileno() == -1:
-            raise ConfigError("the process that has built the datasets is being restarted")
+            raise ConfigError("the fork server is restarting: retry later")
         return self._supervisor.current.split()
 
     def mapped_bytes(self) -> int:
@@ -192,7 +192,7 @@ class ProcessPool:
             case messages.Forked(worker, pid):
                 self._places[worker].process.pid = pid
             case messages.ForkFailed(worker, reason):
-                loss = WorkerExit(f"worker {worker} cannot be started: {reason}", "machine")
+                loss = WorkerExit(f"worker {worker} cannot start: {reason}", "machine")
                 self._lose(self._places[worker].process, loss)
             case messages.Exited(pid, status):
                 self._exited(pid, status)
@@ -204,7 +204,7 @@ class ProcessPool:
             if process.pid is not None:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-            self._lose(process, WorkerExit(f"{process} ended with the fork server"))
+            self._lose(process, WorkerExit(f"{process} exited with the fork server"))
 
     # -- the workers
 
@@ -264,9 +264,7 @@ class ProcessPool:
             self._shortages.ended()
         except OSError as error:
             # the descriptor is lost, and the server could not read the frames that the worker writes to the slot
-            loss = WorkerExit(
-                f"{process} was replaced because its shared memory cannot be mapped: {shortage(error)}", "machine"
-            )
+            loss = WorkerExit(f"{process} was killed: cannot map shared memory: {shortage(error)}", "machine")
             self._kill(process, loss)
 
     def _ready(self, process: WorkerHandle) -> None:
@@ -276,7 +274,7 @@ class ProcessPool:
         restarts = self._places[process.number].restarts
         if restarts.record_ready(now):
             logger.warning(
-                "worker %d is back as pid %s after %.3f s",
+                "worker %d restarted as pid %s after %.3f s",
                 process.number, process.pid, restarts.last_duration, extra=process.log_fields,
             )  # fmt: skip
         self._listener.worker_ready(process.number)
@@ -330,7 +328,7 @@ class ProcessPool:
                         process.revoke(queued)
                         process.health.stalled = True
                 case Action.KILL_STOPPED:
-                    self._kill(process, WorkerExit(f"{process} was stopped (SIGSTOP), and killed"))
+                    self._kill(process, WorkerExit(f"{process} was killed: stopped by SIGSTOP"))
                 case Action.INSPECT:
                     inspection = self._loop.create_task(self._inspect(process))
                     self._inspections.add(inspection)
@@ -353,8 +351,8 @@ class ProcessPool:
         if not is_current or not process.health.is_unresponsive(self._limits, time.monotonic()):
             return
         task = process.current_task()
-        doing, limit = "a batch" if was_ready else "its start", self._limits.batch_timeout
-        reason = f"{process} was killed: {doing} took longer than {limit:g} s, the limit (--batch-timeout)"
+        doing, limit = "a batch" if was_ready else "start-up", self._limits.batch_timeout
+        reason = f"{process} was killed: {doing} exceeded the timeout of {limit:g} s (--batch-timeout)"
         self._kill(process, WorkerExit(reason, "nobody" if task is None else task.address, stack))
 
     def _kill(self, process: WorkerHandle, loss: WorkerExit) -> None:
@@ -370,7 +368,7 @@ class ProcessPool:
         if reason is None:
             return
         process.health.recycling = True
-        logger.info("%s %s; it is recycled after its last batch", process, reason, extra=process.log_fields)
+        logger.info("%s %s: replacing the worker after its pending batches", process, reason, extra=process.log_fields)
         self._listener.worker_recycling(process.number)
         if not process.health.tasks:
             self._loop.call_soon(self._recycle, process)
@@ -411,9 +409,9 @@ class ProcessPool:
         if lacks_resource:
             overdue = self._shortages.overdue([task.address for task in tasks], self._limits, now)
             loss = dataclasses.replace(loss, overdue=overdue)
-        stack = f". It was at:\n{loss.stack}" if loss.stack else ""
+        stack = f". Stack of the worker:\n{loss.stack}" if loss.stack else ""
         logger.warning(
-            "%s; %d batches are left to others; replacing it in %.2f s%s",
+            "%s; reassigning %d batches; starting a new worker in %.2f s%s",
             loss.reason, len(tasks), delay, stack, extra=process.log_fields,
         )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
@@ -439,8 +437,8 @@ class ProcessPool:
                 return
             except OSError as error:
                 delay = place.restarts.start_failed()
-                reason = f"worker {place.process.number} cannot be replaced: {shortage(error)}"
-                logger.error("%s; trying again in %.2f s", reason, delay)
+                reason = f"worker {place.process.number} cannot restart: {shortage(error)}"
+                logger.error("%s; retrying in %.2f s", reason, delay)
                 self._report_failed_start(place, reason, lacks_resource=True)
         place.respawn = self._loop.call_later(delay, self._respawn, place)
 

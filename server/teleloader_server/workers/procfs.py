@@ -99,15 +99,15 @@ def shortage(error: OSError) -> str:
         case errno.EMFILE:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return (
-                f"process {os.getpid()} has no file descriptor left: RLIMIT_NOFILE is {soft:,} of at most {hard:,}; "
-                "raise it (ulimit -n)"
+                f"process {os.getpid()} is out of file descriptors: RLIMIT_NOFILE is {soft:,}, with a hard limit of "
+                f"{hard:,}. Increase the limit (ulimit -n)"
             )
         case errno.ENFILE:
-            return "the machine has no file descriptor left: raise fs.file-max (sysctl)"
+            return "the machine is out of file descriptors. Increase fs.file-max (sysctl)"
         case errno.ENOMEM:
-            return "the machine has not enough memory: give it more, or start fewer workers"
+            return "the machine is out of memory. Add memory, or start fewer workers"
         case errno.EAGAIN:
-            return "no further process is allowed: raise RLIMIT_NPROC (ulimit -u), or the pids limit of the container"
+            return "too many processes. Increase RLIMIT_NPROC (ulimit -u), or the pids limit of the container"
     return error.strerror or str(error)
 
 

@@ -63,7 +63,7 @@ class Supervisor:
                 was_killed = forkserver.exit_code is not None and forkserver.exit_code < 0
                 if not was_killed or attempt == MAX_FAILED_STARTS:
                     raise
-                logger.error("%s; starting another", error)
+                logger.error("%s; retrying with a new fork server", error)
         return self._infos
 
     def check(self, now: float) -> None:
@@ -71,7 +71,7 @@ class Supervisor:
         pid = self.current.pid
         if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > STOP_TIMEOUT:
             # not replaced like a worker: all workers would end with it, and all datasets would be constructed again
-            logger.warning("the fork server (pid %d) was stopped (SIGSTOP); it is continued", pid, extra={"pid": pid})
+            logger.warning("the fork server (pid %d) was stopped (SIGSTOP); sending SIGCONT", pid, extra={"pid": pid})
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -118,7 +118,9 @@ class Supervisor:
             return [DatasetInfo(**info) for info in message.datasets]
         await self._reap()
         reason = message.reason if isinstance(message, BuildFailed) else ""
-        raise ConfigError(reason or f"the process that builds the datasets {_ending(forkserver)}; see its output")
+        raise ConfigError(
+            reason or f"the process that builds the datasets {_ending(forkserver)}: see the log of the server"
+        )
 
     def _receive_all(self) -> None:
         try:
@@ -146,7 +148,7 @@ class Supervisor:
             self._resolve(BuildFailed(""))
             return
         pid = self.current.pid
-        logger.error("the fork server (pid %s) died; starting another", pid, extra={"pid": pid})
+        logger.error("the fork server (pid %s) exited; starting a new one", pid, extra={"pid": pid})
         self._restarting = self._loop.create_task(self._restart())
 
     async def _restart(self) -> None:
@@ -157,9 +159,9 @@ class Supervisor:
                 if infos == self._infos:
                     break
                 await self._reap()
-                reason = f"the datasets changed since the start: start the server anew to host {infos}"
+                reason = f"the datasets changed after the server started: restart the server to host {infos}"
             except (ConfigError, OSError) as error:
-                reason = f"the datasets cannot be built again: {error}"
+                reason = f"cannot rebuild the datasets: {error}"
             logger.error("%s", reason)
             if attempt >= MAX_FAILED_STARTS:
                 self.failed(reason)
@@ -171,8 +173,8 @@ def _ending(forkserver: ForkServer) -> str:
     """Describe the exit of a fork server that ended before it had constructed the datasets."""
     code = forkserver.exit_code
     if code is None:
-        return "ended without an error message"
-    return f"was {exit_reason(-code)}" if code < 0 else exit_reason(code << 8)
+        return "exited without an error message"
+    return exit_reason(-code if code < 0 else code << 8)
 
 
 def _closed() -> ForkServer:

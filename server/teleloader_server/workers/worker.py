@@ -272,7 +272,7 @@ class Worker:
     def _end_if_forked(self) -> None:
         """Exit if this is a process that user code forked and let return: it would use the worker's channel."""
         if os.getpid() != self._pid:
-            print("a process that the dataset forked came back from it: end it there, by os._exit()", file=sys.stderr)
+            print("a process forked by the dataset returned to the worker: end it with os._exit()", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
 

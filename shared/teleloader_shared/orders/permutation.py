@@ -80,9 +80,9 @@ class Permutation:
 
     def __init__(self, length: int, key: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
-            raise ValueError(f"length must be in [0, 2**62], was {length}")
+            raise ValueError(f"length must be in [0, 2**62], got {length}")
         if not 0 <= key < 2**KEY_BITS:
-            raise ValueError(f"key must be in [0, 2**{KEY_BITS}), was {key}")
+            raise ValueError(f"key must be in [0, 2**{KEY_BITS}), got {key}")
         self._length = length
         self._key = key
         self._order: _Sorted | _Feistel = (_Sorted if length <= SORTED_UP_TO else _Feistel)(length, key)
@@ -105,12 +105,12 @@ class Permutation:
             TypeError: If `positions` is not an int64 array: conversion would silently round floats.
         """
         if positions.dtype != np.int64:
-            raise TypeError(f"positions must be an int64 array, was {positions.dtype}")
+            raise TypeError(f"positions must be an int64 array, got {positions.dtype}")
         flat = positions.reshape(-1)
         # Viewed as unsigned, negative numbers are the largest, so that one comparison finds both errors.
         if flat.size and int(flat.view(np.uint64).max()) >= self._length:
             wrong = int(flat.min()) if flat.min() < 0 else int(flat.max())
-            raise ValueError(f"positions must be in [0, {self._length}), one was {wrong}")
+            raise ValueError(f"positions must be in [0, {self._length}), got {wrong}")
         return self._order.take(flat).reshape(positions.shape)
 
     def __repr__(self) -> str:

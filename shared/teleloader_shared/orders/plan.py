@@ -39,9 +39,9 @@ class Plan:
 
     def __init__(self, spec: LoaderSpec, length: int, epoch: int) -> None:
         if not 0 <= epoch < MAX_EPOCH:
-            raise InvalidSpec(f"epoch must be in [0, 2**62 - 1], was {epoch}")
+            raise InvalidSpec(f"epoch must be in [0, 2**62 - 1], got {epoch}")
         if not 0 <= length <= 2**62:
-            raise InvalidSpec(f"the dataset's length must be in [0, 2**62], was {length}")
+            raise InvalidSpec(f"the dataset's length must be in [0, 2**62], got {length}")
         self.spec = spec
         self.length = length
         self.epoch = epoch
@@ -97,7 +97,7 @@ class Plan:
         if not 0 <= k < self._batches:
             raise BatchOutOfRange(
                 f"batch {k} is out of range: epoch {self.epoch} of rank {self.spec.rank} of {self.spec.world_size} "
-                f"has the batches 0 to {self._batches - 1}"
+                f"has batches 0 to {self._batches - 1}"
                 if self._batches
                 else f"batch {k} is out of range: epoch {self.epoch} has no batches"
             )
@@ -156,6 +156,6 @@ def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
     visits = np.zeros(length, dtype=np.int64)
     for indices in batches:
         if indices.size and not 0 <= indices.min() <= indices.max() < length:
-            raise IndexError(f"a batch holds index {indices.min()} or {indices.max()}, outside [0, {length})")
+            raise IndexError(f"indices must be in [0, {length}), got minimum {indices.min()}, maximum {indices.max()}")
         np.add.at(visits, indices, 1)
     return Coverage(length, int(visits.sum()), np.flatnonzero(visits == 0), np.flatnonzero(visits > 1))

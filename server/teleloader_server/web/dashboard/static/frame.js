@@ -27,7 +27,7 @@ export function readFrame(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const { values, headerSize } = readPrologue(view);
   const header = record(unpack(bytes.subarray(PROLOGUE, PROLOGUE + headerSize)));
-  if (header.compression !== undefined) throw new Error(`this page reads no compressed frames (${header.compression})`);
+  if (header.compression !== undefined) throw new Error(`cannot read a compressed frame (${header.compression})`);
   const segments = new Segments(bytes, view, PROLOGUE + headerSize);
   const tree = header.tree === undefined ? null : nodeOf(header.tree, segments, 0);
   segments.finish(values);
@@ -42,15 +42,15 @@ export function readFrame(bytes) {
 
 function readPrologue(view) {
   const size = view.byteLength;
-  if (size < PROLOGUE) throw new Error(`a frame begins with ${PROLOGUE} bytes, got ${size}`);
+  if (size < PROLOGUE) throw new Error(`truncated frame: expected at least ${PROLOGUE} bytes, got ${size}`);
   const markers = [0, 5, 10, 20, 29].map((at) => view.getUint8(at));
   if (markers.join() !== "221,164,207,207,206" || view.getUint32(6) !== 0x544c4631) {
-    throw new Error("the answer is no frame of this version of the protocol");
+    throw new Error("invalid frame or unsupported protocol version");
   }
   const stated = view.getBigUint64(11);
-  if (stated !== BigInt(size) || size % 64 !== 0) throw new Error(`a frame states ${stated} bytes and has ${size}`);
+  if (stated !== BigInt(size) || size % 64 !== 0) throw new Error(`invalid frame: expected ${stated} bytes, got ${size}`);
   const headerSize = view.getUint32(30);
-  if (PROLOGUE + headerSize > size) throw new Error("a frame's header goes beyond its end");
+  if (PROLOGUE + headerSize > size) throw new Error("invalid frame: the header exceeds the frame");
   return { values: view.getUint32(1), headerSize };
 }
 
@@ -71,11 +71,11 @@ class Segments {
     const wanted = shape.reduce((product, size) => product * size, SIZES[dtype] ?? NaN);
     const start = aligned(this.#end + 7);
     if (start > this.#bytes.length || this.#view.getUint8(start - 5) !== 0xc6) {
-      throw new Error("a frame has no array where its tree names one");
+      throw new Error("invalid frame: an array of the tree is missing");
     }
     const size = this.#view.getUint32(start - 4);
     if (size !== wanted || start + size > this.#bytes.length) {
-      throw new Error(`an array ${dtype} of shape (${shape.join(", ")}) cannot have ${size} bytes`);
+      throw new Error(`invalid frame: wrong size of array ${dtype}(${shape.join(", ")}), got ${size} bytes`);
     }
     this.#end = start + size;
     this.#taken += 1;
@@ -84,17 +84,17 @@ class Segments {
 
   finish(values) {
     if (aligned(this.#end + 2) !== this.#bytes.length || values !== 7 + 2 * this.#taken) {
-      throw new Error("a frame has other arrays than its tree names");
+      throw new Error("invalid frame: the number of arrays does not match the tree");
     }
   }
 }
 
 function nodeOf(value, segments, depth) {
-  if (depth > MAX_DEPTH) throw new Error("a batch is nested too deeply");
+  if (depth > MAX_DEPTH) throw new Error("invalid frame: too many nested containers");
   const node = (item) => nodeOf(item, segments, depth + 1);
   if (Array.isArray(value)) return { kind: "list", items: value.map(node) };
   if (!(value instanceof MsgpackMap)) return { kind: "value", value };
-  if (value.pairs.length !== 1) throw new Error("a node of a batch's tree has not one entry");
+  if (value.pairs.length !== 1) throw new Error("invalid frame: a tree node must have one entry");
   const [[kind, content]] = value.pairs;
   if (kind === "array") {
     const [dtype, shape, as] = content;
@@ -105,12 +105,12 @@ function nodeOf(value, segments, depth) {
   if (kind === "deque") return { kind, items: content[1].map(node) };
   if (kind === "int") return { kind: "value", value: BigInt(content) };
   if (kind === "complex") return { kind, value: content };
-  if (!NAMED.has(kind)) throw new Error(`a batch's tree has an unknown node ${JSON.stringify(kind)}`);
+  if (!NAMED.has(kind)) throw new Error(`invalid frame: unknown tree node ${JSON.stringify(kind)}`);
   const [, name, fields, items] = content;
   return { kind, name, entries: fields.map((field, i) => [field, node(items[i])]) };
 }
 
 function record(map) {
-  if (!(map instanceof MsgpackMap)) throw new Error("a frame's header is no map");
+  if (!(map instanceof MsgpackMap)) throw new Error("invalid frame: the header must be a map");
   return Object.fromEntries(map.pairs);
 }

@@ -12,7 +12,7 @@ export class MsgpackMap {
 export function unpack(bytes) {
   const reader = new Reader(bytes);
   const value = reader.value(0);
-  if (reader.at !== bytes.length) throw new Error("a msgpack value is followed by something else");
+  if (reader.at !== bytes.length) throw new Error("invalid msgpack: unexpected data after the value");
   return value;
 }
 
@@ -27,7 +27,7 @@ class Reader {
   }
 
   value(depth) {
-    if (depth > MAX_DEPTH) throw new Error("a msgpack value is nested too deeply");
+    if (depth > MAX_DEPTH) throw new Error("invalid msgpack: too many nested containers");
     const type = this.#view.getUint8(this.#skip(1));
     if (type <= 0x7f) return type;
     if (type <= 0x8f) return this.#map(type & 0x0f, depth);
@@ -58,13 +58,13 @@ class Reader {
       case 0xdd: return this.#array(this.#uint(4), depth);
       case 0xde: return this.#map(this.#uint(2), depth);
       case 0xdf: return this.#map(this.#uint(4), depth);
-      default: throw new Error(`a frame's header has no msgpack type 0x${type.toString(16)}`);
+      default: throw new Error(`unknown msgpack type 0x${type.toString(16)}`);
     }
   }
 
   #skip(size) {
     const start = this.at;
-    if (size > this.#bytes.length - start) throw new Error("a msgpack value is cut off");
+    if (size > this.#bytes.length - start) throw new Error("invalid msgpack: truncated value");
     this.at += size;
     return start;
   }

@@ -45,7 +45,7 @@ class Lane {
 }
 
 export class WorkerTable {
-  #table = table("Workers, and what each does", TITLES);
+  #table = table("Workers and their current tasks", TITLES);
   #histories = new Map();
 
   constructor() {
