@@ -355,7 +355,7 @@ def index_frame(address: Address, indices: Any) -> bytes:
         return to_bytes(address, plain)
     except EncodeError as error:
         raise TypeError(
-            f"cannot encode the index list of the sampler: {error}. Yield integers, or values of other plain types"
+            f"invalid index list of the sampler: {error}. Yield integers, or values of other plain types"
         ) from None
 
 

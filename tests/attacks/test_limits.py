@@ -291,10 +291,10 @@ def test_heads_are_limited() -> None:
         ({"max_consumer": 1}, r"unknown entry 'max_consumer'.* max_consumers"),
         ({"max_consumers": 0}, r"max_consumers of \[limits\] must be an integer greater than 0, got 0"),
         ({"max_consumers": 1.5}, r"an integer greater than 0, got 1\.5"),
-        ({"max_consumers": True}, r"was True"),
+        ({"max_consumers": True}, r"got True"),
         ({"max_consumers": "many"}, r"invalid limit max_consumers='many': expected a number, or a size such as 64MiB"),
         ({"header_timeout": float("inf")}, r"must be a number greater than 0, got inf"),
-        ({"header_timeout": -1}, r"was -1"),
+        ({"header_timeout": -1}, r"got -1"),
         ({"max_header_bytes": 10}, r"at least 1024, got 10"),
     ],
 )

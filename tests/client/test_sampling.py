@@ -213,7 +213,7 @@ def test_an_array_of_indices_stays_an_array() -> None:
 @pytest.mark.parametrize("indices", [object(), [1, object()], lambda: 0], ids=["object", "in a list", "function"])
 def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
     """It says whose fault it is, and where in the list it stands."""
-    with pytest.raises(TypeError, match=r"^cannot encode the index list of the sampler: batch"):
+    with pytest.raises(TypeError, match=r"^invalid index list of the sampler: cannot encode batch"):
         index_frame(ADDRESS, indices)
 
 

@@ -74,7 +74,7 @@ class Saying(Server):
 @pytest.mark.parametrize("answer", [None, 5, "x", {}, [5], [{}], [[INFO]], nested()], ids=lambda answer: type(answer))
 def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
     """As what it is: something that is no loader server."""
-    with pytest.raises(ProtocolError, match="check that this is the URL of a loader server"):
+    with pytest.raises(ProtocolError, match="Check that this is the URL of a loader server"):
         Saying(answer).datasets()
 
 
@@ -82,7 +82,7 @@ def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
 def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
     """Where it is read, and not where it is used."""
     assert Saying(INFO).dataset("fake").name == "fake"
-    with pytest.raises(ProtocolError, match=f"invalid {name} = .*: check that this is the URL of a loader server"):
+    with pytest.raises(ProtocolError, match=rf"invalid {name} = .*\. Check that this is the URL of a loader server"):
         Saying({**INFO, name: [[name]]}).dataset("fake")
 
 
@@ -135,7 +135,7 @@ def test_an_answer_has_a_limit() -> None:
     """A server that sends for ever is not read for ever."""
     with (
         answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,
-        pytest.raises(ProtocolError, match="more than 4,194,304"),
+        pytest.raises(ProtocolError, match="exceeds 4,194,304 bytes"),
     ):
         server.datasets()
 

@@ -60,7 +60,7 @@ def test_memory_and_pickle_are_measured() -> None:
         ("threaded", "building the dataset starts threads: reader", "Start them in worker_init"),
         ("Replicas", "all shards start with the same samples", "by get_worker_info()"),
         ("NoLength", "the dataset has no length", "Define __len__"),
-        ("empty", "the dataset is empty", "Check that its files exist"),
+        ("empty", "the dataset is empty", "Check that the files of the dataset exist"),
     ],
 )
 def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) -> None:
@@ -79,7 +79,7 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
         (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
         (CHECKED + "crashes", "exited during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
         (CHECKED + "exits", "exited with code 3", "a crash in C code, os._exit()"),
-        ("json:dumps_it", "module 'json' has no 'dumps_it'", "would not start"),
+        ("json:dumps_it", "module 'json' has no attribute 'dumps_it'", "would not start"),
     ],
 )
 def test_what_ends_training_is_an_error(target: str, what: str, advice: str) -> None:
@@ -96,7 +96,7 @@ def test_a_sample_that_never_comes() -> None:
     code, dataset = found(CHECKED + "hangs", "--batch-timeout", "1")
     (problem,) = dataset["problems"]
     assert code == 1
-    assert "took longer than 1 s" in problem["what"]
+    assert "exceeded the timeout of 1 s" in problem["what"]
     assert "checked.py" in problem["what"]
     assert "the stack shows where the worker hung" in problem["advice"]
 

@@ -94,7 +94,7 @@ def test_a_registration_can_be_asked_for(server: httpx.Client, key: str) -> None
 
 
 BAD: list[tuple[str, str, Any, int, str, str]] = [
-    ("POST", "/v1/loaders", {"dataset": "nope"}, 404, "UnknownDataset", "there is 'dataset'"),
+    ("POST", "/v1/loaders", {"dataset": "nope"}, 404, "UnknownDataset", "this server hosts 'dataset'"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 0}, 422, "InvalidSpec", "batch_size must be"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": 10**9}, 422, "InvalidSpec", "1048576"),
     ("POST", "/v1/loaders", {"dataset": "dataset", "batch_size": True}, 422, "InvalidSpec", "got True"),
@@ -248,7 +248,7 @@ def test_sessions_together_have_so_many_workers() -> None:
         another = {**SESSION, "session": "another"}
         refused = client.post("/v1/loaders", json=another)
         assert (refused.status_code, refused.json()["code"]) == (503, "ServerUnavailable")
-        assert "have 2 workers, and with 2 more" in refused.json()["detail"]
+        assert "2 running, 2 requested" in refused.json()["detail"]
         assert refused.headers["retry-after"]
         assert client.post("/v1/loaders", json=SESSION).json()["key"] == first
         client.delete(f"/v1/loaders/{first}")

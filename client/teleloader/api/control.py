@@ -140,7 +140,7 @@ class Server:
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
         if not isinstance(datasets, list):
             raise ProtocolError(
-                f"{self.url} sent {short(datasets)}, expected a list of datasets: check that this is the URL of a "
+                f"{self.url} sent {short(datasets)}, expected a list of datasets. Check that this is the URL of a "
                 "loader server"
             )
         return [record(DatasetInfo, fields) for fields in datasets]

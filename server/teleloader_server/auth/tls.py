@@ -83,7 +83,7 @@ class TlsFiles:
             return f"the key in {key} is encrypted, and the password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:
             return f"{self.certfile} must contain a certificate and a key in PEM format. Or use --ssl-keyfile"
-        return f"cannot load certificate {self.certfile} with key {key}: {error.reason}. Expected PEM format"
+        return f"{self.certfile} must contain a certificate, and {key} a key, both in PEM format ({error.reason})"
 
 
 class Renewal:
