@@ -137,7 +137,7 @@ def test_the_window_is_limited() -> None:
         plan = registered(client)
         path = f"/v1/loaders/{plan}/epochs/0/batches/0"
         assert client.get(path, params={"ahead": 4}).status_code == 200
-        assert "was 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_batches_per_request")
+        assert "got 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_batches_per_request")
         own = registered(client, order="client", session="s")
         lists = [codec.to_bytes(Address(own, 0, k), np.array([k])) for k in range(5)]
         path = f"/v1/loaders/{own}/epochs/0/batches?start=0"
