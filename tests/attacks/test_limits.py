@@ -261,7 +261,7 @@ def test_connections_from_one_address_are_limited() -> None:
         mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(5)]
         assert [one.get("/v1/datasets").status for one in mine] == [200] * 5
         refused = stack.enter_context(Raw(url, source="127.0.0.2")).answer()
-        assert "127.0.0.2 has 5 connections" in refused.problem["detail"]
+        assert "127.0.0.2 has reached the limit of 5 connections" in refused.problem["detail"]
 
 
 @pytest.mark.parametrize(
