@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +17,37 @@ import pytest
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
-from teleloader_server.workers.health import Attribution
+from teleloader_server.dispatch.records import Batch, Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.loading.tasks import Task
+from teleloader_server.workers.health import Attribution, WorkerExit
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
 
 TRAIN: Epoch = ("train", 0)
 OTHER: Epoch = ("other", 0)
 THIRD: Epoch = ("third", 0)
+SPEC = LoaderSpec(dataset="data")
 PLENTY = 10**9
 BATCHES = 10**6
 SLOW = 0.1
 """Seconds of a batch that is so long that no worker is given another one besides."""
 QUICK = 0.0005
 """Seconds of a batch of which a worker is given several at once."""
+
+
+class Tasks(dict[int, Task]):
+    """The tasks of a queue, as a pool shows them."""
+
+    def __init__(self, queue: Callable[[], list[Address]]) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __len__(self) -> int:
+        return len(self._queue())
+
+    def values(self) -> Any:
+        """Return the tasks in their order."""
+        return [Task(SPEC, 0, address) for address in self._queue()]
 
 
 class Service:
@@ -58,7 +76,7 @@ class Service:
 
     def loader(self, key: str) -> Loader:
         """Return a loader, whose costs remain known."""
-        return self.loaders.setdefault(key, Loader(key, LoaderSpec(dataset="data"), 0, BATCHES))
+        return self.loaders.setdefault(key, Loader(key, SPEC, 0, BATCHES))
 
     def ask(
         self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
@@ -73,13 +91,16 @@ class Service:
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
         begun = []
-        for worker, batch in self.dispatcher.decide():
+
+        def begin(worker: int, batch: Batch) -> None:
             address = batch.address
             assert address not in self.ready, f"{address} is there already"
             assert address not in self.running(), f"{address} is being made already"
             assert worker not in self.worn | self.held_up
             self.queues[worker].append(address)
             begun.append(address)
+
+        self.dispatcher.decide(begin)
         self.begun.update(begun)
         return begun
 
@@ -123,10 +144,11 @@ class Service:
 
     def worker_ready(self, worker: int) -> None:
         """A new worker in that place."""
-        self.queues[worker] = []
+        queue: list[Address] = []
+        self.queues[worker] = queue
         self.worn.discard(worker)
         self.held_up.discard(worker)
-        self.dispatcher.worker_ready(worker)
+        self.dispatcher.worker_ready(worker, Tasks(lambda: queue))
 
     def wear_out(self, worker: int = 0) -> None:
         """The worker is to be replaced when it has done what it has."""
@@ -151,10 +173,10 @@ class Service:
         self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
-        del self.queues[worker]
+        lost = self.queues.pop(worker)
         self.worn.discard(worker)
         self.held_up.discard(worker)
-        given_up = self.dispatcher.worker_lost(worker, attribution, overdue)
+        given_up = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
         for address in given_up:
             self.dispatcher.finished(None, address, self.frame(address, 1))
         return given_up

@@ -6,6 +6,7 @@ import pytest
 
 from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
+from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.codec import Address
 from tests.server.dispatching import (
     OTHER,
@@ -170,7 +171,7 @@ def test_a_lost_worker_that_had_nothing_blames_nobody() -> None:
     """An idle worker's death changes nothing, even of one that was never ready."""
     service = Service(workers=2)
     assert service.lose(0) == []
-    assert service.dispatcher.worker_lost(5) == []
+    assert service.dispatcher.worker_lost(5, [], WorkerExit("killed")) == []
     ask = service.ask("a", TRAIN, 0, 3)
     run_through(service, ask)
     assert ask.next == 3

@@ -17,6 +17,7 @@ from teleloader_server.workers.health import WorkerExit
 from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from tests.server.dispatching import Tasks
 
 BUDGET = 2**20
 REPORT = Report(1, failed=False, stages=[1.0, 0.0, 0.0])
@@ -33,9 +34,13 @@ class FakePool:
 
     async def start(self, listener: Any) -> list[DatasetInfo]:
         """Both can take something."""
-        listener.worker_ready(0)
-        listener.worker_ready(1)
+        listener.worker_ready(0, self.queue(0))
+        listener.worker_ready(1, self.queue(1))
         return []
+
+    def queue(self, worker: int) -> Tasks:
+        """What one of them has."""
+        return Tasks(lambda: [task.address for other, task in self.tasks if other == worker])
 
     def submit(self, worker: int, task: Task) -> None:
         """Note it."""
@@ -90,7 +95,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
         await begun()
         pool.tasks.clear()
         engine.worker_lost(0, [task for _, task in lost], WorkerExit("killed"))
-        engine.worker_ready(0)
+        engine.worker_ready(0, pool.queue(0))
         taken = 0
         while taken < len(lists):
             await begun()

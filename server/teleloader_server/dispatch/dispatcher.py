@@ -1,7 +1,7 @@
 """Scheduling of batches: which worker computes which batch next.
 
 Synchronous functions over plain state, without processes, sockets or clocks. `Engine` reports events (`ask`, `sent`,
-`finished`, `worker_lost`, ...), then starts the batches that `decide` returns. `Store` decides which finished batches
+`finished`, `worker_lost`, ...), then submits the batches that `decide` starts. `Store` decides which finished batches
 are kept; `records` defines the records of both.
 
 Rules:
@@ -18,9 +18,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
 from teleloader_server.dispatch.records import (
@@ -35,7 +34,8 @@ from teleloader_server.dispatch.records import (
     Urgency,
 )
 from teleloader_server.dispatch.store import Store
-from teleloader_server.workers.health import Attribution
+from teleloader_server.loading.tasks import Task
+from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
@@ -55,11 +55,8 @@ LOSS_SECONDS: Final = 1.0
 """Seconds charged for the death of a worker, which must be replaced."""
 
 
-class Start(NamedTuple):
-    """Decision to start computing a batch in a worker."""
-
-    worker: int
-    batch: Batch
+Begin = Callable[[int, Batch], object]
+"""Submits a batch to a worker, given by its ID."""
 
 
 class Dispatcher:
@@ -76,8 +73,8 @@ class Dispatcher:
         self._in_turn = in_turn
         self.store: Final = Store(memory, keeps_wanted=in_turn > 0)
         """Batches and their consumers, modified by this dispatcher only."""
-        self._queues: dict[int, deque[Address]] = {}
-        """Batches of each worker, in the order of computation."""
+        self._queues: dict[int, dict[int, Task]] = {}
+        """Tasks of each worker, in the order of computation, modified by the worker's pool only."""
         self._recycling: set[int] = set()
         """Workers that are replaced once they have completed their batches."""
         self._stalled: set[int] = set()
@@ -194,9 +191,9 @@ class Dispatcher:
 
     # -- events of workers
 
-    def worker_ready(self, worker: int) -> None:
-        """Add an idle worker, to which batches can be assigned."""
-        self._queues[worker] = deque()
+    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
+        """Add an idle worker, to which batches can be assigned; its pool keeps its tasks in `tasks`."""
+        self._queues[worker] = tasks
         self._recycling.discard(worker)
         self._stalled.discard(worker)
 
@@ -214,7 +211,6 @@ class Dispatcher:
             return False
         self._stalled.add(worker)
         for address in waiting:
-            self._queues[worker].remove(address)
             self.store.remove(self.store.batch(address))
         return True
 
@@ -222,32 +218,30 @@ class Dispatcher:
         """Resume assigning batches to a stalled worker."""
         self._stalled.discard(worker)
 
-    def worker_lost(
-        self, worker: int, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
-    ) -> list[Address]:
+    def worker_lost(self, worker: int, lost: Sequence[Address], loss: WorkerExit) -> list[Address]:
         """Requeue the batches of a worker that died, except those that hung or killed too many workers.
 
         A batch that hung is not retried: it would probably hang again, until the timeout each time.
 
         Args:
             worker: Worker ID.
-            attribution: Cause of the death, see `Attribution`.
-            overdue: Batches that must not be retried.
+            lost: Batches of the worker.
+            loss: Cause of the death.
 
         Returns:
             The batches that are not retried; the caller passes failures in their place to `finished`.
         """
-        queue = self._queues.pop(worker, deque())
+        self._queues.pop(worker, None)
         deaths = self.store.deaths
         given_up = []
-        if queue and attribution not in ("nobody", "machine"):
-            self._charge(self.store.batch(queue[0]), LOSS_SECONDS)
-        for address in queue:
-            if attribution == "unknown":
+        if lost and loss.attribution not in ("nobody", "machine"):
+            self._charge(self.store.batch(lost[0]), LOSS_SECONDS)
+        for address in lost:
+            if loss.attribution == "unknown":
                 # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
                 # worker without other batches, so that the next death identifies the culprit.
-                deaths[address] = deaths.get(address, 0) + (len(queue) == 1)
-            if address == attribution or address in overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
+                deaths[address] = deaths.get(address, 0) + (len(lost) == 1)
+            if address == loss.attribution or address in loss.overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
                 given_up.append(address)
             else:
                 self.store.remove(self.store.batch(address))
@@ -256,7 +250,6 @@ class Dispatcher:
     def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
         """Store the frame of a completed batch; `worker` is None for a failure that the server created itself."""
         if worker is not None:
-            self._queues[worker].remove(address)
             loader = self.store.batch(address).consumer.loader
             loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
             loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
@@ -289,18 +282,16 @@ class Dispatcher:
 
     # -- decisions
 
-    def decide(self) -> list[Start]:
-        """Evict batches, and return the batches to start, in this order."""
+    def decide(self, begin: Begin) -> None:
+        """Evict batches, and start others."""
         store = self.store
         store.evict_told()
-        begun: list[Start] = []
-        self._begin(begun)
+        self._begin(begin)
         for consumer in [c for c in store.active if not c.asks and c.ahead_cursor >= c.ahead_stop]:
             del store.active[consumer]
         store.evict_cached()
-        return begun
 
-    def _begin(self, begun: list[Start]) -> None:
+    def _begin(self, begin: Begin) -> None:
         """Start batches while workers are available, each for the principal with the least served time."""
         active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
@@ -318,7 +309,7 @@ class Dispatcher:
             if worker is None:
                 return  # otherwise the next principal could take the worker for which this one waits
             level, before = principal_share.served, consumer.served
-            principal_share.was_begun = self._start(worker, address, consumer, urgency, begun)
+            principal_share.was_begun = self._start(worker, address, consumer, urgency, begin)
             if principal_share.was_begun:
                 self._level = max(self._level, level)
                 principal_share.level = max(principal_share.level, before)
@@ -335,7 +326,7 @@ class Dispatcher:
                 if k is None or not consumer.principal_share.was_begun:
                     left.remove(consumer)
 
-    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, begun: list[Start]) -> bool:
+    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, begin: Begin) -> bool:
         loader, principal_share = consumer.loader, consumer.principal_share
         estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
@@ -348,8 +339,7 @@ class Dispatcher:
                 return False
         batch = self.store.begun(address, consumer, estimate)
         self._charge(batch, 0.001 if loader.batch_seconds is None else loader.batch_seconds)
-        self._queues[worker].append(address)
-        begun.append(Start(worker, batch))
+        begin(worker, batch)
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
@@ -393,7 +383,7 @@ class Dispatcher:
         if worker is None or not self._queues[worker]:
             return worker
         queue = self._queues[worker]
-        seconds = self.store.batch(queue[-1]).consumer.loader.batch_seconds
+        seconds = self.store.batch(_last(queue)).consumer.loader.batch_seconds
         room = 1 if seconds is None else min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
         return worker if len(queue) <= room else None
 
@@ -402,7 +392,7 @@ class Dispatcher:
         queue = self._queues.get(worker)
         if queue is None or worker in self._recycling or worker in self._stalled:
             return False
-        return not queue or not (suspect or queue[-1] in self.store.deaths)
+        return not queue or not (suspect or _last(queue) in self.store.deaths)
 
     # -- preemption
 
@@ -446,8 +436,13 @@ class Dispatcher:
         lately = consumer.last_seen - LEAVE_SECONDS
         if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):
             return False  # no other consumer is active
-        busy = [self.store.batch(queue[0]).consumer for queue in self._queues.values() if queue]
+        current = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+        busy = [self.store.batch(task.address).consumer for task in current]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(self._queues))
+
+
+def _last(queue: dict[int, Task]) -> Address:
+    return next(reversed(queue.values())).address
 
 
 def _owners(batches: Sequence[Batch], waiting: Consumer) -> Sequence[PrincipalShare | Consumer]:

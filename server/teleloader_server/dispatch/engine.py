@@ -17,7 +17,7 @@ from teleloader_server import request_ids
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit
@@ -210,9 +210,9 @@ class Engine:
 
     # -- events of the pool
 
-    def worker_ready(self, worker: int) -> None:
+    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
         """Add a worker to the dispatcher."""
-        self._dispatcher.worker_ready(worker)
+        self._dispatcher.worker_ready(worker, tasks)
         self._decide_soon()
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
@@ -255,7 +255,7 @@ class Engine:
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
         """Requeue the batches of a worker that died; replace those that hung or killed several workers by errors."""
         self.tally.worker_lost()
-        given_up = self._dispatcher.worker_lost(worker, loss.attribution, loss.overdue)
+        given_up = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
         for task in tasks:
             if task.address not in given_up:
                 self.tally.retried(task.spec.dataset)
@@ -282,11 +282,12 @@ class Engine:
 
     def _decide(self) -> None:
         self._decision_due = False
-        if self._end is not None:
-            return
-        for worker, batch in self._dispatcher.decide():
-            loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
-            self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
+        if self._end is None:
+            self._dispatcher.decide(self._begin)
+
+    def _begin(self, worker: int, batch: Batch) -> None:
+        loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
+        self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and some of the loaders that no consumer uses."""

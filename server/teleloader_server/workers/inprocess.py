@@ -15,9 +15,9 @@ from teleloader_server.config import Limits
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
-from teleloader_server.loading.tasks import Task
+from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.aside import aside
-from teleloader_server.workers.pool import PoolListener, WorkerState
+from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
@@ -38,6 +38,8 @@ class InProcessPool:
         self._random_state = OwnRandomState()
         self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
         """Tasks, keys of loaders to forget, and None at the end."""
+        self._pending: dict[int, Task] = {}
+        """Tasks that are not done, by `id`."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
         """Task in progress, and the time of its start."""
         # a daemon thread, because user code that never returns must not prevent the process from exiting
@@ -56,11 +58,12 @@ class InProcessPool:
         self._opened = opened
         self._thread.start()
         hosted = await opened
-        self._loop.call_soon(listener.worker_ready, 0)
+        self._loop.call_soon(listener.worker_ready, 0, self._pending)
         return [dataset.info for dataset in hosted.values()]
 
     def submit(self, worker: int, task: Task) -> None:
         """Queue a task for the pool's thread."""
+        self._pending[id(task)] = task
         self._tasks.put(task)
 
     def take(self, worker: int, reason: str) -> None:
@@ -119,4 +122,8 @@ class InProcessPool:
         with self._random_state:
             frame, report = loading.frame(task)
         self._at_hand = None, 0.0
-        self._loop.call_soon_threadsafe(self._listener.task_done, 0, task, frame, report)
+        self._loop.call_soon_threadsafe(self._done, task, frame, report)
+
+    def _done(self, task: Task, lease: Lease, report: Report) -> None:
+        del self._pending[id(task)]
+        self._listener.task_done(0, task, lease, report)

@@ -24,8 +24,8 @@ Lease = NDArray[np.uint8]
 class PoolListener(Protocol):
     """Interface for receiving the events of a worker pool, called in the event loop."""
 
-    def worker_ready(self, worker: int) -> None:
-        """Handle the event that a worker accepts tasks."""
+    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
+        """Handle the event that a worker accepts tasks, which the pool keeps in `tasks` until they are completed."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """Handle the completion of a task, with its frame."""

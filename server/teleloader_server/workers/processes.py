@@ -277,7 +277,7 @@ class ProcessPool:
                 "worker %d restarted as pid %s after %.3f s",
                 process.number, process.pid, restarts.last_duration, extra=process.log_fields,
             )  # fmt: skip
-        self._listener.worker_ready(process.number)
+        self._listener.worker_ready(process.number, process.health.tasks)
 
     def _done(
         self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
