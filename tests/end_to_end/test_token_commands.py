@@ -152,10 +152,10 @@ def test_list_shows_names_scopes_and_expiry(file: Path) -> None:
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(file: Path, command: str) -> None:
     """Nothing is written, and a missing file is not created."""
     refused = token(command, file, "trainer")
-    assert (refused.code, "no token 'trainer' in" in refused.err, file.exists()) == (2, True, False)
+    assert (refused.code, "unknown token 'trainer': " in refused.err, file.exists()) == (2, True, False)
     file.write_text(WRITTEN_BY_HAND)
     refused = token(command, file, "trainer")
-    assert (refused.code, "it has a.b, ops" in refused.err) == (2, True)
+    assert (refused.code, "tokens.toml contains a.b, ops" in refused.err) == (2, True)
     assert file.read_text() == WRITTEN_BY_HAND
 
 
@@ -172,7 +172,7 @@ def test_rotate_replaces_the_token_and_keeps_the_rest(file: Path, tmp_path: Path
     assert re.fullmatch(r"tl_[\w-]{43}\n", out.read_text())
     assert file.stat().st_mode & 0o777 == out.stat().st_mode & 0o777 == 0o600
     refused = token("rotate", file, "ops", "--out", str(file))
-    assert (refused.code, "that is the token file. Choose another" in refused.err) == (2, True)
+    assert (refused.code, "the file is the token file. Choose another" in refused.err) == (2, True)
 
 
 def test_an_expired_token_is_rotated_with_a_new_expiry_only(file: Path) -> None:
