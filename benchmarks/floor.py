@@ -19,10 +19,9 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.processes import ROOT, end
+from benchmarks.processes import ROOT, START_TIMEOUT, end
 from benchmarks.workloads import WORKLOADS, Workload
 
-START_TIMEOUT: Final = 30.0
 _SIZE: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 64
 

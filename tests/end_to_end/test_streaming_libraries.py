@@ -1,12 +1,16 @@
 """Datasets of well-known streaming libraries: every sample of each epoch once, in another order each epoch.
 
-Each library is tested where it is installed.
+Each library is tested where it is installed; where TELELOADER_TEST_FRAMEWORKS=1 is set, all must be.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +19,34 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
+from tests.examples.running import need_framework
 
 LENGTH = 64
+STAND_INS: dict[str, dict[str, object]] = {
+    "torchvision": {},
+    "torchvision.datasets": {"VisionDataset": object},
+    "torchvision.transforms": {},
+    "torchvision.transforms.functional": {"to_tensor": None},
+}
+"""Modules of torchvision, and the members that are imported by name."""
+
+
+def needed(module: str) -> Any:
+    """Import a library."""
+    need_framework(module)
+    return import_module(module)
 
 
 def hugging_face(_: Path) -> Any:
     """Its IterableDataset, shuffled, which needs set_epoch() for another order."""
-    datasets = pytest.importorskip("datasets")
+    datasets = needed("datasets")
     rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))})
     return rows.to_iterable_dataset(num_shards=8).shuffle(seed=1, buffer_size=4)
 
 
 def litdata(folder: Path) -> Any:
     """Its StreamingDataset over local chunks."""
-    lit = pytest.importorskip("litdata")
+    lit = needed("litdata")
     out = str(folder / "litdata")
     lit.optimize(fn=_row, inputs=list(range(LENGTH)), output_dir=out, chunk_size=8, num_workers=1)
     return lit.StreamingDataset(out, shuffle=True, seed=1)
@@ -40,7 +58,12 @@ def _row(index: int) -> dict[str, int]:
 
 def mosaic(folder: Path) -> Any:
     """Its StreamingDataset over local shards."""
-    streaming = pytest.importorskip("streaming")
+    if "torchvision" not in sys.modules and find_spec("torchvision") is None:
+        # streaming imports it for datasets of images; its wheels need torch with CUDA
+        for name, used in STAND_INS.items():
+            sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+            vars(sys.modules[name]).update(used)
+    streaming = needed("streaming")
     out = str(folder / "mosaic")
     with streaming.MDSWriter(out=out, columns={"index": "int"}, size_limit=1024) as writer:
         for index in range(LENGTH):
@@ -85,7 +108,7 @@ def test_loaders_in_different_epochs_do_not_share_the_epoch_of_a_dataset() -> No
 
 def test_a_killed_worker_continues_from_the_state_of_the_dataset(tmp_path: Path) -> None:
     """Hugging Face's datasets keep a state, which travels with the batches."""
-    datasets = pytest.importorskip("datasets")
+    datasets = needed("datasets")
     rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))}).to_iterable_dataset(num_shards=2)
     died = tmp_path / "died"
 
