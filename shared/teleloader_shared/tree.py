@@ -26,7 +26,7 @@ from teleloader_shared.text import short
 
 MAX_DEPTH: Final = 128
 """Nesting depth of containers, checked by encoder and decoder."""
-MAX_DIMENSIONS: Final = 64
+MAX_DIMENSIONS: Final = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 """NumPy's limit."""
 MAX_DIGITS: Final = 4300
 """Decimal digits of an integer: Python's default limit for parsing."""

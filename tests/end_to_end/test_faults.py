@@ -15,7 +15,7 @@ import pytest
 
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset, ServerUnavailable, WorkerDied
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.terminal import SERVER, piped
 
@@ -153,8 +153,8 @@ def test_nothing_is_left_of_a_server(start_server: StartServer, how: signal.Sign
     server = start_server("--demo", "--num-workers", "3")
     batches = iter(DataLoader(RemoteDataset(server.url, "digits-train", reconnect_timeout=0), 32, output="numpy"))
     next(batches)
+    eventually(lambda: len(psutil.Process(server.pid).children(recursive=True)) == 4)  # fork server and three workers
     family = psutil.Process(server.pid).children(recursive=True)
-    assert len(family) == 4, "the fork server and three workers"
     code = server.end(how)
     assert code == (-signal.SIGKILL if how is signal.SIGKILL else 0), "".join(server.log)
     gone, alive = psutil.wait_procs(family, timeout=30)

@@ -29,7 +29,7 @@ from teleloader.tensors.output import Output, choose_output
 from teleloader_shared import codec, dtypes
 from teleloader_shared.codec import Address, End, Failure, to_bytes
 from teleloader_shared.errors import ProtocolError
-from teleloader_shared.tree import Tensor
+from teleloader_shared.tree import MAX_DIMENSIONS, Tensor
 from tests.fuzz import canary
 from tests.fuzz.mutation import MOST_BYTES, mutate_bytes, mutate_tree
 from tests.shared.trees import Box, Columns, Frozen, Nothing, Point, numpy_dtype
@@ -90,7 +90,7 @@ def _batches() -> list[Any]:
     return [
         {"image": np.arange(96, dtype=np.uint8).reshape(2, 48).view(Tensor), "label": np.arange(2).view(Tensor)},
         np.zeros(3000, np.float32),
-        [np.array(5), np.zeros((0, 4), np.int16), np.ones((1,) * 64, bool), np.float64(2.5)],
+        [np.array(5), np.zeros((0, 4), np.int16), np.ones((1,) * MAX_DIMENSIONS, bool), np.float64(2.5)],
         every,
         {name: array.view(Tensor) for name, array in every.items()},
         np.random.default_rng(0).integers(0, 255, 5000, np.uint8),

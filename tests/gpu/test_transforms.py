@@ -11,6 +11,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
+from tests.conftest import need
 from tests.gpu.test_device_memory import bytes_of
 from tests.gpu.test_host_memory import rows
 
@@ -181,6 +182,7 @@ def test_stop_iteration_of_a_transform_is_not_the_end_of_the_epoch(gpu: Any) -> 
 
 def test_a_transform_runs_without_a_device_too() -> None:
     """So that one script fits machines with and without an accelerator."""
+    need("torch")
     with serve(numbers(3), num_workers=1) as url:
         for device in (None, "cpu"):
             loader = DataLoader(RemoteDataset(url), 1, device=device, device_transform=lambda batch: int(batch) * 2)
