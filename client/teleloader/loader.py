@@ -470,7 +470,7 @@ class DataLoader:
             epoch: Epoch number, from 0.
 
         Raises:
-            ValueError: If `epoch` is not an integer of at least 0.
+            ValueError: If `epoch` is not a non-negative integer.
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")

@@ -324,7 +324,7 @@ def _uncollated(dataset: Any) -> Any:
 
 
 def test_accelerator_tensors_are_refused_with_their_place() -> None:
-    """A32: workers give CPU tensors; one of another device is refused by its path, and ``pin_memory`` named."""
+    """A32: workers give CPU tensors; one of another device is refused by its path, and ``device`` named."""
     meta = Made(lambda i: {"image": [torch.zeros(2, device="meta")]}, 1)
     place = re.escape("batch[0]['image'][0]")
     with _uncollated(meta) as loader, pytest.raises(TypeError, match=place) as raised:

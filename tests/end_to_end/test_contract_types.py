@@ -106,7 +106,7 @@ def test_what_default_collate_refuses(kind: str) -> None:
         list(loader)
     for raised in (theirs, mine):
         text = str(raised.value).partition("\n\nThis was")[0].rstrip()
-        lines = [line for line in text.splitlines() if not line.startswith("It is sample")]
+        lines = [line for line in text.splitlines() if not line.startswith("The value is sample")]
         outcomes.append((type(raised.value), lines[0], lines[-1]))
     assert outcomes[0] == outcomes[1]
 
@@ -351,7 +351,7 @@ def test_objects_of_ones_own_class_are_refused_with_their_name() -> None:
     def collate(samples: list[int]) -> dict[str, Pinnable]:
         return {"batch": Pinnable(samples)}
 
-    place = r"batch\['batch'\] is a .*Pinnable"
+    place = r"batch\['batch'\]: unsupported type .*Pinnable"
     with ours(Numbers(1), num_workers=1, collate_fn=collate) as loader, pytest.raises(TypeError, match=place):
         list(loader)
 
@@ -361,7 +361,11 @@ class Unsendable:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "place"), [(2, r"It is sample\['meta'\]\[2\]"), (None, r"sample\['meta'\]\[2\] is a .*Unsendable")]
+    ("batch_size", "place"),
+    [
+        (2, r"The value is sample\['meta'\]\[2\]"),
+        (None, r"sample\['meta'\]\[2\]: unsupported type .*Unsendable"),
+    ],
 )
 def test_what_cannot_travel_is_named_with_its_place_in_the_sample(batch_size: int | None, place: str) -> None:
     """A29: the error of an arbitrary object says where in the sample it stands, collated or not."""

@@ -239,7 +239,7 @@ def test_an_epoch_is_a_whole_number(value: Any) -> None:
     """What is none is refused at once; NumPy's integers are."""
     with serve(hosted.Samples(lambda i: i), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), output="numpy")
-        with pytest.raises(ValueError, match="epoch must be an integer of at least 0, got"):
+        with pytest.raises(ValueError, match="epoch must be a non-negative integer, got"):
             loader.set_epoch(value)
         loader.set_epoch(np.int64(3))
         assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 3

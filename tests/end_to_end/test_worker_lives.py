@@ -202,7 +202,7 @@ def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None
         assert next(batches)[0] == 0
         with no_descriptors():
             gate.set()
-            with pytest.raises(WorkerDied, match=r"RLIMIT_NOFILE is [0-9,]+ of at most .*ulimit -n"):
+            with pytest.raises(WorkerDied, match=r"RLIMIT_NOFILE is [0-9,]+, with a hard limit of .*ulimit -n"):
                 next(batches)
 
 

@@ -110,8 +110,10 @@ class Engines:
             if len(quota.sessions) >= (most := limits.max_sessions_per_principal):
                 raise too_many(quota, most, "sessions", "max_sessions_per_principal")
             if workers + num_workers > (most := limits.max_session_workers_per_principal):
-                what = f"session workers, with {workers:,} running and {num_workers:,} requested"
-                raise too_many(quota, most, what, "max_session_workers_per_principal")
+                raise ServerUnavailable(
+                    f"too many session workers of {quota.name!r}: {workers:,} running, {num_workers:,} requested, and "
+                    f"the limit is {most:,} (max_session_workers_per_principal). Request fewer workers, or retry later"
+                )
         if len(self.sessions) >= limits.max_sessions:
             raise ServerUnavailable(
                 f"too many sessions: the limit is {limits.max_sessions:,} (max_sessions). Retry later"

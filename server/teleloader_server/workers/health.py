@@ -79,7 +79,7 @@ def backoff(failures: int) -> float:
 
 
 def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
-    """Describe the exit of a process, such as "exited with code 1" or "killed by signal SIGKILL (Killed)".
+    """Describe the exit of a process, such as "exited with code 1" or "was killed by signal SIGKILL (Killed)".
 
     Args:
         status: Exit status of ``os.waitpid``.
