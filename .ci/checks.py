@@ -182,6 +182,17 @@ def nightly() -> Iterator[Step]:
     yield from audit("docker/requirements/*.txt build/ci/oldest.txt", after=("tools", "oldest packages"))
 
 
+def chosen(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """Return the named steps and those that they come after; all if no name is given."""
+    by_name = {step.name: step for step in steps}
+    if unknown := [name for name in names if name not in by_name]:
+        sys.exit(f"unknown step {unknown[0]!r}: expected {', '.join(by_name)}")
+    needed = list(names or by_name)
+    for name in needed:  # grows meanwhile
+        needed += by_name[name].after
+    return [step for step in steps if step.name in needed]
+
+
 def report(steps: Steps, runs: Sequence[records.Run]) -> None:
     """Print the outcome; the last line has the sums of all tests."""
     if steps.flaky:
@@ -192,16 +203,14 @@ def report(steps: Steps, runs: Sequence[records.Run]) -> None:
     print(f"\n{steps.table()}")
 
 
-def main(which: str) -> int:
-    """Run all steps of one kind; the exit status."""
+def main(which: str, *names: str) -> int:
+    """Run all steps of one kind, or the named ones and those that they come after; return the exit status."""
     os.chdir(ROOT)
     may_record = not os.environ.get("CI")
     os.environ.update(CI="true", TORCH=TORCH, UV_FIND_LINKS=os.environ.get("PIP_FIND_LINKS", ""))
     is_nightly = which == "nightly"
-    if is_nightly:
-        steps = Steps(list(nightly()), lanes=1, limit_s=NIGHTLY_S)
-    else:
-        steps = Steps(list(gate()), lanes=2, limit_s=GATE_S)
+    every = list(nightly() if is_nightly else gate())
+    steps = Steps(chosen(every, names), lanes=1 if is_nightly else 2, limit_s=NIGHTLY_S if is_nightly else GATE_S)
     started = time.monotonic()
     steps.run()
     say(f"all steps ended after {(time.monotonic() - started) / 60:.1f} minutes\n")
@@ -209,10 +218,10 @@ def main(which: str) -> int:
     if steps.flaky and may_record:
         records.write(records.FLAKY, runs)
     if is_nightly:
-        records.write(records.NIGHTLY, {**records.this_run(), **steps.record()})
+        records.write(records.NIGHTLY, records.recorded_steps(steps.record(), [step.name for step in every]))
     report(steps, runs)
     return 1 if steps.failed or records.repeated(runs) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

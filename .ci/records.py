@@ -39,21 +39,33 @@ def repeated(runs: Sequence[Run]) -> list[str]:
     return sorted(name for name, count in counts.items() if count > 1)
 
 
-def age(nightly: Run | None, now: datetime.datetime) -> str:
-    """Return a sentence on the last nightly run."""
-    if nightly is None:
+def recorded_steps(outcomes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the last outcome of each nightly step, with the time and commit of its run.
+
+    Args:
+        outcomes: Outcomes of this run.
+        names: Names of all steps.
+    """
+    before = json.loads(NIGHTLY.read_text()) if NIGHTLY.exists() else {}
+    now = {name: {**this_run(), **outcome} for name, outcome in outcomes.items()}
+    return {name: step for name, step in {**before, **now}.items() if name in names}
+
+
+def age(nightly: Mapping[str, Any], now: datetime.datetime) -> str:
+    """Return a sentence on the recorded nightly steps; the age is that of the oldest one."""
+    if not nightly:
         return f"No nightly run is recorded in {NIGHTLY}."
-    days = (now - datetime.datetime.fromisoformat(nightly["date"])).days
-    outcome = "passed" if not nightly["failed_steps"] else f"FAILED ({', '.join(nightly['failed_steps'])})"
-    return (
-        f"The last nightly run, {days} day{'s' * (days != 1)} ago ({nightly['date']}, {nightly['commit']}), {outcome}: "
-        f"{nightly['passed']} passed, {nightly['failed']} failed, {nightly['skipped']} skipped."
-    )
+    date = min(step["date"] for step in nightly.values())
+    commits = ", ".join(dict.fromkeys(step["commit"] for step in nightly.values()))
+    days = (now - datetime.datetime.fromisoformat(date)).days
+    failed = [name for name, step in nightly.items() if step["failed"]]
+    outcome = f"FAILED ({', '.join(failed)})" if failed else "passed"
+    return f"The last nightly run, {days} day{'s' * (days != 1)} ago ({date}, {commits}), {outcome}."
 
 
 def last_nightly() -> str:
     """Return a sentence on the last nightly run."""
-    nightly = json.loads(NIGHTLY.read_text()) if NIGHTLY.exists() else None
+    nightly = json.loads(NIGHTLY.read_text()) if NIGHTLY.exists() else {}
     return age(nightly, datetime.datetime.now(datetime.UTC))
 
 

@@ -111,12 +111,9 @@ class Steps:
             lines.append(f"{name:24}{result.outcome:14}{result.seconds:8.0f}  {tests}")
         return "\n".join([*lines, "", summary(self.totals())])
 
-    def record(self) -> dict[str, Any]:
-        """Return what a committed record states."""
-        totals = self.totals()
-        counts = {"passed": totals["passed"], "failed": len(totals["failed"]), "skipped": totals["skipped"]}
-        outcomes = {name: dataclasses.asdict(result) for name, result in self.results.items()}
-        return {"failed_steps": self.failed, **counts, "steps": outcomes}
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Return the outcome of each step, for a record that is committed."""
+        return {name: {"failed": result.failed, **dataclasses.asdict(result)} for name, result in self.results.items()}
 
     def totals(self) -> dict[str, Any]:
         """Return the sums of pytest's results, with all names of tests that failed."""

@@ -137,18 +137,39 @@ def test_the_age_of_the_last_nightly_run_is_stated(ci: Any) -> None:
     records = ci("records")
     assert "No nightly run" in records.last_nightly()
     now = datetime.datetime(2030, 1, 5, tzinfo=datetime.UTC)
-    record = {
-        "date": "2030-01-02T00:00:00+00:00",
-        "commit": "abc",
-        "failed_steps": [],
-        "passed": 5,
-        "failed": 0,
-        "skipped": 1,
-    }
-    assert records.age(record, now) == (
-        "The last nightly run, 3 days ago (2030-01-02T00:00:00+00:00, abc), passed: 5 passed, 0 failed, 1 skipped."
+    step = {"date": "2030-01-02T00:00:00+00:00", "commit": "abc", "failed": False}
+    later = {"date": "2030-01-04T00:00:00+00:00", "commit": "def", "failed": True}
+    assert (
+        records.age({"fuzz": step}, now) == "The last nightly run, 3 days ago (2030-01-02T00:00:00+00:00, abc), passed."
     )
-    assert "FAILED (chaos)" in records.age({**record, "failed_steps": ["chaos"]}, now)
+    assert "3 days ago (2030-01-02T00:00:00+00:00, abc, def), FAILED (chaos)." in records.age(
+        {"fuzz": step, "chaos": later}, now
+    )
+
+
+def test_a_step_that_runs_apart_replaces_its_own_record(ci: Any) -> None:
+    """Those of the other steps stay; steps that no longer exist are dropped."""
+    records = ci("records")
+    for outcomes in ({"fuzz": {"failed": True}, "chaos": {"failed": False}, "old": {}}, {"fuzz": {"failed": False}}):
+        records.write(records.NIGHTLY, records.recorded_steps(outcomes, ["chaos", "fuzz"]))
+    found = json.loads(records.NIGHTLY.read_text())
+    assert {name: step["failed"] for name, step in found.items()} == {"fuzz": False, "chaos": False}
+    assert set(found["fuzz"]) == {"date", "commit", "failed"}
+
+
+def test_named_steps_run_with_those_that_they_come_after(ci: Any) -> None:
+    """And without the others."""
+    checks, steps = ci("checks"), ci("steps")
+    every = [
+        steps.Step("a", ""),
+        steps.Step("b", "", after=("a",)),
+        steps.Step("c", "", after=("b",)),
+        steps.Step("d", ""),
+    ]
+    assert [step.name for step in checks.chosen(every, ["c"])] == ["a", "b", "c"]
+    assert checks.chosen(every, []) == every
+    with pytest.raises(SystemExit, match="unknown step 'e': expected a, b, c, d"):
+        checks.chosen(every, ["e"])
 
 
 @pytest.mark.parametrize("which", ["gate", "nightly"])
