@@ -21,18 +21,19 @@ from teleloader.tensors.memory import HostBuffers, ordinary_memory
 from teleloader.tensors.output import choose_output
 from teleloader.transport.interface import BatchServer, TransportError
 from teleloader.transport.range import Range
-from teleloader.transport.selection import fakes
+from teleloader.transport.selection import fakes, server_at
 from teleloader.transport.tracing import RequestTrace
-from teleloader_shared import codec
+from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Frame, Memory
-from teleloader_shared.errors import DatasetChanged, ProtocolError, UnknownDataset, UnknownLoader
+from teleloader_shared.errors import DatasetChanged, ProtocolError, ServerUnavailable, UnknownDataset, UnknownLoader
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
 _numbers = itertools.count()
 _loading: Final = threading.Lock()
-"""Held while a batch is loaded, which changes the global random generators of the process."""
+"""Held while a batch is loaded, which changes the global random generators of the process. The holder counts as a
+server's thread: garbage collection may run a finalizer of an iterator there, which must not wait for the lock."""
 
 
 class FakeServer:
@@ -83,9 +84,6 @@ class FakeServer:
         for key in list(self._loaders):
             self._forget(key)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FakeServer:
-        return self  # frameworks copy loaders
-
     def _infos(self) -> list[DatasetInfo]:
         functions = list(self._functions)
         return [replace(loader.info, functions=functions) for loader in self._datasets.values()]
@@ -105,7 +103,7 @@ class FakeServer:
             )
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
-        with _loading:
+        with local.serving(), _loading:
             if key not in self._loaders:
                 workers = self._datasets[info.name].workers(spec, self._functions)
                 self._loaders[key] = (info.name, workers)
@@ -126,22 +124,23 @@ class FakeServer:
         return found
 
     def _forget(self, key: str) -> None:
-        with _loading:
+        with local.serving(), _loading:
             _, workers = self._loaders.pop(key, (None, None))
             if workers is not None:
                 workers.close()
 
     def _frame(self, address: Address, listed: bytes | None) -> NDArray[np.uint8]:
-        dataset, workers = self._loader(address.loader)
+        dataset, _ = self._loader(address.loader)
         error = None
         try:
             if self._before_batch is not None:
                 self._before_batch(dataset, address.epoch, address.batch)
         except ConnectionError:
             raise
-        except Exception as raised:  # noqa: BLE001 - it stands for an exception of the dataset
+        except BaseException as raised:  # noqa: BLE001 - pytest.fail() too: it stands for an exception of the dataset
             error = raised
-        with _loading:
+        with local.serving(), _loading:
+            _, workers = self._loader(address.loader)  # again: its session may have ended in the meantime
             return workers.frame(address, listed, error)
 
 
@@ -149,6 +148,9 @@ class _InProcessServer(BatchServer):
     def __init__(self, fake: FakeServer, url: str, timeout: float, credentials: Credentials) -> None:
         super().__init__(url, timeout, credentials)
         self._running = fake
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return server_at, (self.url, self.timeout, self.credentials)
 
     @property
     def _fake(self) -> FakeServer:
@@ -172,7 +174,12 @@ class _InProcessServer(BatchServer):
         self._running._forget(key)
 
     def batch(self, address: Address, listed: bytes | None = None, *, consumer: str) -> Frame:
-        return codec.read(ordinary_memory(choose_output(None), self._fake._frame(address, listed)))
+        try:
+            frame = self._fake._frame(address, listed)
+        except ConnectionError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnavailable(f"{self.url} did not send batch {address.batch}: {reason}") from error
+        return codec.read(ordinary_memory(choose_output(None), frame))
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> _Connection:
         if self.url not in fakes:

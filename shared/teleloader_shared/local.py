@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ _owners: WeakValueDictionary[str, object] = WeakValueDictionary()
 """Owners of the registered functions, by name. Weak references: a function may refer to the loader that registered it,
 and must not keep it in memory."""
 _served: dict[str, threading.Thread] = {}
+_thread: Final = threading.local()
 
 
 def register_function(owner: object, argument: str) -> str:
@@ -53,9 +55,20 @@ def is_served_here(url: str) -> bool:
     return url in _served
 
 
+@contextmanager
+def serving() -> Iterator[None]:
+    """Count the calling thread as a server's thread in the ``with`` block."""
+    _thread.is_serving = True
+    try:
+        yield
+    finally:
+        _thread.is_serving = False
+
+
 def is_server_thread() -> bool:
-    """Return True if the calling thread runs a server's event loop and must not wait for that server's responses.
+    """Return True if the calling thread does the work of a server and must not wait for that server's responses.
 
     Finalizers of client objects run in any thread, including that of a server in the same process.
     """
-    return any(thread is threading.current_thread() for thread in _served.values())
+    is_serving = getattr(_thread, "is_serving", False)
+    return is_serving or any(thread is threading.current_thread() for thread in _served.values())

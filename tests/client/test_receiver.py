@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
+from teleloader.fetch.fetcher import Fetcher
 from teleloader_shared.messages import READY_BYTES
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
@@ -217,3 +218,16 @@ def test_persistent_workers_stay_from_one_epoch_to_the_next(order: str) -> None:
         del loader
         gc.collect()
         assert ended == list(keys)
+
+
+def test_an_exit_in_the_receiving_thread_is_raised_in_the_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any exception, because ``next()`` would otherwise wait forever."""
+
+    def leave(_: Fetcher) -> None:
+        raise SystemExit("the thread ended")
+
+    monkeypatch.setattr(Fetcher, "_receive_epoch", leave)
+    with fake_server(Request.right, INFO) as url:
+        batches = iter(DataLoader(RemoteDataset(url), output="numpy", num_workers=1, timeout=5))
+        with pytest.raises(SystemExit, match="the thread ended"):
+            next(batches)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,9 +27,14 @@ from teleloader import (
     TeleloaderError,
     UnknownDataset,
 )
+from teleloader.api.credentials import Credentials
 from teleloader.testing import FakeServer
+from teleloader.transport.selection import server_at
 from teleloader_server import get_worker_info, serve
 from teleloader_server.loading.worker_info import was_asked
+from teleloader_shared.codec import Address
+from teleloader_shared.errors import UnknownLoader
+from teleloader_shared.spec import LoaderSpec
 from tests.conftest import ROOT
 
 
@@ -300,6 +308,109 @@ def test_a_dataset_that_changes_is_noticed() -> None:
         samples.append(8)
         with pytest.raises(DatasetChanged, match="the length of the dataset changed"):
             list(loading)
+
+
+class Collecting(list[int]):
+    """Dataset that collects garbage while sample 5 is loaded."""
+
+    collected = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 5:
+            gc.collect()
+            self.collected += 1
+        return super().__getitem__(index)
+
+
+def test_garbage_collection_during_loading_ends_abandoned_sessions() -> None:
+    """The finalizer of an abandoned iterator runs in the thread that loads, and does not wait for this thread."""
+    dataset = Collecting(range(8))
+    with FakeServer({"collecting": dataset, "stream": Stream()}) as fake:
+        gc.collect()
+        gc.disable()
+        try:
+            cycle: list[Any] = [iter(loader(fake.url, dataset="stream", num_workers=1))]
+            next(cycle[0])
+            cycle.append(cycle)
+            del cycle
+            began = time.monotonic()
+            batches = loader(fake.url, dataset="collecting", num_workers=1, timeout=5)
+            assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+            assert time.monotonic() - began < 3
+        finally:
+            gc.enable()
+        assert dataset.collected == 1
+        until(lambda: [name for name, _ in fake._loaders.values()] == ["collecting"])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, pytest.fail.Exception])
+def test_an_exception_that_is_not_an_error_takes_the_place_of_a_batch(error: type[BaseException]) -> None:
+    """It does not end the thread that loads, and the next batch follows."""
+
+    def fail(dataset: str, epoch: int, batch: int) -> None:
+        if batch == 1:
+            raise error("stop")
+
+    with FakeServer(DATASETS, before_batch=fail) as fake:
+        batches = iter(loader(fake.url, num_workers=1, timeout=5))
+        next(batches)
+        with pytest.raises(RemoteError, match="stop"):
+            next(batches)
+        assert next(batches)[0].tolist() == [8, 9, 10, 11]
+
+
+def test_no_iterator_of_the_dataset_is_open_after_its_session() -> None:
+    """A batch that is requested before the end of the session and loaded after it starts no iterator."""
+    opened: list[Stream] = []
+
+    class Opened(Stream):
+        def __iter__(self) -> Iterator[tuple[int, float]]:
+            opened.append(self)
+            return super().__iter__()
+
+    with FakeServer({"stream": Opened()}, before_batch=lambda *_: server.end_session(key)) as fake:
+        server = server_at(fake.url, 10, Credentials())
+        key = server.register(LoaderSpec(dataset="stream", batch_size=4, num_workers=1, session="s")).key
+        with pytest.raises(UnknownLoader):
+            server.batch(Address(key, 0, 0), consumer="test")
+    assert not opened
+
+
+def test_a_sample_is_requested_again_after_a_disconnection() -> None:
+    """As a batch is; an outage ends in an error."""
+    calls: list[int] = []
+
+    def fail(dataset: str, epoch: int, batch: int) -> None:
+        calls.append(batch)
+        if batch == 4 or len(calls) == 1:
+            raise ConnectionResetError("connection reset by the test")
+
+    with FakeServer({"a": [*range(5)]}, before_batch=fail) as fake:
+        assert RemoteDataset(fake.url)[3] == 3
+        assert calls == [3, 3]
+        with pytest.raises(ServerUnavailable, match="did not send batch 4: connection reset by the test"):
+            RemoteDataset(fake.url, reconnect_timeout=0)[4]
+
+
+def test_a_pickled_dataset_refers_to_its_server_by_url() -> None:
+    """As with a real server: the copy uses the same server while it is open, and contains no datasets."""
+    with FakeServer({"locks": [threading.Lock()], "a": [*range(5)]}) as fake:
+        found = pickle.loads(pickle.dumps(RemoteDataset(fake.url, "a")))
+        assert found[2] == 2
+
+
+def test_a_url_may_end_with_a_slash() -> None:
+    """As that of a real server."""
+    with FakeServer({"a": [*range(5)]}) as fake:
+        assert RemoteDataset(fake.url + "/", reconnect_timeout=0)[2] == 2
 
 
 def test_several_fakes_share_an_epoch() -> None:

@@ -47,7 +47,7 @@ class Epoch(Protocol):
 class Workers(Protocol):
     """Interface of a loader's workers that run in the calling thread, for `teleloader.testing`."""
 
-    def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
+    def frame(self, address: Address, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
         """Load a batch and encode it as a frame; encode a failure if loading raises an exception.
 
         Args:

@@ -155,7 +155,7 @@ class Fetcher:
             if self._options.device is not None:
                 self._options.device.enter_thread()
             self._receive_epoch()
-        except Exception as error:  # noqa: BLE001 - raised in the training loop, which would otherwise wait forever
+        except BaseException as error:  # noqa: BLE001 - raised in the training loop, which would otherwise wait forever
             self._reorder_buffer.fail(error)
         finally:
             self._drop_connections()

@@ -93,7 +93,7 @@ class ReorderBuffer:
         """Number of receiving threads that have nothing to request."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
         """Final error by server URL; None for servers that have not failed."""
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._on_end: list[Callable[[], object]] = []
 
     # -- in the training loop's thread
@@ -354,7 +354,7 @@ class ReorderBuffer:
             self._end()
             return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the iteration with an error, which the training loop raises."""
         with self.changed:
             self._error = error

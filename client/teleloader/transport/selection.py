@@ -24,4 +24,4 @@ def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer
     Raises:
         ValueError: If `url` is not an HTTP URL, or contains a password.
     """
-    return fakes.get(url, HttpServer)(url, timeout, credentials)
+    return fakes.get(str(url).rstrip("/"), HttpServer)(url, timeout, credentials)

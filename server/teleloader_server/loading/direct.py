@@ -130,7 +130,7 @@ class DirectWorkers:
         self._length = 0 if hosted.info.kind == "iterable" else hosted.info.length or 0
         self._workers = [_DirectWorker(hosted, spec, shard) for shard in range(spec.shards)]
 
-    def frame(self, address: Address, indices: bytes | None, error: Exception | None) -> NDArray[np.uint8]:
+    def frame(self, address: Address, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
         """Load a batch and return its frame, or a failure frame if loading fails.
 
         Args:
@@ -167,7 +167,7 @@ class _DirectWorker:
             except Exception as error:  # noqa: BLE001 - an exception of the user's
                 self._init_failure = error
 
-    def frame(self, task: Task, error: Exception | None) -> NDArray[np.uint8]:
+    def frame(self, task: Task, error: BaseException | None) -> NDArray[np.uint8]:
         with self._inside():
             return self._loading.frame(task, error or self._init_failure)[0]
 
