@@ -131,6 +131,43 @@ def test_a_cache_of_frames_does_not_run_without_a_server() -> None:
     assert not list(Cache.folder.iterdir())
 
 
+class Unplaced(Stage):
+    """Set the frame to memory of its own."""
+
+    name = "unplaced"
+
+    def run(self, batch: Batch) -> None:
+        """Replace the frame of batch 1."""
+        batch.run_remaining()
+        if batch.task.address.batch == 1:
+            batch.frame = batch.frame.copy()
+
+
+class UnplacedHit(Unplaced):
+    """Set the frame without a call of `Batch.place`."""
+
+    def run(self, batch: Batch) -> None:
+        """Set the frame of batch 1."""
+        if batch.task.address.batch == 1:
+            batch.frame = np.ones(100, np.uint8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stage", [Unplaced, UnplacedHit])
+def test_a_frame_outside_of_its_buffer_fails_the_batch(num_workers: int, stage: type[Stage]) -> None:
+    """The next batch follows."""
+    STAGES.insert(0, stage)
+    try:
+        with serve(range(15), num_workers=num_workers) as url:
+            batches = iter(DataLoader(RemoteDataset(url), 5, output="numpy", num_workers=1, timeout=5))
+            assert next(batches).tolist() == [0, 1, 2, 3, 4]
+            with pytest.raises(RuntimeError, match="outside of the buffer"):
+                next(batches)
+            assert next(batches).tolist() == [10, 11, 12, 13, 14]
+    finally:
+        STAGES.remove(stage)
+
+
 def test_the_table_of_datasets_has_a_column_per_stage() -> None:
     """Columns come from the statistics, not from a list in the client."""
     table = datasets_table([replace(DATASET, stages={"doubling": Latency(1, 0.1, 0.1, 0.1, 0.1, 0.1)})], 200)

@@ -62,10 +62,18 @@ class Loading:
         Returns:
             The frame's size in bytes, and a report.
         """
-        batch = Batch(task, place, enumerate(self._stages), [0.0] * len(self._stages))
+        buffer = _new_buffer(0)
+
+        def placed(nbytes: int) -> NDArray[np.uint8]:
+            nonlocal buffer
+            buffer = place(nbytes)
+            return buffer
+
+        batch = Batch(task, placed, enumerate(self._stages), [0.0] * len(self._stages))
         try:
             batch.hosted = self._hosted[task.spec.dataset]
             batch.run_remaining()
+            _check_placed(batch, buffer)
         except BaseException as error:  # KeyboardInterrupt too, which only user code can raise here
             if isinstance(error, SystemExit) and self._exits:
                 raise
@@ -117,6 +125,14 @@ class Loading:
 
 def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
     return np.empty(nbytes, np.uint8)
+
+
+def _check_placed(batch: Batch, buffer: NDArray[np.uint8]) -> None:
+    if not np.may_share_memory(batch.frame, buffer):
+        raise RuntimeError(
+            f"cannot send {batch.task.address}: its frame is outside of the buffer for it. A stage must copy the frame "
+            "to the buffer that Batch.place() returns, and set Batch.frame to a slice of this buffer"
+        )
 
 
 def describe(error: BaseException, indices: Indices, worker: int) -> Failure:

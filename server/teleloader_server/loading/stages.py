@@ -77,7 +77,8 @@ class Batch:
     count: int = 0
     """Number of samples."""
     frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
-    """Encoded batch; empty until a stage sets it, which is then the last stage that runs."""
+    """Encoded batch, at the start of the buffer that `place` returned last; empty until a stage sets it, which is then
+    the last stage that runs."""
     _running: int = 0
     _since: float = field(default_factory=time.perf_counter)
 
@@ -103,7 +104,9 @@ class Batch:
 class Stage(ABC):
     """Base class of a stage of loading, which reads and sets attributes of a `Batch`.
 
-    A cache sets `Batch.frame` on a hit; on a miss, it calls `Batch.run_remaining` and stores the frame.
+    On a hit, a cache calls `Batch.place`, copies the frame to the start of the returned buffer, and sets `Batch.frame`
+    to this slice of the buffer; a frame in other memory fails the batch. On a miss, it calls `Batch.run_remaining` and
+    stores the frame.
     """
 
     name: ClassVar[str]
