@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from teleloader.api.credentials import Credentials
 from teleloader.sampling import index_frame
 from teleloader.tensors.memory import HostBuffers
 from teleloader.testing import FakeServer
+from teleloader.transport import http
 from teleloader.transport.interface import BatchServer, Connection, TransportError
 from teleloader.transport.range import Range
 from teleloader.transport.selection import server_at
+from teleloader.transport.tracing import RequestTrace
 from teleloader_server import serve
 from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
@@ -25,6 +28,7 @@ from teleloader_shared.codec import Address, Frame
 from teleloader_shared.errors import ProtocolError, TeleloaderError, UnknownLoader
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.spec import LoaderSpec
+from tests.conftest import need
 
 SPEC = LoaderSpec(dataset="dataset", batch_size=2)
 REPORT = ConsumerReport(0, 0, 0, 0, 0)
@@ -154,3 +158,31 @@ def test_a_closed_server_is_unreachable(transport: str) -> None:
         pass
     with pytest.raises(TransportError):
         server.connect("0" * 32, 0, "test", lambda: REPORT)
+
+
+def test_an_http_connection_that_fails_to_open_has_a_cause_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if it is refused, nor if the system rejects an option of its socket."""
+    with hosted("http", list(range(8))) as server:
+        key = server.register(SPEC).key
+        before = http._open.copy()
+        monkeypatch.setattr(http, "KEEPALIVE_OPTIONS", (("TCP_KEEPCNT", -1),))
+        with pytest.raises(TransportError) as caught:
+            server.connect(key, 0, "test", lambda: REPORT)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert http._open == before
+    with pytest.raises(TransportError) as caught:
+        server.connect(key, 0, "test", lambda: REPORT)
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+
+def test_the_span_of_a_broken_request_records_the_cause() -> None:
+    """The exception of the socket, which has the type that users search for; or the error itself without a cause."""
+    need("opentelemetry")
+    cause = ConnectionResetError("connection reset by peer")
+    broken = TransportError("connection reset by peer")
+    broken.__cause__ = cause
+    for error, recorded in ((broken, cause), (TransportError("ended early"), None)):
+        span = Mock()
+        RequestTrace(span).broke(error)
+        span.record_exception.assert_called_once_with(recorded or error)
+        span.end.assert_called_once()

@@ -61,7 +61,7 @@ class HttpServer(BatchServer):
         try:
             return HttpConnection(self, batches_path(key, epoch), consumer, report)
         except OSError as error:
-            raise self.broke(error) or _broken(error) from None
+            raise self.broke(error) or _broken(error) from error
 
 
 class BoundedReader(io.RawIOBase):
@@ -156,10 +156,14 @@ class HttpConnection:
         self._arrival = _Selector()
         self._arrival.register(self._socket, selectors.EVENT_READ)
         _open.add(self)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE_OPTIONS:
-            if hasattr(socket, option):
-                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE_OPTIONS:
+                if hasattr(socket, option):
+                    self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        except OSError:
+            self.close()
+            raise
 
     @property
     def is_usable(self) -> bool:

@@ -75,10 +75,10 @@ class RequestTrace:
         self._span.end()
 
     def broke(self, error: Exception) -> None:
-        """End the span with an error, unless it has already ended."""
+        """End the span with an error, unless it has already ended; record its cause, such as a ConnectionResetError."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._span.is_recording():
-            self._span.record_exception(error)
+            self._span.record_exception(error.__cause__ or error)
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
             self._span.end(time.time_ns())
