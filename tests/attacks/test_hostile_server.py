@@ -217,7 +217,7 @@ def test_a_response_is_bounded_by_what_was_requested(path: str, limit: int, medi
         if path == "/healthz":
             assert Server(url, 10).is_alive()
         else:
-            with pytest.raises(ProtocolError, match=f"more than {limit:,} bytes") as raised:
+            with pytest.raises(ProtocolError, match=f"exceeds {limit:,} bytes") as raised:
                 next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy")))
             assert len(str(raised.value)) < 500
         assert closed.wait(30)
