@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Arguments that torch's DataLoader constructor validates, under torch's names, and facts about the dataset.
+    """DataLoader arguments to validate, under torch's names, and properties of the dataset.
 
     The constructor does not validate collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device and in_order.
     """
@@ -91,7 +91,7 @@ def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | Non
 
 
 def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> None:
-    """Issue torch's warnings at ``iter()`` of a loader with ``pin_memory=True``.
+    """Issue the warnings that torch issues at ``iter()`` of a loader with ``pin_memory=True``.
 
     Args:
         device: The loader's `pin_memory_device` argument.

@@ -102,7 +102,7 @@ class RemoteDataset:
 
     @property
     def url(self) -> str:
-        """URL of the server; with several servers, of the first one."""
+        """Server URL; with several servers, the URL of the first one."""
         return self.servers[0].url
 
     @property
@@ -112,7 +112,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Description of the dataset at the time of connection; always current for a server in this process."""
+        """Dataset description as of connection time; always current for a server in this process."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
@@ -124,7 +124,7 @@ class RemoteDataset:
 
     @property
     def cpus(self) -> int:
-        """Number of CPUs that the server may use."""
+        """Number of CPUs available to the server."""
         return self._info.cpus
 
     @property
@@ -166,7 +166,7 @@ class RemoteDataset:
         return frame.content
 
     def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Frame:
-        """Fetch the frame of one batch, for example to inspect the dataset; the content may be a failure.
+        """Fetch one batch as a frame, for example to inspect the dataset; the frame may contain a failure.
 
         Args:
             spec: Parameters of the loader.
@@ -281,7 +281,7 @@ class RemoteDataset:
 
 
 def consumers_prefix() -> str:
-    """Return the prefix of all consumer names of this process: ``hostname:pid/``."""
+    """Return the prefix of the names of all consumers in this process: ``hostname:pid/``."""
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 

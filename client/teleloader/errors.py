@@ -1,4 +1,4 @@
-"""Conversion of failure frames to exceptions, with torch's message and the batch and server of the failure."""
+"""Conversion of failure frames to exceptions: torch's message, extended by the batch and the server."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _class_of_this_process(name: str) -> object:
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
-    """Create teleloader's own exception by the name of its class; None if there is no such class."""
+    """Create the teleloader exception with the given class name; None if no such class exists."""
     kind = vars(errors).get(name)
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)

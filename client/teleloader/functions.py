@@ -1,4 +1,4 @@
-"""Resolution of the `collate_fn` and `worker_init_fn` arguments to functions on the server, by name."""
+"""Resolution of the `collate_fn` and `worker_init_fn` arguments to names of functions on the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosting of dataset objects of this process, by a server in this process or without a server."""
+"""Hosting of dataset objects of this process, either in a server in this process or without a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME: Final = "dataset"
 
 
 def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
-    """Return the dataset to load from for a loader's `dataset` argument; start a server in this process if needed.
+    """Resolve a loader's `dataset` argument to the dataset to load from; start a server in this process if needed.
 
     A `RemoteDataset` is returned unchanged. Any other dataset object is served by a server in this process, which stops
     when the result is garbage-collected; with ``num_workers=0`` it is loaded in the calling thread, without a server.
@@ -40,7 +40,7 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
 
 
 def load_here(dataset: Any, name: str) -> Loader:
-    """Create an in-process loader of a dataset object, which loads in the calling thread.
+    """Create a loader that loads a dataset object in the calling thread.
 
     Raises:
         TypeError: If the server package is not installed.

@@ -273,7 +273,7 @@ class DataLoader:
 
     @property
     def spec(self) -> LoaderSpec:
-        """Parameters sent to servers; rank and world size default to the current ones of torch.distributed."""
+        """Parameters sent to servers; rank and world size default to those of torch.distributed."""
         return replace(self._spec_of_rank, fingerprint=self._remote.info.fingerprint)
 
     @property
@@ -482,7 +482,7 @@ class DataLoader:
         self._orders.set_epoch(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, as JSON values: the position of the last iterator, or of the next one.
+        """Return the state to resume from, as JSON values: the last iterator's position, or the next iterator's start.
 
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
         all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
@@ -503,7 +503,7 @@ class DataLoader:
         return state.save(position, identity, order.global_batch_size(spec), generators)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at a saved position: the next ``iter()`` begins with the batch that follows it.
+        """Restore a saved position: the next ``iter()`` begins with the batch after this position.
 
         Args:
             state_dict: A state that `state_dict` returned, in this or another process.

@@ -39,7 +39,7 @@ class Order(ABC):
 
     @property
     def adaptive(self) -> bool:
-        """True if a fast training loop gets a larger prefetch window than `prefetch_factor`."""
+        """True if a fast training loop may extend the prefetch window beyond `prefetch_factor`."""
         return self.has_plan
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Order(ABC):
         return None
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int | None, int | None]:
-        """Return the numbers of batches of this rank and of the rank with the most batches; None for unknown ones."""
+        """Return the batch count of this rank and the maximum batch count of all ranks; None for unknown counts."""
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
@@ -82,22 +82,22 @@ class Order(ABC):
         return replace(spec, seed=base_seed)
 
     def global_batch_size(self, spec: LoaderSpec) -> int | None:
-        """Return the samples per batch of all ranks together; None if saved positions count batches, not samples."""
+        """Return the number of samples per batch, summed over all ranks; None if saved positions count batches."""
         return (spec.batch_size or 1) * spec.world_size if self.has_plan else None
 
     def initial(self, position: Position) -> Position:
-        """Add the initial state of a stateful sampler to a position that has no sampler state."""
+        """Add the initial state of a stateful sampler to a position without sampler state."""
         return position
 
     def resume(self, position: Position) -> None:  # noqa: B027 - only samplers have a state
         """Advance the sampler to its state at the end of the epoch before `position`."""
 
     def index_lists(self, position: Position) -> IndexLists | None:
-        """Return the index lists to send to servers from `position` on; None if servers compute the indices."""
+        """Return the index lists to send to servers, starting at `position`; None if servers compute the indices."""
         return None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck | None:
-        """Create the check of the number of samples of an iterable-style dataset; None for other datasets.
+        """Create the sample count check of an iterable-style dataset; None for other datasets.
 
         Args:
             num_workers: Number of shards; 0 for one pass without workers.
@@ -124,7 +124,7 @@ class PlanOrder(Order):
         self._seeded = seeded
 
     def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches of this rank per epoch."""
+        """Return the number of batches per epoch on this rank."""
         return len(self.plan(spec, 0))
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan:
@@ -132,7 +132,7 @@ class PlanOrder(Order):
         return Plan(spec, len(self._dataset) if length is None else length, epoch)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, int]:
-        """Return the numbers of batches of this rank and of the rank with the most batches."""
+        """Return the batch count of this rank and the maximum batch count of all ranks."""
         # with tail="uneven", rank 0 has the most batches
         return len(self.plan(spec, epoch, length)), len(self.plan(replace(spec, rank=0), epoch, length))
 
@@ -167,7 +167,7 @@ class SamplerOrder(Order):
 
     @property
     def adaptive(self) -> bool:
-        """True for torch's own samplers; a user's sampler may depend on the progress of training.
+        """True for torch's own samplers; the order of a user's sampler may depend on the progress of training.
 
         Not cached, because the user can replace the sampler between epochs.
         """
@@ -188,7 +188,7 @@ class SamplerOrder(Order):
         return replace(spec, seed=base_seed, order="client", shuffle=False, drop_last=False, batch_size=size)
 
     def initial(self, position: Position) -> Position:
-        """Add the initial state of a stateful sampler to a position that has no sampler state."""
+        """Add the initial state of a stateful sampler to a position without sampler state."""
         return position if position.sampler is not None else position._replace(sampler=initial_state(self._sampler))
 
     def resume(self, position: Position) -> None:
@@ -197,7 +197,7 @@ class SamplerOrder(Order):
             end_epoch(self._sampler, position.sampler)
 
     def index_lists(self, position: Position) -> IndexLists:
-        """Create the index lists that the sampler yields from `position` on."""
+        """Create the index lists to draw from the sampler, starting at `position`."""
         return IndexLists(self._sampler, position.batch, position.sampler)
 
 
@@ -221,17 +221,17 @@ class StreamOrder(Order):
         """``len(dataset)`` when ``len(loader)`` was last called."""
 
     def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches in ``len(dataset)`` samples, computed as in torch."""
+        """Return the number of batches for ``len(dataset)`` samples, computed as in torch."""
         length = self._reported = len(self._dataset)
         size = spec.batch_size or 1
         return length // size if spec.drop_last else -(-length // size)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
-        """Return an upper limit for the number of batches: shards report their ends during the epoch."""
+        """Return an upper bound for the batch count: each shard reports its end during the epoch."""
         return MAX_EPOCH, None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:
-        """Create the check of the number of samples; only the first one warns of shards that repeat the dataset."""
+        """Create the sample count check; only the first check of a loader warns of shards that repeat the dataset."""
         may_repeat, self._may_repeat = self._may_repeat, False
         return LengthCheck(self._dataset, num_workers, self._reported, length, may_repeat=may_repeat)
 
@@ -274,7 +274,7 @@ class Orders:
             set_epoch(epoch)
 
     def choose(self, spec: LoaderSpec, *, as_torch: bool) -> Order:
-        """Return the order of the next epoch, which may differ if the number of ranks or a sampler changed.
+        """Return the sample order of the next epoch, which may differ if the world size or a sampler changed.
 
         Args:
             spec: Parameters of the loader.

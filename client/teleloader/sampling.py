@@ -32,7 +32,7 @@ def make_samplers(
     *,
     as_torch: bool,
 ) -> tuple[Any, Any]:
-    """Return the `sampler` and `batch_sampler` of a loader; create those that torch's DataLoader would create.
+    """Return the `sampler` and `batch_sampler` of a loader; create the defaults that torch's DataLoader would create.
 
     Args:
         dataset: A map-style dataset.
@@ -152,7 +152,7 @@ class _Draws:
             keeper.load_state_dict(self._states[name])
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the sampler and of its iterator; omit objects without ``state_dict``."""
+        """Return the states of the sampler and of its iterator, for those with ``state_dict``."""
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
 
@@ -178,12 +178,12 @@ class SamplerStates:
         """True if the sampler has ended."""
 
     def put(self, number: int, state: dict[str, Any] | None) -> None:
-        """Store the sampler's state before index list `number`; ignore None, for a sampler without a state."""
+        """Store the sampler's state before index list `number`; None, for a sampler without a state, is ignored."""
         if state is not None:
             self._states[number] = state
 
     def release(self, number: int) -> None:
-        """Discard the states before index lists below `number`, except those that `end` needs."""
+        """Discard the states for index lists before `number`, except the states that `end` needs."""
         for k in sorted(self._states)[:-2]:
             if k < number:
                 del self._states[k]
@@ -193,7 +193,7 @@ class SamplerStates:
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the sampler's state at the end of this epoch, even if the sampler itself has not ended.
+        """Return the sampler's state at the end of this epoch, even if the sampler was not iterated to its end.
 
         The result is the state before the last list, with the number of draws that follow. The state after the last
         list would be wrong: a sampler that counts its indices would start the next epoch at that count.
@@ -211,7 +211,7 @@ def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | No
 
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
-    """Return the state of a sampler before its first iteration; None if it is not stateful."""
+    """Return the state of a sampler before its first iteration; None if the sampler is not stateful."""
     source = _source(sampler)
     return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
 
@@ -227,7 +227,7 @@ def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
 
 
 class ShownSamplers:
-    """Detector of user changes to the samplers of a loader whose order is not drawn from them.
+    """Detector of user changes to the `sampler` and `batch_sampler` attributes of a loader in seeded order.
 
     For compatibility with torch, a loader in seeded order has samplers as attributes, too. If the user changes one, for
     example ``loader.batch_sampler.batch_size = 8``, the samplers determine the order from then on, as in torch.
@@ -241,7 +241,7 @@ class ShownSamplers:
 
     @property
     def change(self) -> str | None:
-        """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None if none was changed."""
+        """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None without changes."""
         for sampler, before in self._original:
             for name, value in vars(sampler).items():
                 was = before.get(name)
@@ -282,11 +282,11 @@ class IndexLists:
 
     @property
     def drawn(self) -> int:
-        """Number of the next batch whose index list was not drawn yet."""
+        """Number of the first batch whose index list was not drawn yet."""
         return max(self._skip, self._next)
 
     def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
-        """Draw and encode the index lists of all batches below `stop`.
+        """Draw and encode the index lists of all batches before batch `stop`.
 
         Args:
             stop: First batch whose list is not drawn.
@@ -334,7 +334,7 @@ def _interrupted(k: int, error: BaseException) -> TeleloaderError:
 
 
 def index_frame(address: Address, indices: Any) -> bytes:
-    """Encode the sample indices of a batch as a frame, to send them to a server.
+    """Encode the sample indices of a batch as a frame, for sending to a server.
 
     A list of integers is encoded as an array, which takes a tenth of the time.
 
@@ -380,7 +380,7 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """Random generators from which a loader draws sample orders and base seeds, with methods to save and restore them.
+    """Random generators for the sample orders and base seeds of a loader, whose states can be saved and restored.
 
     Args:
         generator: The loader's torch.Generator, or None.
@@ -395,7 +395,7 @@ class RandomState:
         self._process = tuple(process)
 
     def save(self) -> dict[str, Any]:
-        """Return the states of all generators as JSON values; an empty dictionary without generators."""
+        """Return the states of all generators as JSON values; the dictionary is empty if there are no generators."""
         saved = {library: PROCESS_GENERATORS[library].save() for library in self._process}
         return {**saved, "own": [_save_own(own) for own in self._own]} if self._own else saved
 
@@ -425,7 +425,7 @@ class RandomState:
 
     @contextmanager
     def as_saved(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Set all random generators to `state` within a ``with`` block; restore the global ones at its end.
+        """Context manager that sets all random generators to `state`, and restores the global generators at exit.
 
         The generators of the loader and of its samplers are not restored.
 

@@ -1,4 +1,4 @@
-"""Position of a loader in its epochs, and the ``state_dict`` that saves it."""
+"""Position of a loader (epoch and batch), and the ``state_dict`` that saves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE_VERSION: Final = 2
 
 
 class Position(NamedTuple):
-    """Position of a loader: epoch, batch, and the states from which the next ``iter()`` continues."""
+    """Position of a loader: epoch, batch, and the states that the next ``iter()`` resumes from."""
 
     epoch: int = 0
     batch: int = 0
@@ -69,7 +69,7 @@ def save(
 def load(
     state: object, identity: Mapping[str, Any], global_batch_size: int | None
 ) -> tuple[Position, Mapping[str, Any]]:
-    """Validate a ``state_dict``; return its position and the states of the random generators of later epochs.
+    """Validate a ``state_dict``; return its position and the random generator states for later epochs.
 
     Raises:
         StateMismatch: If the state is invalid, its `identity` values differ, or its position is not at the start of a

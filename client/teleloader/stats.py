@@ -94,7 +94,7 @@ class Measures:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measure the time spent in the ``with`` block as data wait of the training loop."""
+        """Context manager that adds its duration to the data wait of the training loop."""
         began = time.perf_counter()
         before, _ = self._waited
         self._waited = before, began

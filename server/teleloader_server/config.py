@@ -30,7 +30,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
 class ConfigError(Exception):
-    """Exception for an invalid server configuration; its message names the invalid entry and the remedy."""
+    """Exception for an invalid server configuration; the message names the invalid entry and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +214,7 @@ class ClientLimits:
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:
-        """Parse a ``[limits]`` table, whose sizes may be strings such as ``64MiB``; missing limits get their defaults.
+        """Parse a ``[limits]`` table, in which sizes may be strings such as ``64MiB``; missing limits get defaults.
 
         Raises:
             ConfigError: An entry is unknown or a value invalid.
@@ -225,7 +225,7 @@ class ClientLimits:
         return cls(**{**table, **{name: _number(name, text) for name, text in texts.items()}})
 
     def stated(self) -> str:
-        """Format all limits as ``name=value``, separated by commas."""
+        """Format all limits as comma-separated ``name=value`` pairs."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name):g}"
             if field.type == "float"
@@ -238,12 +238,12 @@ DEFAULT_LIMITS: Final = ClientLimits()
 
 
 def default_num_workers() -> int:
-    """Return the number of CPUs in the affinity mask of this process."""
+    """Return the number of CPUs in this process's affinity mask."""
     return len(os.sched_getaffinity(0))
 
 
 def default_memory_budget() -> int:
-    """Return the default memory budget in bytes: 2 GiB, or a quarter of the machine's or container's memory if less."""
+    """Return the default memory budget in bytes: a quarter of the machine's or container's memory, at most 2 GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such file, or "max"

@@ -1,4 +1,4 @@
-"""Authorization: scopes of tokens and the permissions that they grant. Pure functions, without I/O or clocks.
+"""Authorization: token scopes and the permissions they grant. Pure functions, without I/O or clocks.
 
 ::
 
@@ -103,7 +103,7 @@ def needs(scope: str) -> Callable[[_Endpoint], _Endpoint]:
 
 
 def need_of(endpoint: object) -> str:
-    """Return the scope that an endpoint requires, as declared with `needs`.
+    """Return the scope that an endpoint declares with `needs`.
 
     Raises:
         LookupError: The endpoint was not decorated with `needs`.

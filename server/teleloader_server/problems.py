@@ -26,7 +26,7 @@ class HttpProblem(Exception):
 
 
 def headers_for(status: HTTPStatus | int) -> dict[str, str]:
-    """Return the additional headers of an error response with this status: WWW-Authenticate, Retry-After or none."""
+    """Return the additional headers for a status code: WWW-Authenticate, Retry-After or none."""
     if status == HTTPStatus.UNAUTHORIZED:
         return {"WWW-Authenticate": "Bearer"}
     return {"Retry-After": RETRY_AFTER} if status in RETRIED else {}

@@ -34,7 +34,7 @@ def current() -> str | None:
 
 @contextmanager
 def on_behalf_of(request: str | None) -> Iterator[None]:
-    """Set the current request ID within a ``with`` block, for background work that a request caused."""
+    """Context manager that sets the current request ID, for background work caused by a request."""
     before = _current.set(request)
     try:
         yield
@@ -50,7 +50,7 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 class Identified:
-    """ASGI middleware that assigns a request ID: the client's ``X-Request-ID`` if it is valid, else a new one."""
+    """ASGI middleware that assigns a request ID: the client's ``X-Request-ID`` if valid, else a new ID."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

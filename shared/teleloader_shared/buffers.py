@@ -1,4 +1,4 @@
-"""Pool of receive buffers, each reused once the last view of it is garbage-collected.
+"""Pool of receive buffers, each reused after its last view is garbage-collected.
 
 Fresh memory costs a page fault for every 4 KiB. For batches of tens of megabytes, page faults would dominate the time
 to receive a batch. A buffer therefore returns to its pool as soon as the last array or tensor that views it is
@@ -26,7 +26,7 @@ _SMALLEST: Final = 64 * 1024
 
 
 def allocate(size: int) -> Buffer:
-    """Allocate `size` bytes of ordinary, uninitialized memory."""
+    """Allocate `size` bytes of uninitialized pageable memory."""
     return np.empty(size, np.uint8)
 
 

@@ -57,7 +57,7 @@ _SMALL_FRAME: Final = 64 * 1024
 
 
 class Memory(Protocol):
-    """Interface of the memory that frames are decoded from; it creates the arrays or tensors of a batch.
+    """Interface of the memory that frames are decoded from, which creates the arrays or tensors of a batch.
 
     The decoder determines which bytes belong to an array. The memory determines its type (NumPy array or torch tensor)
     and where copies are allocated. An array keeps the memory that it views alive.
@@ -68,13 +68,13 @@ class Memory(Protocol):
         """Bytes of this memory as a 1-D contiguous array."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocate further memory of `nbytes` bytes, for copied or decompressed arrays."""
+        """Allocate `nbytes` bytes of additional memory, for copied or decompressed arrays."""
 
     def frame(self, start: int, nbytes: int) -> Memory:
         """Return the memory to decode the frame at `start` from: this memory, or a copy of the frame."""
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the C-contiguous array or tensor that begins at byte `offset`.
+        """Return the C-contiguous array or tensor at byte offset `offset`.
 
         Args:
             offset: Offset of the first byte in `data`, a multiple of the item size.
@@ -100,7 +100,7 @@ class Bits:
         self.data = data
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocate ordinary memory of `nbytes` bytes."""
+        """Allocate `nbytes` bytes of pageable memory."""
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
@@ -167,7 +167,7 @@ class Frame(NamedTuple):
 
 
 class FrameWriter:
-    """Encoder of one frame: computes its layout at construction and writes it into a buffer.
+    """Encoder of one frame: computes the layout at construction, and writes the frame into a buffer.
 
     Args:
         address: Identifier of the batch.
@@ -234,7 +234,7 @@ class FrameWriter:
             raise BatchTooLarge(_too_large(address, self.nbytes, max_bytes))
 
     def write(self, buffer: NDArray[np.uint8]) -> None:
-        """Write the frame to the first `nbytes` of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
+        """Write the frame to the first `nbytes` bytes of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
         raw = buffer.data
         end = PROLOGUE_SIZE + len(self._header)
         raw[PROLOGUE_SIZE:end] = self._header
@@ -281,7 +281,7 @@ class Envelope(NamedTuple):
     """Encoded header, a msgpack map."""
 
     def packed_array_start(self, nbytes: int) -> int:
-        """Return the offset of the only array in the frame.
+        """Return the offset of the array in a frame that contains exactly one array.
 
         Args:
             nbytes: Size of the array in bytes.
@@ -431,7 +431,7 @@ class _Segments:
             raise ProtocolError(f"invalid frame: impossible array shape: {error}") from None
 
     def finish(self, values: int) -> None:
-        """Check that the frame ends after the last array and has as many values as its prologue states."""
+        """Check that the frame ends after the last array, and that its value count equals the count in the prologue."""
         if _aligned(self._end + _BIN8_HEAD) != len(self._buffer):
             raise ProtocolError("invalid frame: unexpected data after the last array")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:

@@ -45,7 +45,7 @@ def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
 
 
 def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
-    """Encode the progress of all shards in an epoch as text; an entry is None if nothing of it was delivered."""
+    """Encode the progress of all shards in an epoch as text; None marks a shard without delivered batches."""
     return json.dumps([epoch, *shards], separators=(",", ":"))
 
 

@@ -51,7 +51,7 @@ def storage(name: str) -> np.dtype[np.generic]:
 
 
 def bits_of(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array, viewed as unsigned integers if its type is one of `EXTENDED`; keep its byte order.
+    """Return a view of the array, as unsigned integers if the type is one of `EXTENDED`, in the same byte order.
 
     Args:
         array: Array of a type in `NAMES`.

@@ -60,7 +60,7 @@ class StateMismatch(TeleloaderError, ValueError):
 
 
 class EncodeError(TeleloaderError, TypeError):
-    """A batch holds a value that the wire format cannot represent; the message has its path in the batch."""
+    """A batch contains a value that the wire format cannot represent; the message includes the value's path."""
 
 
 class BatchTooLarge(EncodeError, ValueError):
@@ -80,7 +80,7 @@ class VersionMismatch(ProtocolError):
 
 
 class ServerUnavailable(TeleloaderError, ConnectionError):
-    """The server did not respond within the client's timeout, retries included.
+    """The server did not respond within the client's timeout, despite retries.
 
     Attributes:
         retry_after: The server's ``Retry-After``: seconds to wait before the next request; 0.0 by default.
@@ -90,11 +90,11 @@ class ServerUnavailable(TeleloaderError, ConnectionError):
 
 
 class AccessDenied(TeleloaderError):
-    """The server denied the request because of its token; retrying does not help."""
+    """The server denied the request because of its token; a retry would fail again."""
 
 
 class Unauthorized(AccessDenied):
-    """The request had no token, or an unknown, revoked or expired one."""
+    """The token of the request is missing, unknown, revoked or expired."""
 
 
 class Forbidden(AccessDenied):
@@ -114,7 +114,7 @@ class WorkerDied(TeleloaderError, RuntimeError):
 
 
 class RemoteError(TeleloaderError, RuntimeError):
-    """Exception of user code on the server whose type is not a builtin one.
+    """Exception of user code on the server whose type is not a Python built-in.
 
     Attributes:
         type: The original type's qualified name, e.g. ``"PIL.UnidentifiedImageError"``.

@@ -1,4 +1,4 @@
-"""Histogram of durations with buckets 10 % wide: quantiles of any number of durations in 2 KB of memory.
+"""Histogram of durations with bucket widths of 10 %: quantiles of any number of durations in 2 KB of memory.
 
 Durations are counted in blocks: NumPy sorts a thousand of them into buckets in the time that Python needs for a
 hundred. HdrHistogram takes 0.7 us per duration and prometheus_client 0.6 us, too much where a whole batch may take
@@ -36,7 +36,7 @@ class Histogram:
         self._pending: list[float] = []
 
     def note(self, seconds: float) -> None:
-        """Add one duration in seconds; durations are counted in blocks, because counting each one is slow."""
+        """Add one duration in seconds; durations are buffered and counted in blocks, for speed."""
         self._pending.append(seconds)
         if len(self._pending) >= BLOCK:
             self._flush()
@@ -55,7 +55,7 @@ class Histogram:
         return int(self._counts.sum()) + len(self._pending)
 
     def latency(self, zeros: int = 0) -> Latency:
-        """Return mean, quantiles and maximum of the durations, with `zeros` further durations of zero seconds."""
+        """Return mean, quantiles and maximum of the durations, including `zeros` additional durations of 0 seconds."""
         self._flush()
         counts = self._counts.copy()
         counts[0] += zeros

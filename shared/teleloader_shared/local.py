@@ -1,4 +1,4 @@
-"""Registry of the servers in this process, and of functions that in-process clients pass to them by name.
+"""Registry of the servers in this process, and of functions that in-process clients pass by name.
 
 Functions cannot be serialized. A client therefore passes a function to a server in its own process
 (``serve(object)``) as a random name, under which the server looks it up.
@@ -57,7 +57,7 @@ def is_served_here(url: str) -> bool:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Count the calling thread as a server's thread in the ``with`` block."""
+    """Context manager that marks the calling thread as a server thread."""
     _thread.is_serving = True
     try:
         yield
@@ -66,7 +66,7 @@ def serving() -> Iterator[None]:
 
 
 def is_server_thread() -> bool:
-    """Return True if the calling thread does the work of a server and must not wait for that server's responses.
+    """Return True if the calling thread is a server thread, which must not wait for responses of that server.
 
     Finalizers of client objects run in any thread, including that of a server in the same process.
     """

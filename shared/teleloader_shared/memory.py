@@ -11,7 +11,7 @@ from teleloader_shared.codec import Bits
 
 
 class NumpyMemory(Bits):
-    """Ordinary memory that decodes frames into NumPy arrays and scalars."""
+    """Pageable memory that decodes frames to NumPy arrays and scalars."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class NumpyMemory(Bits):
 
 
 class TorchMemory(NumpyMemory):
-    """Ordinary memory that decodes frames into torch tensors, and NumPy arrays where the dataset returned them."""
+    """Pageable memory that decodes frames to torch tensors, and to NumPy arrays where the dataset returned them."""
 
     __slots__ = ()
 

@@ -67,7 +67,7 @@ class ConsumerReport:
 
     @classmethod
     def from_header(cls, text: str) -> ConsumerReport | None:
-        """Parse the value of `REPORT_HEADER`; None if it is invalid, because statistics must not fail a request."""
+        """Parse the value of `REPORT_HEADER`; None for an invalid value, because statistics must not fail a request."""
         match = _REPORT.match(text[:MAX_REPORT])
         if match is None:
             return None

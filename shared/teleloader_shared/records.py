@@ -76,19 +76,19 @@ class RecordTypes:
         self._fields = 0
 
     def has_room_for(self, kind: object, fields: tuple[str, ...]) -> bool:
-        """Count a class and its fields; return False if the batch has too many of either."""
+        """Count a class and its fields; return False if the batch has too many classes or fields."""
         if kind not in self._known:
             self._known[kind] = None
             self._fields += len(fields)
         return len(self._known) <= self.MOST and self._fields <= self.MOST_FIELDS
 
     def namedtuple(self, module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-        """Return the namedtuple type of that name and fields, from the cache or from `namedtuple_type`."""
+        """Return the namedtuple type with the given name and fields, from the cache or from `namedtuple_type`."""
         found: type[tuple[Any, ...]] = self._type(namedtuple_type, module, qualname, fields, hashed=hashed)
         return found
 
     def dataclass(self, module: str, qualname: str, fields: tuple[str, ...]) -> type:
-        """Return the dataclass of that name and fields, from the cache or from `dataclass_type`."""
+        """Return the dataclass with the given name and fields, from the cache or from `dataclass_type`."""
         found: type = self._type(dataclass_type, module, qualname, fields)
         return found
 
@@ -103,7 +103,7 @@ class RecordTypes:
 
 
 def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
-    """Return the namedtuple type of that name and fields: the imported class if it matches, else a new one.
+    """Return the namedtuple type with the given name and fields: the imported class if it matches, else a new class.
 
     Args:
         module: Module of the sender's class.
@@ -149,7 +149,7 @@ def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]
 
 
 def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    """Return the dataclass of that name and fields: the imported class if it matches, else a new one.
+    """Return the dataclass with the given name and fields: the imported class if it matches, else a new class.
 
     Raises:
         ProtocolError: If the names are not valid for a dataclass.

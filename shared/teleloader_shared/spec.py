@@ -29,7 +29,7 @@ registration request, which is limited to `max_spec_bytes` (1 MiB by default).""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSpec:
-    """Validated parameters of a loader: together with the epoch they determine its batches.
+    """Validated loader parameters, which together with the epoch determine the batches.
 
     With ``order="client"`` the client also sends the sample indices of each batch.
 
@@ -124,13 +124,13 @@ class LoaderSpec:
 
     @property
     def memory(self) -> int:
-        """Memory in bytes that the spec and the server's record of it take."""
+        """Memory usage of the spec and the server's record of the loader, in bytes."""
         texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session, self.delivered)
         return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
 
     @property
     def shards(self) -> int:
-        """Number of shards of an iterable-style dataset: one per worker, at least one."""
+        """Number of shards of an iterable-style dataset: one per worker, and at least one."""
         return max(1, self.num_workers)
 
     @classmethod

@@ -35,7 +35,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """Number and latest occurrence of failed batches with the same exception type."""
+    """Count and latest occurrence of batch failures with the same exception type."""
 
     type: str
     """Qualified name of the exception."""
@@ -52,7 +52,7 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class SlowBatch:
-    """Record of one of the slowest batches of a dataset, by the duration of the fetch stage."""
+    """One of the slowest batches of a dataset, by fetch time."""
 
     batch: int
     epoch: int
@@ -138,7 +138,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """Statistics of one dataset, over all of its loaders."""
+    """Statistics of one dataset, over all its loaders."""
 
     dataset: str
     kind: Literal["map", "iterable"]

@@ -31,7 +31,7 @@ class Part:
 
 
 def summarize(batch: object) -> list[Part]:
-    """Return summaries of the arrays and plain values in `batch`, up to the first `MAX_PARTS`."""
+    """Summarize the arrays and plain values in `batch`, up to the first `MAX_PARTS`."""
     parts: list[Part] = []
     for part in _parts(batch, "batch"):
         if len(parts) == MAX_PARTS:

@@ -24,7 +24,7 @@ def is_on() -> bool:
 
 
 def tracer() -> Tracer:
-    """Return teleloader's OpenTelemetry tracer; call only if `is_on()`."""
+    """Return teleloader's OpenTelemetry tracer; requires `is_on()`."""
     from opentelemetry import trace
 
     return trace.get_tracer("teleloader", VERSION)

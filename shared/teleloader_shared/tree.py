@@ -79,7 +79,7 @@ class ArrayLeaf(NamedTuple):
         return self.array.shape
 
     def write(self, out: NDArray[Any]) -> None:
-        """Copy the array to `out`, whatever its strides and byte order."""
+        """Copy the array to `out`; all strides and byte orders are supported."""
         out[...] = self.array
 
 
@@ -117,7 +117,7 @@ class _Budget:
         self._left = MAX_NODES
 
     def spend(self, count: int) -> bool:
-        """Count further nodes; return False if the tree has too many."""
+        """Count additional nodes; return False if the tree exceeds the node limit."""
         self._left -= count
         return self._left >= 0
 

@@ -28,7 +28,7 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Reset delay and timeout after a successful attempt."""
+        """Reset the delay and the timeout after a successful attempt."""
         self._deadline: float | None = None
         self._delay = FIRST_DELAY
 

@@ -1,4 +1,4 @@
-"""Control requests to a loader server (all requests except training batches), each on its own connection."""
+"""Control requests to a loader server (all except requests for training batches), one connection per request."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Server:
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:
-        """Fetch the descriptions of all hosted datasets that the token permits to read."""
+        """Fetch the descriptions of all hosted datasets that the token may access."""
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
         if not isinstance(datasets, list):
             raise ProtocolError(
@@ -152,7 +152,7 @@ class Server:
 
     @_confirmed
     def register(self, spec: LoaderSpec) -> Registration:
-        """Register a loader with the server; idempotent.
+        """Register a loader with the server (idempotent).
 
         Raises:
             ServerUnavailable: If the server does not respond.
@@ -185,7 +185,7 @@ class Server:
         self._request("GET", loader_path(key))
 
     def end_session(self, key: str) -> None:
-        """Request the server to end a session and its private workers; otherwise it does so after an idle timeout."""
+        """Request the end of a session and its private workers, which otherwise end after an idle timeout."""
         with suppress(TeleloaderError):
             self._end_session(key)
 
@@ -244,7 +244,7 @@ class Server:
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """Return the TLS error that broke a connection; None for other causes."""
+        """Return the TLS error that broke a connection; None for other errors."""
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found

@@ -1,4 +1,4 @@
-"""Credentials of a client (token and certificate), and the CAs with which it verifies servers.
+"""Client credentials (token and certificate) and trusted CAs.
 
 The token never appears in a ``repr``, error message, pickle or saved state, and is a `Secret` in each local variable.
 """
@@ -26,7 +26,7 @@ _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
 
 
 class Credentials:
-    """Token, client certificate and CAs of one `RemoteDataset`.
+    """Token, client certificate and trusted CAs of a `RemoteDataset`.
 
     Args:
         token: Token that authenticates the client. None reads ``TELELOADER_TOKEN``, or the file that
@@ -66,7 +66,7 @@ class Credentials:
         return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": Secret(f"Bearer {token}")})}
 
     def renew(self, refused: str | None) -> bool:
-        """Read the token again after a server rejected it; return True if it has changed since."""
+        """Reload the token after a server rejected it; return True if the token changed."""
         with self._lock:
             if self._token == refused:
                 try:
@@ -76,7 +76,7 @@ class Credentials:
             return self._token != refused
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context: TLS 1.2 or later, with verification of the server's certificate and name.
+        """Return the TLS context, which requires TLS 1.2 or later and verifies the server's certificate and hostname.
 
         Raises:
             TlsError: If a certificate or key file cannot be loaded.
@@ -143,7 +143,7 @@ def _why(error: OSError) -> str:
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:
-    """Return the TLS error that caused a failed request; None for other causes, and if a retry may succeed."""
+    """Return the TLS error of a failed request; None for other errors, and for TLS errors that a retry may fix."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):

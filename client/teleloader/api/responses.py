@@ -76,7 +76,7 @@ def _is_transient(status: int, code: str) -> bool:
 
 
 def parse_retry_after(header: str) -> float:
-    """Parse a ``Retry-After`` header, a number or a date, as seconds from now; 0.0 if it is invalid."""
+    """Parse a ``Retry-After`` header (seconds or HTTP date) to seconds from now; 0.0 if it is invalid."""
     if header.isascii() and header.isdecimal() and len(header) < MAX_RETRY_DIGITS:
         return float(header)
     try:
@@ -86,7 +86,7 @@ def parse_retry_after(header: str) -> float:
 
 
 def refusing(server: str) -> str:
-    """Return the prefix of error messages for a refused request, with the server's URL."""
+    """Return the error message prefix for a rejected request, including the server's URL."""
     return f"{server} refused the request: "
 
 
@@ -100,7 +100,7 @@ def _problem_of(body: bytes | bytearray) -> dict[str, str]:
 
 
 def record(kind: type[_Record], fields: Any) -> _Record:
-    """Convert a JSON object to a record; ignore unknown fields, which a newer server may add.
+    """Convert a JSON object to a record of type `kind`; ignore unknown fields, which a newer server may add.
 
     Args:
         kind: Dataclass of the record.

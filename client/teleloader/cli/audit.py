@@ -25,7 +25,7 @@ STEP = 256
 
 
 def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
-    """Count the visits of all ranks to each sample of an epoch, with a progress bar.
+    """Count the visits to each sample in an epoch, over all ranks, and show a progress bar.
 
     Args:
         spec: Parameters of the loader.
@@ -71,7 +71,7 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
 
 
 def facts(found: Coverage) -> dict[str, Any]:
-    """Return the result of an audit as JSON values: counts, and the first missing and repeated indices."""
+    """Convert the result of an audit to JSON values: counts, and the first missing and repeated indices."""
     return {
         "samples": found.length,
         "visits": found.visits,

@@ -61,27 +61,27 @@ class Measured:
 
     @property
     def batches_per_second(self) -> float:
-        """Mean number of batches received per second."""
+        """Mean throughput in batches per second."""
         return self.batches / self.seconds
 
     @property
     def samples_per_second(self) -> float:
-        """Mean number of samples received per second."""
+        """Mean throughput in samples per second."""
         return self.samples / self.seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Mean number of bytes of decoded arrays received per second."""
+        """Mean throughput in bytes of decoded arrays per second."""
         return self.batches_per_second * self.batch_bytes
 
     @property
     def samples_per_second_of_a_worker(self) -> float | None:
-        """Mean number of samples per second and worker; None if the workers were not the bottleneck."""
+        """Mean throughput per worker in samples per second; None if the workers were not the bottleneck."""
         return self.samples_per_second / self.workers if self.workers else None
 
     @property
     def shortest_step(self) -> float | None:
-        """Shortest training step, in seconds, that the workers keep up with; None if they were not the bottleneck."""
+        """Minimum step duration in seconds that the workers sustain; None if the workers were not the bottleneck."""
         return 1 / self.batches_per_second if self.workers else None
 
 
@@ -181,7 +181,7 @@ class Bench:
 
 
 def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
-    """Return the server's diagnosis of this process, and the number of workers if they are its bottleneck.
+    """Return the server's diagnosis of this process, and the worker count if workers are the bottleneck.
 
     The diagnosis is None if the token does not permit reading it. The number is None if the workers are not the
     bottleneck, or also serve other consumers.

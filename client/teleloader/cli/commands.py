@@ -34,7 +34,7 @@ class _NegativeResult(click.ClickException):
     exit_code = EXIT_NEGATIVE
 
     def show(self, file: Any = None) -> None:
-        """Print the explanation to stderr, or to `file`."""
+        """Print the error message to stderr, or to `file`."""
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
@@ -58,12 +58,12 @@ class _Tools(click.Group):
 
 
 class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
-    """Type of a command-line option: integers separated by commas."""
+    """click parameter type of comma-separated integers."""
 
     name = "I,I,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Parse integers separated by commas; exit with a usage error if they are invalid."""
+        """Parse comma-separated integers; exit with a usage error if they are invalid."""
         try:
             return [int(part) for part in value.split(",")]
         except ValueError:

@@ -1,4 +1,4 @@
-"""Command-line options that several subcommands share."""
+"""Command-line options shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _set(variable: str) -> Callable[[click.Context, click.Parameter, str | None]
 
 
 def access(command: _Command) -> _Command:
-    """Add the options for credentials to a command.
+    """Add the credential options to a command.
 
     The token itself is not an option, because other users of the machine can read command lines.
     """

@@ -26,7 +26,7 @@ def results_console() -> Console:
 
 
 def progress_bar(*columns: ProgressColumn, **options: Any) -> Progress:
-    """Return a transient progress bar on stderr; it is disabled if stderr is not a terminal."""
+    """Return a transient progress bar on stderr, disabled if stderr is not a terminal."""
     console = Console(stderr=True, highlight=False)
     console.quiet = not console.is_terminal  # before rich 14.3 a disabled bar ends with an empty line
     return Progress(*columns, console=console, disable=console.quiet, transient=True, **options)
@@ -38,7 +38,7 @@ def print_json(value: Any) -> None:
 
 
 def shortened(name: str, room: int) -> str:
-    """Shorten a name to `room` characters by an ellipsis; keep more of its end, where most names differ."""
+    """Shorten a name to `room` characters with an ellipsis; keep more of the end, where most names differ."""
     if len(name) <= room:
         return name
     head = (room - 1) // 3
@@ -59,7 +59,7 @@ class Column:
 
 
 def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_WIDTH) -> Table:
-    """Create a table without borders, with the columns that fit a screen of `width` characters."""
+    """Create a borderless table with the columns that fit into `width` characters."""
     shown = [column for column in columns if column.from_width <= width]
     made = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
     made.show_header = any(column.title for column in shown)

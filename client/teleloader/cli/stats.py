@@ -55,7 +55,7 @@ _Record = TypeVar("_Record")
 
 
 def record_of(kind: type[_Record], value: Any) -> _Record:
-    """Convert a JSON object to a record; ignore unknown fields, which a newer server may add.
+    """Convert a JSON object to a record of type `kind`; ignore unknown fields, which a newer server may add.
 
     Args:
         kind: Dataclass of the record.
@@ -137,7 +137,7 @@ def _view(found: Any, console: Console) -> RenderableType:
 
 
 def shown(stats: Stats, width: int) -> Group:
-    """Render the statistics of a server for a screen of `width` characters."""
+    """Render the statistics of a server for a terminal of `width` characters."""
     parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
     if stats.consumers:
         parts += [consumers_table(stats.consumers, width), *_omitted(stats), Text()]
@@ -161,7 +161,7 @@ def _headline(server: ServerStats) -> list[Text]:
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """Return the diagnoses of consumers as lines of text, loader-bound consumers first."""
+    """Format the diagnoses of all consumers as lines of text, loader-bound consumers first."""
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
@@ -173,7 +173,7 @@ def sentences(stats: Stats) -> list[Text]:
 
 
 def label(consumer: ConsumerStats) -> str:
-    """Return a consumer's name, with the name of its token if the server requires tokens.
+    """Return the display name of a consumer, with its token name if the server requires tokens.
 
     Clients choose their names, so consumers with different tokens can have the same name.
     """
@@ -185,12 +185,12 @@ def _styled(diagnosis: Diagnosis) -> Text:
 
 
 def sentence(name: str, diagnosis: Diagnosis) -> Text:
-    """Return a line of text with a consumer's name, its bottleneck and the recommended change."""
+    """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
     return Text.assemble(f"{name}: ", _styled(diagnosis), f". {harmless(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
-    """Return the displayed name of a bottleneck, such as ``loader-bound``."""
+    """Return the display name of a bottleneck, such as ``loader-bound``."""
     bottleneck = _bottleneck(diagnosis)
     return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
 
@@ -200,7 +200,7 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 
 def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
-    """Create a table of consumers, with their progress in the epoch and their bottlenecks."""
+    """Create a table of consumers, with their epoch progress and their bottlenecks."""
     room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
         Column("consumer", lambda found: shortened(label(found), room), is_words=True),

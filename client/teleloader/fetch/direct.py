@@ -1,4 +1,4 @@
-"""Loading of a dataset object in the thread that calls ``next()``, without a server (``num_workers=0``).
+"""In-process loading of a dataset object in the thread that calls ``next()`` (``num_workers=0``).
 
 Replaces server, receiver and reorder buffer: the server package loads each batch when the training loop waits for it,
 so the settings of the training loop's thread apply in the dataset, as in torch. Batches are never encoded.
@@ -38,7 +38,7 @@ class Epoch(Protocol):
     """Interface of one iteration over a dataset object, implemented by the server package."""
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch (or `End`) and the state of an iterable-style dataset after it."""
+        """Load a batch; return the batch (or `End`) and the subsequent state of an iterable-style dataset."""
 
     def close(self) -> None:
         """Release the dataset's iterator."""
@@ -57,18 +57,18 @@ class Workers(Protocol):
         """
 
     def close(self) -> None:
-        """Release the iterators of the dataset."""
+        """Release the dataset's iterators."""
 
 
 class Loader(Protocol):
-    """Interface of the server package's in-process loading (entry point ``teleloader.load``)."""
+    """Interface of the in-process loader in the server package (entry point ``teleloader.load``)."""
 
     @property
     def info(self) -> DatasetInfo:
-        """Current description of the dataset."""
+        """Current dataset description."""
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the current state of an iterable-style dataset, from which the start of `epoch` can be resumed."""
+        """Return the current state of an iterable-style dataset, for resuming at the start of `epoch`."""
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
         """Start an iteration over the dataset.
@@ -107,7 +107,7 @@ class DirectDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Current description of the dataset."""
+        """Current dataset description."""
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
@@ -187,7 +187,7 @@ class DirectReceiver:
         return self._address.loader
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the exception or end of shard in its place; None if it is not loaded yet."""
+        """Return the next batch, or the exception or end of shard in its place; None if the batch is not loaded yet."""
         return self._arrived
 
     def wait(self, timeout: float = 0) -> None:
@@ -214,7 +214,7 @@ class DirectReceiver:
         await asyncio.to_thread(self.wait)
 
     def take(self, number: int) -> None:
-        """Remove the batch that `peek` returned; do nothing if it was already removed."""
+        """Remove the batch that `peek` returned, unless it was already removed."""
         if self._arrived is not None and self._arrived.frame.address.batch == number:
             self.scheduler.taken = number + 1
             self._lists.pop(number, None)
@@ -222,11 +222,11 @@ class DirectReceiver:
 
     @staticmethod
     def index_list(address: Address, indices: Any) -> Any:
-        """Return a sampler's indices unchanged, since they need not be encoded for a server."""
+        """Return the indices from a sampler unchanged, because in-process loading does not encode them."""
         return indices
 
     def feed(self, indices: dict[int, Any]) -> None:
-        """Add index lists of a client-side sampler, by batch number, for further batches."""
+        """Queue further index lists from a client-side sampler, by batch number."""
         if indices:
             self._lists.update(indices)
             self.scheduler.extend(max(indices) + 1)
@@ -235,7 +235,7 @@ class DirectReceiver:
         """Do nothing: no requests wait for further index lists."""
 
     def close(self, why: BaseException | None = None) -> None:
-        """Release the iterator of the dataset."""
+        """Release the dataset's iterator."""
         self._epoch.close()
 
     def end_session(self) -> None:
@@ -297,7 +297,7 @@ class DirectStager:
         return self._device.use(copy)
 
     def warn(self) -> None:
-        """Do nothing: without copies ahead of the training loop there are no warnings."""
+        """Do nothing: there is no copying thread that could issue warnings."""
 
     def discard(self, frame: Frame) -> None:
         """Do nothing: copies are not stored."""

@@ -96,7 +96,7 @@ class _Failures:
 
 
 class Fetcher:
-    """Background thread that receives batches from one server at a time, and fails over to the next one.
+    """Background thread that receives batches from one server at a time, and fails over to the next server.
 
     Args:
         number: Number of this fetcher in the reorder buffer and the scheduler, from 0.
@@ -143,7 +143,7 @@ class Fetcher:
             connection.shut_down()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to end, unless it is in a control request: it then ends after the response or timeout."""
+        """Join the thread, unless it waits for a control request; it then ends after the response or timeout."""
         if not self._in_control_request:
             self.thread.join(timeout)
 

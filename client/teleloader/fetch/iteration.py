@@ -32,7 +32,7 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class Delivery(NamedTuple):
-    """Result of ``next()`` for one batch, stored until ``next()`` has returned or raised it."""
+    """Result of ``next()`` for one batch, stored until ``next()`` has returned the batch or raised the exception."""
 
     frame: Frame
     batch: Any = None
@@ -80,7 +80,7 @@ class Progress:
         return self.state[1]
 
     def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
-        """Return the new value of `state` after the batch in `frame` was delivered."""
+        """Return the value of `state` after the delivery of the batch in `frame`."""
         epoch, batch, random, base_seed, states, sampler = self.state[0]
         if frame.shard_state is not None:
             place = frame.address.batch % shards
@@ -103,7 +103,7 @@ class Progress:
 
     @property
     def following(self) -> Position:
-        """Start of the next epoch, if the current epoch ends at the current position."""
+        """Start of the next epoch if the current position is the end of the epoch, else None."""
         position = self.next
         return Position(
             position.epoch + 1,
@@ -147,7 +147,7 @@ class Iteration:
         self.measures = self.reorder_buffer.measures
 
     def feed(self, *, taking: bool = False) -> None:
-        """Draw index lists from a client-side sampler and queue the requests for their batches.
+        """Draw index lists from a client-side sampler and queue the requests for these batches.
 
         Args:
             taking: Whether ``next()`` is about to return a batch. The list that torch would draw after that batch is
@@ -214,11 +214,11 @@ class LoaderIterator:
 
     @classmethod
     def consumer_name(cls, rank: int, loader: int) -> str:
-        """Return a unique consumer name for a new iteration; names of the same loader differ only after the ``#``."""
+        """Return a unique consumer name for a new iteration; all iterations of a loader share the part before ``#``."""
         return f"{consumers_prefix()}rank{rank}/loader{loader}#{next(cls._numbers)}"
 
     def begin(self, iteration: Iteration) -> None:
-        """Set the iteration to yield batches from; close the previous one."""
+        """Set the iteration to yield batches from, and close the previous iteration."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._iteration is not None:
@@ -413,7 +413,7 @@ class LoaderIterator:
 
 
 class AsyncLoaderIterator:
-    """Asynchronous iterator over the batches of an epoch; neither its start nor a wait blocks the event loop."""
+    """Asynchronous iterator over the batches of an epoch; neither its start nor waiting blocks the event loop."""
 
     def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
         self._begin = begin

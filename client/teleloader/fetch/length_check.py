@@ -1,4 +1,4 @@
-"""Check of the number of samples of an iterable-style dataset, to detect shards that overlap or omit samples."""
+"""Sample count check of an iterable-style dataset, to detect shards that overlap or omit samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_NEXT, _IN_FINISH = 4, 5
 
 
 class LengthCheck:
-    """Check of one epoch of an iterable-style dataset: warns if it yields too many, too few or repeated samples.
+    """Sample count check for one epoch of an iterable-style dataset: warns of too many, too few or repeated samples.
 
     Args:
         dataset: Iterable-style dataset, for the texts of the warnings.

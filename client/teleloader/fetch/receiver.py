@@ -21,7 +21,7 @@ MEMORY_LIMIT_FACTOR: Final = 4
 
 
 class Receiver:
-    """Group of the background threads that receive the batches of one epoch into a reorder buffer.
+    """Group of background threads that receive the batches of one epoch into a reorder buffer.
 
     Args:
         dataset: Dataset with the servers to receive from.
@@ -72,7 +72,7 @@ class Receiver:
                 fetcher.join(CLOSE_TIMEOUT)
 
     def end_session(self) -> None:
-        """Request all servers to end the loader's private workers."""
+        """Request the end of the loader's private workers from all servers."""
         for fetcher in self._fetchers:
             for server in fetcher.registered_at.copy():
                 if local.is_server_thread():  # a server's thread must not wait for its own response

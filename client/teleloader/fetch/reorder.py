@@ -28,7 +28,7 @@ BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
 
 
 class Arrived(NamedTuple):
-    """Received batch whose predecessors have all arrived, ready for delivery in order."""
+    """Received batch whose predecessors have all arrived, so that the training loop can receive it."""
 
     frame: Frame
     url: str
@@ -99,7 +99,7 @@ class ReorderBuffer:
     # -- in the training loop's thread
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the failure or end of shard in its place; None if it is not ready for delivery."""
+        """Return the next batch, or the failure or end of shard in its place; None if the batch is not ready yet."""
         if not self._batches:
             return None
         first = self._batches[0]
@@ -149,7 +149,7 @@ class ReorderBuffer:
         self.wait(0)  # does not block; raises the error that ended the iteration
 
     def take(self, number: int) -> None:
-        """Remove the batch that `peek` returned; do nothing if it was already removed.
+        """Remove the batch that `peek` returned, unless it was already removed.
 
         If a signal handler interrupts this method, it can be called again: totals are set, never incremented.
         """
@@ -216,18 +216,18 @@ class ReorderBuffer:
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
-        """Iterate over the batches that have arrived in order; requires the lock of `changed`."""
+        """Iterate over the received batches without missing predecessors, in order; requires the lock of `changed`."""
         return (batch.frame for batch in self._batches)
 
     def staged(self) -> None:
-        """Wake the training loop if it waits for a batch that is ready now; requires the lock of `changed`."""
+        """Wake the training loop if the batch that it waits for is now ready; requires the lock of `changed`."""
         if self.starved and self.peek() is not None:
             self._wake()
 
     # -- in the threads that receive
 
     def is_over(self) -> bool:
-        """Return True if no more batches are to be received, at the end of the epoch or after an error."""
+        """Return True if no further batches will be received, at the end of the epoch or after an error."""
         all_here = self._complete and self.scheduler.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
@@ -244,7 +244,7 @@ class ReorderBuffer:
                 interrupt()
 
     def await_room(self, k: int, timeout: float) -> bool:
-        """Wait until the rest of a range, from batch k on, may be requested; return False after `timeout` seconds.
+        """Wait until the memory limit permits the request for batch k; return False after `timeout` seconds.
 
         The request may be sent once the memory of buffered batches is below the limit, or if the training loop waits
         for batch k.
@@ -278,7 +278,7 @@ class ReorderBuffer:
             self._idle_threads -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """Add received batches, the first ones of a server's oldest request; return the rest of its range, or None."""
+        """Add the first batches received for a server's oldest request; return the remaining range, or None."""
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
@@ -319,13 +319,13 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
-        """Record that the loader was registered with a server, and the server's number of workers."""
+        """Record that a server registered the loader, and the server's worker count."""
         with self.changed:
             self._failing[url] = None
             self.scheduler.joined(server, num_workers)
 
     def decoded(self, seconds: float) -> None:
-        """Add the time that decoding a response took to the statistics."""
+        """Add the decoding time of a response to the statistics."""
         with self.changed:
             self.measures.decode += seconds
 
@@ -341,7 +341,7 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:
-        """Record the final failure of a server; return False if other servers remain, else end the iteration."""
+        """Record the permanent failure of a server; return False if other servers remain, else end the iteration."""
         with self.changed:
             self._failing[url] = error
             if not all(self._failing.values()):
@@ -362,7 +362,7 @@ class ReorderBuffer:
             self._end()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a number of seconds, or until `is_over`."""
+        """Sleep for `seconds`, or until `is_over` becomes true."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 

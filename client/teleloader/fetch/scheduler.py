@@ -116,7 +116,7 @@ class RangeScheduler:
 
     @property
     def connections(self) -> int:
-        """Maximum number of concurrent connections to a server.
+        """Maximum number of concurrent connections per server.
 
         A second connection carries the next request while a response is received on the first one. Shards use only one,
         because two requests may overtake each other, and a shard cannot go back to an earlier batch.
@@ -130,7 +130,7 @@ class RangeScheduler:
 
     @property
     def shared(self) -> bool:
-        """True if the batches are distributed over several servers."""
+        """True if several servers share the batches."""
         return len(self._servers) > 1
 
     @property
@@ -151,7 +151,7 @@ class RangeScheduler:
 
     @property
     def has_room(self) -> bool:
-        """True if enough of the prefetch window is free for another request, which covers several batches."""
+        """True if the prefetch window has room for another request, which covers several batches."""
         if self.over_memory:
             return False
         room, rest = self.taken + self.window - self._requested, self.stop - self._requested
@@ -159,7 +159,7 @@ class RangeScheduler:
 
     @property
     def has_retries(self) -> bool:
-        """True if ranges have to be requested again because their servers disconnected."""
+        """True if the ranges requested from disconnected servers must be requested again."""
         return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
@@ -278,11 +278,11 @@ class RangeScheduler:
         self._retries.sort()
 
     def extend(self, stop: int) -> None:
-        """Set the end of the epoch, as far as known, to batch `stop`."""
+        """Set the end of the epoch, as far as known, to batch `stop` (exclusive)."""
         self.stop = stop
 
     def shard_ended(self, k: int) -> None:
-        """Record the end of the shard of batch k; the epoch ends with the last shard."""
+        """Record that the shard of batch k has ended; the epoch ends with the last shard."""
         if self._shards_left:
             self._shards_left.discard(k % self._shards)
             if not self._shards_left:
@@ -293,7 +293,7 @@ class RangeScheduler:
         return k >= self.received and k not in self._beyond
 
     def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
-        """Record the arrival of the first `count` batches of a server's oldest request, `nbytes` bytes in total.
+        """Record that the first `count` batches (`nbytes` bytes together) of a server's oldest request have arrived.
 
         Returns:
             The rest of the range, which must be the next request on the same connection; None if nothing is left.
@@ -322,7 +322,7 @@ class RangeScheduler:
         return rest
 
     def paced(self, now: float) -> None:
-        """Update the estimate of the training loop's batch rate; called whenever batches arrive."""
+        """Update the estimated batch rate of the training loop; called whenever batches arrive."""
         if self._pace_mark is None:
             self._pace_mark = (now, self.taken)
             return

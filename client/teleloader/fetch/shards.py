@@ -1,4 +1,4 @@
-"""Client's record of the delivered batches of an iterable-style dataset, for re-registration of evicted sessions."""
+"""Client-side record of delivered batches of an iterable-style dataset, to register evicted sessions again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teleloader_shared.spec import MAX_STATES, LoaderSpec
 
 
 class DeliveredShards:
-    """Record of the delivered batches of an epoch, from which a server can restore an evicted session.
+    """Record of the batches delivered in an epoch, from which a server can restore an evicted session.
 
     Args:
         spec: Spec of the session.

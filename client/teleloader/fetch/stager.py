@@ -22,7 +22,7 @@ CLOSE_TIMEOUT: Final = 5.0
 
 
 class Stager:
-    """Background copier of received batches to a device, ahead of the training loop.
+    """Background thread that copies received batches to a device before the training loop requests them.
 
     A copied batch stays in the reorder buffer, so that it can be copied again after an interruption.
 
@@ -51,7 +51,7 @@ class Stager:
     # -- in the training loop's thread
 
     def is_ready(self, frame: Frame) -> bool:
-        """Return True if the copy of a batch has started, or if the frame has nothing to copy."""
+        """Return True if the copy of a batch has started, or if the frame contains nothing to copy."""
         return isinstance(frame.content, Failure | End) or frame.address.batch in self._copies
 
     def warn(self) -> None:

@@ -50,13 +50,13 @@ class Device(Protocol):
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy a batch; do not wait for it if the device has streams. Requires `enter_thread`."""
+        """Start to copy a batch, asynchronously if the device has streams; requires `enter_thread`."""
 
     def use(self, copy: Copy) -> Any:
         """Return the copied batch; the calling thread's current stream waits for the copy."""
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return the duration of a copy on the device; None while it is in progress, or if it is not measured."""
+        """Return the duration of a copy on the device; None while the copy is in progress, or if it is not measured."""
 
 
 class TorchDevice:
@@ -77,12 +77,12 @@ class TorchDevice:
         return bool(self.device.type != "mps")
 
     def enter_thread(self) -> None:
-        """Make this the current device of the calling thread; in a new thread, device 0 is the current one."""
+        """Make this the current device of the calling thread, because the default in a new thread is device 0."""
         if self.device.index is not None and hasattr(self._module, "set_device"):
             self._module.set_device(self.device.index)
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the tensors of a batch; do not wait for the copy if the device has streams."""
+        """Start to copy the tensors of a batch, asynchronously if the device has streams."""
         import torch
 
         tensors: list[Any] = []
@@ -114,7 +114,7 @@ class TorchDevice:
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return the duration of a copy on the device in seconds; None while it is in progress."""
+        """Return the duration of a copy on the device in seconds; None while the copy is in progress."""
         if copy.done is None:
             return copy.seconds
         if not copy.done.query():
@@ -147,7 +147,7 @@ class JaxDevice:
         """Do nothing: JAX's settings are applied for each copy."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the arrays of a batch that stand for tensors (`Tensor`)."""
+        """Start to copy the arrays of type `Tensor` in a batch."""
         import jax
 
         with jax.default_device(self._default_device), _x64(self._x64):
@@ -184,7 +184,7 @@ class CopyTimes:
         """Without the batches, so that they can be freed."""
 
     def add(self, copy: Copy) -> None:
-        """Add a started copy, whose duration is to be measured."""
+        """Add a started copy to measure its duration."""
         self._pending.append(replace(copy, batch=None, tensors=[]))
 
     def collect(self) -> float:
@@ -277,7 +277,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Add the index of the current device to a torch.device without one, such as ``"cuda"``."""
+    """Add the current device's index to a torch.device without index, such as ``"cuda"``."""
     import torch
 
     module = _module(device)
@@ -287,7 +287,7 @@ def with_index(device: Any) -> Any:
 
 
 def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
-    """Warn if several ranks of this machine would use the same device.
+    """Warn if several ranks on this machine would use the same device.
 
     ``device="cuda"`` is device 0 in each process that did not select another device.
 
@@ -315,7 +315,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def current_accelerator() -> Any:
-    """Return the torch.device of the accelerator that torch would use, without its index; None if there is none."""
+    """Return the torch.device of the accelerator that torch would use, without index; None without accelerator."""
     import torch
 
     if not hasattr(torch, "accelerator"):  # before torch 2.6

@@ -1,4 +1,4 @@
-"""Host memory that responses are received into, ordinary or page-locked.
+"""Host memory for received responses, either pageable or page-locked.
 
 Ordinary memory is recycled by a pool. Page-locked memory must not be: a copy to an accelerator with
 ``non_blocking=True`` reads the memory after Python has deleted the tensor, and only torch's allocator knows when such a
@@ -25,12 +25,12 @@ from teleloader_shared.tree import Tensor
 
 
 class MarkedMemory(NumpyMemory):
-    """Ordinary memory that decodes tensors into NumPy arrays of type `Tensor`, to be replaced by JAX arrays."""
+    """Pageable memory that decodes tensors to NumPy arrays of type `Tensor`, to be replaced by JAX arrays."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a NumPy array that views this memory, of type `Tensor` if it stands for a tensor."""
+        """Return a NumPy array that views this memory; its type is `Tensor` for a tensor of the dataset."""
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
 
@@ -54,11 +54,11 @@ class PinnedMemory(Bits):
         self._buffers = buffers
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocate page-locked memory, or ordinary memory if the budget is exhausted."""
+        """Allocate page-locked memory, or pageable memory if the budget is exhausted."""
         return self._buffers.allocate(nbytes)
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a torch tensor that views this memory; for a NumPy array or scalar, return a copy."""
+        """Return a torch tensor that views this memory; copy NumPy arrays and scalars."""
         bits = super().leaf(offset, dtype_name, shape, kind)
         if kind != "tensor":
             return NumpyMemory(bits.reshape(-1).view(np.uint8).copy()).leaf(0, dtype_name, shape, kind)
@@ -91,7 +91,7 @@ _ORDINARY: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "nump
 
 
 def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
-    """Wrap `data` as memory that decodes frames into arrays of the library `output`."""
+    """Wrap `data` as pageable memory that decodes frames to arrays of the library `output`."""
     return _ORDINARY[output](data)
 
 
@@ -116,7 +116,7 @@ class HostBuffers:
         """Guards the counters: an iterator has a receiving thread for each server."""
 
     def take(self, nbytes: int, batches: int) -> Memory:
-        """Allocate memory for a response of `nbytes` bytes that holds at most `batches` batches."""
+        """Allocate memory for a response of `nbytes` bytes with up to `batches` batches."""
         if self.pinned is None:
             return ordinary_memory(self._output, self._pool.take(nbytes))
         if batches > 1:
@@ -124,7 +124,7 @@ class HostBuffers:
         return self.allocate(nbytes)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocate page-locked memory, or ordinary memory if there is no budget left for page-locked memory."""
+        """Allocate page-locked memory, or pageable memory if the budget for page-locked memory is exhausted."""
         began = time.perf_counter()
         block = None if self.pinned is None else self.pinned.allocate(nbytes)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Selection of the array library of a loader's batches (torch, NumPy or JAX), and mapping over their arrays."""
+"""Selection of the array library for batches (torch, NumPy or JAX), and mapping over arrays in batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose_output(output: Output | None) -> Output:
 
 
 def map_leaves(batch: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to all arrays (or other leaves) of type `kind` in a batch; return the new batch.
+    """Apply `function` to all arrays (or other leaves) of type `kind` in a batch; return the resulting batch.
 
     Rebuilds every container that a frame can encode. Dict keys and elements of sets are not visited, since they cannot
     be arrays.

@@ -1,4 +1,4 @@
-"""Allocation of page-locked (pinned) memory with a limit for the process."""
+"""Allocation of page-locked (pinned) memory with a per-process limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
 
 
 class PinnedBudget:
-    """Allocator of torch's pinned memory with a limit on the memory that torch locks.
+    """Allocator of pinned memory through torch, with a limit on the total size of pinned blocks.
 
     torch rounds the size of a block up to the next power of two, and keeps freed blocks for later blocks of that size.
     This class therefore counts, for each size, the maximum number of blocks in use at the same time. If a further block
@@ -42,7 +42,7 @@ class PinnedBudget:
 
     @property
     def in_use(self) -> int:
-        """Size of the blocks that are in use by tensors, in bytes."""
+        """Total size of the blocks that tensors use, in bytes."""
         with self._lock:
             self._collect()
             return _total(self._used)
@@ -107,7 +107,7 @@ _budget: PinnedBudget | None = None
 
 
 def process_budget() -> PinnedBudget:
-    """Return the budget of pinned memory that all loaders of this process share.
+    """Return the pinned memory budget that all loaders of this process share.
 
     The environment variable ``TELELOADER_MAX_PINNED_BYTES`` sets its limit, 2 GiB by default.
 

@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
     @property
     def target(self) -> Device | None:
-        """Accelerator to copy batches to; None if they stay in main memory."""
+        """Accelerator to copy batches to; None if batches stay in host memory."""
         return self.device if self.copies else None
 
     @property
@@ -48,7 +48,7 @@ class Placement(NamedTuple):
 
 
 def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_memory: bool) -> Placement:
-    """Select memory and device for a loader's batches from its arguments and this thread's current device.
+    """Select memory and device for batches, based on a loader's arguments and the calling thread's current device.
 
     Args:
         output: Argument of the loader.

@@ -1,4 +1,4 @@
-"""HTTP/1.1 transport: requests ranges of batches, one at a time, and receives them without a copy.
+"""HTTP/1.1 transport: one batch request at a time per connection, with responses received without a copy.
 
 httpx is four times slower at this than ``readinto`` of the standard library: it returns chunks that must be joined,
 whereas here the kernel writes into the final buffer of the batch.
@@ -65,7 +65,7 @@ class HttpServer(BatchServer):
 
 
 class BoundedReader(io.RawIOBase):
-    """Stream of a response that enforces a maximum size and a minimum rate.
+    """Response stream that enforces a maximum size and a minimum transfer rate.
 
     Args:
         raw: Stream to read from.
@@ -88,7 +88,7 @@ class BoundedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read the next bytes into `buffer`; return the number of bytes read.
+        """Read the next bytes into `buffer`; return the byte count.
 
         Raises:
             ProtocolError: If the maximum size is exceeded.
@@ -114,7 +114,7 @@ class BoundedReader(io.RawIOBase):
         self._due = now + self._patience
 
     def close(self) -> None:
-        """Close this stream and the underlying one."""
+        """Close this stream and the underlying stream."""
         self._raw.close()
         super().close()
 
@@ -192,7 +192,7 @@ class HttpConnection:
             raise _broken(error) from error
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Receive the body of the response, which consists of frames, into newly allocated memory."""
+        """Receive the response body, a sequence of frames, into newly allocated memory."""
         try:
             return self._receive(buffers, batches, max_bytes)
         except TeleloaderError:
@@ -277,7 +277,7 @@ class HttpConnection:
         self._http.close()
 
     def close_copy(self) -> None:
-        """Close a forked child's copy of the socket, which would keep the connection open after its owner closes it."""
+        """Close a forked child's copy of the socket, which would otherwise keep the parent's connection open."""
         descriptor = self._socket.detach()
         if descriptor >= 0:  # negative if the server closed the connection after its last response
             socket.close(descriptor)

@@ -1,4 +1,4 @@
-"""Interface of a transport: a `BatchServer` opens connections, on which ranges of batches are received."""
+"""Interface of a transport: a `BatchServer` opens connections, each of which receives ranges of batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SilentConnection(TransportError):
 
 
 class Connection(Protocol):
-    """Interface of a connection to a server for the batches of one epoch, with one request at a time."""
+    """Interface of a connection for the batches of one epoch, with one request at a time."""
 
     trace: RequestTrace | None
     """Span of the last request; None without tracing."""
@@ -46,7 +46,7 @@ class Connection(Protocol):
         """
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Receive the response: frames of the first batches of the range, at least one.
+        """Receive the response: the frames of one or more batches from the start of the range.
 
         Args:
             buffers: Allocator of the memory to receive into.
@@ -62,7 +62,7 @@ class Connection(Protocol):
         """
 
     def shut_down(self) -> None:
-        """Shut the connection down, from any thread; a thread that waits on it gets a `TransportError`."""
+        """Shut the connection down, from any thread; waiting calls in other threads raise `TransportError`."""
 
     def close(self) -> None:
         """Release the resources of the connection; may be called again."""

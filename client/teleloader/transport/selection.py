@@ -14,7 +14,7 @@ fakes: Final[dict[str, Callable[[str, float, Credentials], BatchServer]]] = {}
 
 
 def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer:
-    """Create the client of the server at a URL, with the transport for that URL.
+    """Create the client for a server URL, with the transport that the URL selects.
 
     Args:
         url: URL of the server.

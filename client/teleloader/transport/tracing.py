@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Factory of the spans of one iteration, children of the span that was current when ``iter()`` was called.
+    """Factory of the spans of one iteration, whose parent is the current span at the call of ``iter()``.
 
     Args:
         key: Key of the loader.
@@ -57,7 +57,7 @@ class RequestTrace:
         return headers
 
     def arrived(self, first_byte: int, last_byte: int, frames: int, nbytes: int) -> None:
-        """End the span after the response was received and decoded.
+        """End the span after a response was received and decoded.
 
         Args:
             first_byte: Arrival time of the first byte, as ``time.time_ns()``.

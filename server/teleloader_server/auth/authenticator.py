@@ -97,11 +97,11 @@ class Authenticator:
 
     @property
     def tokens(self) -> Tokens:
-        """Tokens that are currently configured."""
+        """Currently configured tokens."""
         return self._tokens
 
     def reload_if_changed(self) -> None:
-        """Reload the token files that changed, and replace the tokens; the server calls this method every second.
+        """Reload changed token files, and replace the tokens; called once a second.
 
         The replacement is atomic. If the files contain duplicate tokens or names, the previous tokens stay valid.
         """
@@ -150,7 +150,7 @@ class Authenticator:
     # -- sessions of browsers, which store a cookie and not the token
 
     def sign_in(self, token: str, scope: Scope) -> tuple[Principal, str]:
-        """Open a browser session; return its principal and the value of the Set-Cookie header.
+        """Open a browser session; return its principal and a Set-Cookie header value.
 
         Raises:
             Unauthorized: The token is not valid.
@@ -167,7 +167,7 @@ class Authenticator:
         return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
 
     def sign_out(self, scope: Scope) -> str:
-        """End the browser session of a request, if any; return the Set-Cookie header that removes the cookie."""
+        """End the browser session of a request, if any; return the Set-Cookie header that deletes the cookie."""
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
         return self._cookie(scope, "", 0)
@@ -199,7 +199,7 @@ class Authenticator:
     # -- checks of single parts
 
     def check_site(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Reject a request whose Host header names another server, or that a page of another site caused.
+        """Reject cross-site requests, and requests whose Host header names another server.
 
         Protects against DNS rebinding and cross-site request forgery.
 
@@ -269,7 +269,7 @@ class Authenticator:
 
 
 class RequestCaller:
-    """`Caller` of one HTTP request or WebSocket: authenticates and authorizes its client.
+    """`Caller` for one HTTP request or WebSocket, which authenticates and authorizes the client.
 
     Args:
         authenticator: The server's authenticator.
@@ -292,7 +292,7 @@ class RequestCaller:
             return None
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
-        """Return the client's principal if its scopes permit an operation; see `Caller.authorize`."""
+        """Return the client's principal if its scopes permit the operation; see `Caller.authorize`."""
         try:
             return self._authenticator.authenticate(self._headers, self._scope).authorize(need, dataset)
         except AccessDenied as error:
@@ -300,7 +300,7 @@ class RequestCaller:
             raise
 
     def admit(self, need: str) -> Principal:
-        """Authorize a request to an endpoint; the dataset is authorized separately, when it is used.
+        """Authorize a request to an endpoint; access to the dataset is authorized separately, on use.
 
         Args:
             need: Declared requirement of the endpoint.

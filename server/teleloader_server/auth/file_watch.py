@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class FileWatch:
-    """Detector of file changes, which reports files only once they are completely written.
+    """File change detector that reports a change only once the files are completely written.
 
     Files count as completely written when two consecutive polls find them equal. The caller polls at intervals and
     reads the files after `poll` returned True. If `has_changed` then returns True, the caller discards the content: a

@@ -1,4 +1,4 @@
-"""Checks of the listening address, of the Host header, and of the origin of browser requests."""
+"""Validation of the listening address, the Host header and the origin of browser requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _without_port(header: str) -> str:
 
 
 def is_of_another_site(method: str, host: str, origin: str | None, site: str | None, mode: str | None) -> bool:
-    """Return True if the headers of a request show that a page of another site caused it (protection against CSRF).
+    """Return True if the headers identify a cross-site request (CSRF protection).
 
     Navigation is allowed, because any page may link to this server.
 

@@ -1,4 +1,4 @@
-"""Rate limits of requests, and fair scheduling of requests among principals."""
+"""Request rate limits, and fair request scheduling among principals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECENT: Final = 1.0
 
 
 class RateLimiter:
-    """Rate limiter that delays requests beyond the rate of their principal, and schedules principals in round robin.
+    """Rate limiter that delays requests above a principal's rate, and schedules principals round-robin.
 
     Args:
         quotas: Quotas of all principals.
@@ -114,7 +114,7 @@ async def _hold(seconds: float, sentence: str) -> None:
 
 
 class FairQueue:
-    """Round-robin queue of requests: each iteration of the event loop starts some requests of each principal."""
+    """Round-robin queue of requests: each event loop iteration starts some requests of each principal."""
 
     def __init__(self) -> None:
         self._started: Counter[str] = Counter()

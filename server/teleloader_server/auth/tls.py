@@ -95,7 +95,7 @@ class Renewal:
         self._watch = FileWatch(*files.paths())
 
     def reload_if_changed(self) -> None:
-        """Reload certificate and key if their files changed; keep the previous ones if the new files are invalid."""
+        """Reload certificate and key if their files changed; keep the current certificate if the files are invalid."""
         if not self._watch.poll():
             return
         try:

@@ -52,11 +52,11 @@ class TokenFile:
 
     @classmethod
     def single(cls, path: Path) -> TokenFile:
-        """Open a file that contains one token and nothing else (``--token-file``)."""
+        """Open a file that contains a single token (``--token-file``)."""
         return cls(path, _parse_single)
 
     def reload_if_changed(self) -> bool:
-        """Reload the tokens if the file changed; return True if they were replaced.
+        """Reload the tokens if the file changed; return True if the tokens were replaced.
 
         An empty or missing file revokes all tokens of the file. If the file is invalid or unreadable, the previous
         tokens stay valid, so that a typing error does not stop training.
@@ -86,7 +86,7 @@ class TokenFile:
 
 
 class TokenText(NamedTuple):
-    """Content of a token file, and its visibility to other users of the machine."""
+    """Content of a token file, and a flag for files that every user of the machine can read."""
 
     text: Secret
     is_public: bool
@@ -115,7 +115,7 @@ def read_text(path: Path) -> TokenText:
 
 
 def format_tokens(tokens: Tokens) -> str:
-    """Format the number of tokens and the first five token names, for log lines."""
+    """Format the token count and the first five token names for log lines."""
     names = [entry.principal.name for entry in tokens.entries]
     more = "" if len(names) <= 5 else f" and {len(names) - 5} more"
     return f"{counted(len(names), 'token')} ({', '.join(names[:5])}{more})"

@@ -52,14 +52,14 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Immutable table of tokens; a reload replaces the table as a whole."""
+    """Immutable token table; a reload replaces the whole table."""
 
     entries: tuple[Token, ...]
     holds_secrets: bool = False
     """True if the source contains tokens in plain text."""
 
     def find(self, token: bytes) -> Token | None:
-        """Return the entry of a token, or None if the token is unknown; runs in constant time."""
+        """Return the entry of a token in constant time; None if the token is unknown."""
         digest = hashlib.sha256(token).digest()
         found = None
         for entry in self.entries:
@@ -68,7 +68,7 @@ class Tokens:
         return found
 
     def has(self, digest: bytes) -> Token | None:
-        """Return the entry with the given SHA-256 of a token, or None."""
+        """Return the entry of the token with a SHA-256 digest, or None."""
         return next((entry for entry in self.entries if entry.digest == digest), None)
 
 

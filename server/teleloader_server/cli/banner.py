@@ -19,7 +19,7 @@ logger = logging.getLogger("teleloader_server")
 
 
 async def announce(web: Server, service: LoaderService, url: str) -> None:
-    """Print the start-up banner once the server listens, or log its lines if stderr is not a terminal."""
+    """Print the start-up banner once the server listens; log the lines instead if stderr is not a terminal."""
     await web.listening.wait()
     heading = f"teleloader-server {VERSION} is ready at {url} (Ctrl-C stops it)"
     if _is_interactive():

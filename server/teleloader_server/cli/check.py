@@ -97,7 +97,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
 
 
 def progress_of(name: str) -> Callable[[str], None]:
-    """Return a callback that shows the current step on one line of the terminal, overwriting the previous step."""
+    """Return a callback that shows the current step on one terminal line, overwriting the previous step."""
 
     def show_step(step: str) -> None:
         if sys.stderr.isatty():

@@ -69,7 +69,7 @@ class ConfigFile(NamedTuple):
 
 
 class Listener(NamedTuple):
-    """Settings of the listening socket: address, authentication and TLS."""
+    """Listening socket settings: address, authentication and TLS."""
 
     host: str
     port: int
@@ -85,7 +85,7 @@ class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Parse ``NAME=VALUE`` to a pair of name and value."""
+        """Parse ``NAME=VALUE`` to a (name, value) pair."""
         name, equals, stated = str(value).partition("=")
         if not equals:
             self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
@@ -93,12 +93,12 @@ class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.
 
 
 class Size(click.ParamType):  # type: ignore[type-arg] # as above
-    """click parameter type of sizes: a number of bytes, or a size such as ``512MiB`` or ``2GiB``."""
+    """click parameter type of sizes: bytes, or a number with a unit such as ``512MiB`` or ``2GiB``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse a size such as ``512MiB`` to a number of bytes."""
+        """Parse a size such as ``512MiB`` to bytes."""
         if isinstance(value, int):
             return value
         try:

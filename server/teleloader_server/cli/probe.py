@@ -136,7 +136,7 @@ def main() -> None:
 
 
 class Probe:
-    """Check of one dataset: builds it, loads batches with workers, and collects problems in `found`.
+    """Check of one dataset, which builds the dataset, loads batches with workers, and collects problems in `found`.
 
     Args:
         config: Configuration of the dataset.
@@ -396,7 +396,7 @@ class _Counter:
         self.nbytes = 0
 
     def write(self, piece: bytes | memoryview) -> int:
-        """Count written bytes in `nbytes`, and return their number."""
+        """Add the size of `piece` to `nbytes` and return this size, without storing `piece`."""
         size = memoryview(piece).nbytes
         self.nbytes += size
         return size

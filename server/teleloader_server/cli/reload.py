@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def folders_of(configs: Iterable[DatasetConfig]) -> set[Path]:
-    """Return the folders that contain the code of datasets and of their functions, without importing the code.
+    """Return the folders that contain the code of datasets and their functions, without importing this code.
 
     Includes all folders of a package; for a single module, the folder that contains the module.
     """
@@ -69,7 +69,7 @@ class Reloader:
         self._child: subprocess.Popen[bytes]
 
     def run(self) -> int:
-        """Run the server and restart it after each change, until SIGINT or SIGTERM; return the server's exit code."""
+        """Run the server and restart it after file changes, until SIGINT or SIGTERM; return the server's exit code."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)
         logger.info("the server restarts when the code of a dataset or the configuration changes (Ctrl-C stops it)")
         self._child = self._start()

@@ -48,7 +48,7 @@ class Digits:
 
 
 def digits_train() -> Digits:
-    """Return the training set: 1,541 images, randomly moved by one pixel."""
+    """Return the training set: 1,541 images, some of them shifted randomly by one pixel."""
     return Digits(*_load(test=False), jitter=True)
 
 

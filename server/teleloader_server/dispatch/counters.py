@@ -47,7 +47,7 @@ KEEP_LOOPS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """Owner of an engine's workers, and name of the setting that determines their number."""
+    """Owner of an engine's workers, and the setting for the worker count."""
 
     session: str | None
     """Key of the loader to which the workers belong; None for shared workers."""
@@ -57,7 +57,7 @@ class EngineSource:
 
 @dataclass(frozen=True, slots=True)
 class ServerTotals:
-    """Server-wide values for the statistics, which do not belong to an engine."""
+    """Server-wide statistics, not specific to an engine."""
 
     datasets: Mapping[str, DatasetInfo]
     memory_sending: int
@@ -79,13 +79,13 @@ class _Slow(NamedTuple):
     task: Task
 
     def record(self) -> SlowBatch:
-        """Convert to the record of a slow batch in ``/stats``."""
+        """Convert to a `SlowBatch` record of ``/stats``."""
         address = self.task.address
         return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
 
 
 class DatasetCounters:
-    """Counters of one dataset, for all loaders together."""
+    """Counters of one dataset, summed over all loaders."""
 
     def __init__(self, now: float) -> None:
         self.computed = 0
@@ -108,12 +108,12 @@ class DatasetCounters:
         """Histogram of the time per batch, by stage."""
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the window from which recent rates are computed."""
+        """Add a sample of the totals to the rate window."""
         self.made.mark(now, self.samples)
         self.left.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
-        """Add a batch to the slowest batches, if its fetch time is at least `slow_from`."""
+        """Record a batch among the slowest batches if its fetch time is at least `slow_from`."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
         self._slowest.append(_Slow(seconds, task))
@@ -127,7 +127,7 @@ class DatasetCounters:
         return [slow.record() for slow in self._slowest]
 
     def fail(self, failure: Failure) -> bool:
-        """Count a failed batch by exception type; return True for the first exception of its type."""
+        """Count a failed batch by exception type; return True for the first failure with this type."""
         self.failed += 1
         known = self._errors
         name = failure.type[:MAX_TYPE]
@@ -169,11 +169,11 @@ class LoaderCounters:
         self.window = RateWindow(now, 0, *self.seconds)
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the window from which recent rates are computed."""
+        """Add a sample of the totals to the rate window."""
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
-        """Return the mean seconds per batch of each stage, of recent batches or, without any, of all batches."""
+        """Return the mean seconds per batch for each stage, over recent batches or, without these, over all batches."""
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
@@ -182,7 +182,7 @@ class LoaderCounters:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Counters of one worker ID, including the processes that had it before."""
+    """Counters of one worker ID, including earlier processes with this ID."""
 
     window: RateWindow
     """Window of `busy`, including the current task."""
@@ -191,7 +191,7 @@ class WorkerCounters:
 
 
 class Recent(NamedTuple):
-    """Recent rates of a training loop, all measured over the same period."""
+    """Recent rates of a training loop, all measured over the same time window."""
 
     span: float
     """Length of the period in seconds."""
@@ -208,7 +208,7 @@ class Recent(NamedTuple):
 
 
 class LoopCounters:
-    """Counters of one training loop over all its iterations, because one epoch may be too short for rates.
+    """Counters of one training loop over all its iterations, because a single epoch may be too short for rates.
 
     If the client reports its measurements, recent rates are computed over the time that the client reports. Then the
     fractions of both sides refer to the same period, and time between two iterations (validation, for example) does not
@@ -232,7 +232,7 @@ class LoopCounters:
         self._said_at: float | None = None
 
     def reported(self, report: ConsumerReport, now: float) -> bool:
-        """Record a client's report, which each request contains.
+        """Record the report that the client sends with each request.
 
         Reports from before the training loop's first batch are not used for rates: workers and caches are still
         starting.
@@ -257,7 +257,7 @@ class LoopCounters:
         return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the window from which recent rates are computed."""
+        """Add a sample of the totals to the rate window."""
         self._window.mark(now, *self._totals(now))
         if self._said is not None:
             self._said.mark(*self._said_last)
@@ -301,7 +301,7 @@ class ConsumerCounters:
         """Most recent report of the client."""
 
     def sent(self, nbytes: int) -> None:
-        """Count a frame that was sent to the consumer."""
+        """Count a frame sent to the consumer."""
         self.batches += 1
         self.nbytes += nbytes
         loop, dataset = self.loop, self.dataset
@@ -323,13 +323,13 @@ class ConsumerCounters:
         self.dataset.waiting += self.waiting.end(now)
 
     def asks(self, now: float, report: ConsumerReport | None) -> None:
-        """Record a request, and the client's report if the request contains one."""
+        """Record a request, and the client's report if the request includes one."""
         self.loop.asked = now
         if report is not None and self.loop.reported(report, now):
             self.report = report
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the window from which recent rates are computed."""
+        """Add a sample of the totals to the rate window."""
         self.window.mark(now, self.batches, self.nbytes)
 
 
@@ -337,7 +337,7 @@ class Marked(Protocol):
     """Interface of counters whose totals are sampled for recent rates."""
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the window from which recent rates are computed."""
+        """Add a sample of the totals to the rate window."""
 
 
 _Who = tuple[str, str, Epoch]
@@ -372,7 +372,7 @@ class PoolCounters:
         return self.loaders[key]
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Count a batch that a worker has computed."""
+        """Count a batch computed by a worker."""
         place = self.workers[worker]
         place.batches += 1
         place.busy += report.seconds
@@ -397,7 +397,7 @@ class PoolCounters:
         self._metrics.dataset(dataset).retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that is not retried, because it killed its workers or hung; it is already logged."""
+        """Count a batch that is not retried, because the batch killed its workers or hung; it is already logged."""
         self._metrics.dataset(dataset).fail(failure)
 
     def worker_lost(self) -> None:
@@ -405,7 +405,7 @@ class PoolCounters:
         self._metrics.worker_restarts += 1
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
-        """Remove the counters of all consumers and loaders except the given ones."""
+        """Keep only the counters of the given consumers and loaders."""
         known = set(map(_who, consumers))
         self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
@@ -417,7 +417,7 @@ class PoolCounters:
         return self._consumers[_who(consumer)]
 
     def marked(self) -> list[Marked]:
-        """Return all counters of consumers and loaders, whose totals are to be sampled."""
+        """Return all counters of consumers and loaders, to sample their totals."""
         return [*self._consumers.values(), *self.loaders.values()]
 
 
@@ -457,11 +457,11 @@ class Counters:
         return known
 
     def marked(self) -> list[Marked]:
-        """Return all counters of datasets and training loops, whose totals are to be sampled."""
+        """Return all counters of datasets and training loops, to sample their totals."""
         return [*self.datasets.values(), *self._loops.values()]
 
     def keep_recent(self, now: float) -> None:
-        """Keep training loops with recent requests alive; others are removed with their last consumer."""
+        """Keep training loops with recent requests; others are removed together with their last consumer."""
         recent = sorted(
             (loop for loop in self._loops.values() if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked
         )

@@ -192,17 +192,17 @@ class Dispatcher:
     # -- events of workers
 
     def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Add an idle worker, to which batches can be assigned; its pool keeps its tasks in `tasks`."""
+        """Add an idle worker, to which batches can be assigned; `tasks` is the pool's list of the worker's tasks."""
         self._queues[worker] = tasks
         self._recycling.discard(worker)
         self._stalled.discard(worker)
 
     def worker_recycling(self, worker: int) -> None:
-        """Assign no further batches to a worker, which is replaced once its batches are completed."""
+        """Stop assigning batches to a worker, which is replaced once its assigned batches are completed."""
         self._recycling.add(worker)
 
     def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
-        """Reassign the batches that are queued behind a slow one, and assign no others to the worker meanwhile.
+        """Reassign the batches queued behind a slow batch, and assign no further batches to this worker meanwhile.
 
         Returns:
             False if nothing changes, because workers that compute batches in turn cannot replace each other.
@@ -219,7 +219,7 @@ class Dispatcher:
         self._stalled.discard(worker)
 
     def worker_lost(self, worker: int, lost: Sequence[Address], loss: WorkerExit) -> list[Address]:
-        """Requeue the batches of a worker that died, except those that hung or killed too many workers.
+        """Requeue the batches of a worker that died, except batches that hung or killed too many workers.
 
         A batch that hung is not retried: it would probably hang again, until the timeout each time.
 
@@ -248,7 +248,7 @@ class Dispatcher:
         return given_up
 
     def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
-        """Store the frame of a completed batch; `worker` is None for a failure that the server created itself."""
+        """Store the frame of a completed batch; `worker` is None for a failure frame created by the server itself."""
         if worker is not None:
             loader = self.store.batch(address).consumer.loader
             loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
@@ -265,7 +265,7 @@ class Dispatcher:
             batch.consumer.principal_share.served += more
 
     def release(self) -> None:
-        """Release all memory to other dispatchers, when this dispatcher is closed."""
+        """Release all memory for use by other dispatchers, when this dispatcher is closed."""
         self.store.release()
         for consumer in self._consumers.values():
             del consumer.principal_share.quota.consumers[consumer]
@@ -283,7 +283,7 @@ class Dispatcher:
     # -- decisions
 
     def decide(self, begin: Begin) -> None:
-        """Evict batches, and start others."""
+        """Start batches on available workers; evict failures that were sent, and cached batches beyond the limit."""
         store = self.store
         store.evict_told()
         self._begin(begin)
@@ -397,7 +397,7 @@ class Dispatcher:
     # -- preemption
 
     def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
-        """Charge slow batches in progress, and select a worker to preempt for a waiting consumer.
+        """Charge the time of slow batches in progress, and select a worker to preempt for a waiting consumer.
 
         A worker is preempted if a consumer waits that has none, while all workers compute slow batches and another
         consumer or principal uses several of them. The latter is capped from then on: it leaves one worker to others.

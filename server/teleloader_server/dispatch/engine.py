@@ -55,7 +55,7 @@ class BatchStream:
             self._arrived.set_exception(error)
 
     def wake(self) -> None:
-        """Wake the request, because the batch for which it waits is ready."""
+        """Wake the request that waits for a batch, because the batch is ready."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
@@ -70,7 +70,7 @@ class BatchStream:
         return self._ask.next >= self._ask.stop
 
     async def take(self) -> ReadyFrame:
-        """Wait for the next batch, and return its frame."""
+        """Wait for the next batch and return its frame."""
         return await self._engine._take(self)
 
     def take_ready(self) -> ReadyFrame | None:
@@ -78,7 +78,7 @@ class BatchStream:
         return None if self.exhausted else self._engine._take_ready(self)
 
     async def linger(self, seconds: float) -> None:
-        """Wait until the last batch of the request is ready, for at most `seconds`."""
+        """Wait up to `seconds` for the last batch of the request."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._engine._arrival(self._ask.stop - 1, self), seconds)
 
@@ -139,7 +139,7 @@ class Engine:
     async def batches(
         self, loader: Loader, quota: Quota, request: RangeRequest, authorize: Callable[[], object]
     ) -> AsyncIterator[BatchStream]:
-        """Start a request: compute its batches, prefetch further ones, and yield a stream of the requested batches.
+        """Start a request: compute and prefetch batches, and yield a stream of the requested batches.
 
         Args:
             loader: A loader of this engine.
@@ -239,11 +239,11 @@ class Engine:
         return next(wanting, None)
 
     def worker_recycling(self, worker: int) -> None:
-        """Assign no further batches to a worker that will be replaced."""
+        """Stop assigning batches to a worker that will be replaced."""
         self._dispatcher.worker_recycling(worker)
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Reassign the batches that are queued behind a slow one; return False if they must stay."""
+        """Reassign the batches queued behind a slow batch; return False if they must stay."""
         self._decide_soon()
         return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
 
@@ -253,7 +253,7 @@ class Engine:
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Requeue the batches of a worker that died; replace those that hung or killed several workers by errors."""
+        """Requeue the batches of a worker that died, except batches that hung or killed several workers: these fail."""
         self.tally.worker_lost()
         given_up = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
         for task in tasks:
@@ -308,7 +308,7 @@ class Engine:
         self._decide_soon()
 
     def preempt(self) -> None:
-        """Preempt a worker of a consumer or principal with several slow batches, if another one waits for a worker."""
+        """Preempt one of several workers with slow batches of the same client, if another client waits for a worker."""
         working = {
             state.worker: (state.task.address, state.working_for)
             for state in self._pool.workers()
@@ -329,7 +329,7 @@ class Engine:
         return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
-        """Return the state of each worker, and True if a batch is assigned to it."""
+        """Return the state of each worker, together with True if a batch is assigned to this worker."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:
@@ -355,12 +355,12 @@ class Engine:
 
     @property
     def memory_used(self) -> int:
-        """Memory of computed batches, and estimates for batches in progress, in bytes."""
+        """Memory used by computed batches plus the estimated memory of batches in progress, in bytes."""
         return self._dispatcher.store.used
 
     @property
     def memory_mapped(self) -> int:
-        """Shared memory mapped for frames, used or free, in bytes."""
+        """Size of the shared memory mapped for frames, both used and free, in bytes."""
         return self._pool.mapped_bytes()
 
 

@@ -26,7 +26,7 @@ class _Grant:
 
 
 class Grants:
-    """Authorizations of all open requests of a server, which are checked again when tokens change."""
+    """Authorizations of all open requests of a server, rechecked when tokens change."""
 
     def __init__(self) -> None:
         self._grants: set[_Grant] = set()
@@ -52,11 +52,11 @@ class Grants:
             self._grants.discard(grant)
 
     def tokens_changed(self) -> None:
-        """Schedule a check of all open requests, after tokens have changed."""
+        """Schedule a check of all open requests, because tokens changed."""
         self._tokens_changed.set()
 
     async def run(self) -> None:
-        """End requests that are not authorized any more, after each change of tokens, until cancelled."""
+        """End requests that are no longer authorized, after each token change, until cancelled."""
         while True:
             await self._tokens_changed.wait()
             self._tokens_changed.clear()

@@ -1,4 +1,4 @@
-"""Quotas of principals: limits on memory, request rate and consumers, as pure functions of counts and times.
+"""Per-principal quotas: limits on memory, request rate and consumers, as pure functions of counts and times.
 
 A principal is the owner of a token; without tokens all clients form one principal. Resources are counted per principal,
 so that requests of a principal that exceeds its share are rejected without affecting others.
@@ -41,7 +41,7 @@ class Memory:
 
 
 class Quota:
-    """Resources that one principal uses, and their limits.
+    """Resource usage and limits of one principal.
 
     Args:
         name: Name of the principal.
@@ -74,11 +74,11 @@ class Quota:
 
     @property
     def unread(self) -> float:
-        """Unread bytes of responses as a fraction of their limit; above 1, the limits for slow readers apply."""
+        """Ratio of unread response bytes to their limit; above 1, the limits for slow readers apply."""
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Return the seconds within which clients of the principal must read at least one byte of their responses."""
+        """Return the timeout in seconds within which the principal's clients must read at least one byte."""
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
@@ -89,13 +89,13 @@ class Quota:
         return not (self.frames or self.sending or self.consumers or self.loaders or self.sessions)
 
     def delay(self, now: float, rate: float) -> float:
-        """Count a request toward the rate limit; return its delay in seconds, see `delayed`."""
+        """Count a request toward the rate limit; return the request's delay in seconds, see `delayed`."""
         wait, self.due = delayed(self.due, now, rate)
         return wait
 
 
 def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
-    """Return the delay of a request that limits the request rate to `rate` (generic cell rate algorithm).
+    """Return the delay that enforces the request rate limit `rate` (generic cell rate algorithm).
 
     A burst of ``rate`` requests is not delayed. A request with a delay above `PATIENCE` must be rejected and is not
     counted.
@@ -137,7 +137,7 @@ class Quotas:
 
     @property
     def sending(self) -> int:
-        """Total bytes of all responses that are being sent."""
+        """Total size of all responses being sent, in bytes."""
         return sum(quota.sending for quota in self._quotas.values())
 
     def forget_idle(self, now: float) -> None:
@@ -148,7 +148,7 @@ class Quotas:
 
 
 class BodyBudget:
-    """Memory budget for received data that the server keeps: bodies of open requests, or specs of loaders.
+    """Memory budget for received data that the server stores: bodies of open requests, or loader specs.
 
     Args:
         limit: Maximum bytes of all principals together.
@@ -169,13 +169,13 @@ class BodyBudget:
         """Held bytes by principal name."""
 
     def has_room(self, name: str, nbytes: int) -> bool:
-        """Return True if `nbytes` additional bytes of a principal fit into the budget."""
+        """Return True if the budget has room for `nbytes` additional bytes of a principal."""
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 
     @contextmanager
     def hold(self, name: str, nbytes: int = 0) -> Iterator[Callable[[int], None]]:
-        """Count bytes of a principal until the ``with`` block ends; yield a function that counts more bytes.
+        """Context manager that counts bytes of a principal until exit; yields a function that counts further bytes.
 
         Raises:
             ServerUnavailable: The bytes exceed the budget.
@@ -209,7 +209,7 @@ def quota_of(scope: Mapping[str, Any]) -> Quota | None:
 
 
 def note(scope: MutableMapping[str, Any], quota: Quota) -> None:
-    """Store the quota of a request's principal in the ASGI scope."""
+    """Store the quota of the request's principal in the ASGI scope."""
     scope[_KEY] = quota
 
 
@@ -217,7 +217,7 @@ _KEY: Final = "teleloader.quota"
 
 
 def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
-    """Return the error for exceeding a limit on the number of a principal's resources."""
+    """Return the error for a principal that exceeds a limit on the number of sessions, loaders or other resources."""
     return ServerUnavailable(
         f"{quota.name!r} has reached the limit of {limit:,} {what}. Close some, or increase {option} in [limits]"
     )

@@ -1,4 +1,4 @@
-"""Recent rates of monotonic counters, computed when they are read, so that counting an event is one addition."""
+"""Recent rates of monotonic counters, computed on read, so that counting an event is a single addition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_MARKS: Final = 64
 
 
 class RateWindow:
-    """Sliding window over samples of monotonic counters, of the last `WINDOW` seconds.
+    """Sliding window of the last `WINDOW` seconds over samples of monotonic counters.
 
     The counters are sampled about once a second.
 
@@ -37,7 +37,7 @@ class RateWindow:
             marks.popleft()
 
     def rates(self, now: float, *values: float) -> Values:
-        """Return the growth per second of each total, over the window."""
+        """Return the rate of change per second of each total, over the window."""
         span = self.span(now)
         _, before = self._marks[0]
         return tuple((value - then) / span if span > 0 else 0.0 for value, then in zip(values, before, strict=True))
@@ -48,7 +48,7 @@ class RateWindow:
 
 
 def as_share(share: float) -> float:
-    """Clamp a fraction of time to [0, 1], which it can exceed slightly because clocks are not read simultaneously."""
+    """Clamp a fraction of time to [0, 1]; unsynchronized clock readings can make the fraction slightly larger."""
     return min(1.0, max(0.0, share))
 
 

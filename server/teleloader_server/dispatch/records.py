@@ -44,7 +44,7 @@ class ReadyFrame(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Loader:
-    """Registered loader: its spec, and the measured time and size of its batches."""
+    """Registered loader: its spec, and the measured computation time and size of its batches."""
 
     key: str
     """Key of the spec, stored because its computation takes 75 us."""
@@ -63,7 +63,7 @@ class Loader:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Batch that is being computed or is kept in memory."""
+    """Batch in progress or in memory."""
 
     address: Address
     nbytes: int
@@ -111,7 +111,7 @@ class PendingRange:
     """Index lists of the request, see `RangeRequest`."""
 
     def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
-        """Return the first batch of the request before `stop` that is not started yet, or None.
+        """Return the first batch of the request before batch `stop` that is not started yet, or None.
 
         Args:
             batches: Batches of the epoch that are computed or being computed.
@@ -169,7 +169,7 @@ class Consumer:
 
     @property
     def reads_too_little(self) -> bool:
-        """True if no further batches are started for this consumer because responses are not read.
+        """True if too many response bytes are unread to start further batches for this consumer.
 
         Above the principal's limit of unread bytes, this affects consumers with an unread response; above twice the
         limit, all consumers of the principal.
@@ -178,7 +178,7 @@ class Consumer:
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
-        """Return the number of batches that the consumer needs before batch k; None if it does not want batch k."""
+        """Return the number of batches that the consumer needs before batch k; None if batch k is not wanted."""
         # a request may start before the position, if another connection of the consumer requested the same batches
         found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
@@ -186,7 +186,7 @@ class Consumer:
         return found
 
     def index_list(self, k: int) -> bytes | None:
-        """Return the index list of batch k from an open request; None in seeded order, where workers compute it."""
+        """Return the index list of batch k from an open request; None in seeded order (workers compute the indices)."""
         return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
 
     def wants(self, k: int) -> bool:
@@ -210,7 +210,7 @@ class EpochState:
         return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
-        """Return the minimum distance of batch k over all consumers; None if no consumer wants it."""
+        """Return the minimum distance of batch k over all consumers; None if no consumer wants batch k."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
 
     def wants(self, k: int) -> bool:

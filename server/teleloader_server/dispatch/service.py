@@ -1,4 +1,4 @@
-"""Loader service: implements the endpoints for datasets, loaders and batches without HTTP, including authorization."""
+"""HTTP-independent loader service: implements the endpoints for datasets, loaders and batches, with authorization."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Known(NamedTuple):
 
 
 class LoaderService:
-    """Service that registers loaders and streams batches, without HTTP; used in one event loop.
+    """HTTP-independent service that registers loaders and streams batches; used in one event loop.
 
     Args:
         host: Factory of worker pools, which describes the datasets.
@@ -111,7 +111,7 @@ class LoaderService:
         await self.engines.close()
 
     def drain(self) -> None:
-        """Reject new requests from now on, at shutdown."""
+        """Reject new requests from now on, because the server shuts down."""
         self._draining.set()
 
     @property
@@ -120,7 +120,7 @@ class LoaderService:
         return self._draining.is_set()
 
     async def drained(self) -> None:
-        """Wait until the server starts to shut down."""
+        """Wait until shutdown of the server begins."""
         await self._draining.wait()
 
     @property
@@ -302,7 +302,7 @@ class LoaderService:
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
-        """Return a registered loader, after checking that batch numbers are in the range of its epoch.
+        """Return a registered loader, after checking that the requested batch numbers are in the range of the epoch.
 
         Args:
             caller: Caller of the request.
@@ -340,7 +340,7 @@ class LoaderService:
 
     @asynccontextmanager
     async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
-        """Start a request: compute its batches, prefetch further ones, and yield a stream of the requested batches.
+        """Start a request: compute and prefetch batches, and yield a stream of the requested batches.
 
         Args:
             caller: Caller of the request.
@@ -374,7 +374,7 @@ class LoaderService:
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Check authorization immediately before frames are sent, and count their bytes while they are being sent.
+        """Check authorization immediately before sending frames, and count their bytes during the ``with`` block.
 
         These bytes count toward the principal's unread responses, not toward the memory budget.
 
@@ -416,7 +416,7 @@ class LoaderService:
     # -- state
 
     def totals(self) -> ServerTotals:
-        """Return the server-wide values for the statistics."""
+        """Return the server-wide statistics."""
         return ServerTotals(self.datasets, self.quotas.sending, self.connections(), self.draining)
 
 

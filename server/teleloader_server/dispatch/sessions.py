@@ -1,4 +1,4 @@
-"""Engines of a server: a shared one, and one per session, which is a loader with private workers."""
+"""Engines of a server: a shared engine, and one engine per session (a loader with private workers)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Engines:
         return engine
 
     async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
-        """Return the engine of a loader: the shared engine, or that of its session, starting it on the first call.
+        """Return the engine of a loader, which is shared or belongs to its session; start the engine on the first call.
 
         Args:
             key: Key of the loader.
@@ -160,7 +160,7 @@ class Engines:
         }
 
     def sources(self) -> dict[Engine, EngineSource]:
-        """Return the running engines, with the owner of their workers."""
+        """Return the running engines, each with the owner of its workers."""
         shared = EngineSource(None, self._host.setting)
         of_session = {engine: key for key, engine in self.started_sessions().items()}
         return {

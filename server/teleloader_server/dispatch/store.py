@@ -59,11 +59,11 @@ class Store:
     # -- batches
 
     def batch(self, address: Address) -> Batch:
-        """Return a batch that is kept or being computed."""
+        """Return a batch that is stored or being computed."""
         return self._runs[address.loader, address.epoch].batches[address.batch]
 
     def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
-        """Add a batch whose computation starts; `estimate` is its expected size in bytes."""
+        """Add a batch at the start of its computation; `estimate` is the expected size in bytes."""
         batch = Batch(address, 0, consumer, 0.0)
         consumer.state.batches[address.batch] = batch
         self._count += 1
@@ -90,7 +90,7 @@ class Store:
             self._told[batch] = None
 
     def remove(self, batch: Batch) -> None:
-        """Remove a batch; it will be recomputed for the consumers that want it."""
+        """Remove a batch, which is recomputed if consumers want it."""
         address = batch.address
         run = (address.loader, address.epoch)
         state = self._runs[run]
@@ -149,7 +149,7 @@ class Store:
         self.want_again(consumer.state, consumer.state.batches)
 
     def leave(self, gone: list[Consumer]) -> None:
-        """Remove consumers, and mark the batches that only they wanted as unwanted."""
+        """Remove consumers, and mark batches that no other consumer wants as unwanted."""
         for consumer in gone:
             self.active.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
@@ -171,14 +171,14 @@ class Store:
             self.mark_unwanted(state, state.batches)
 
     def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Unmark batches as unwanted, if a consumer wants them again."""
+        """Remove the unwanted mark from batches that a consumer wants again."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch in self._unwanted and state.wants(k):
                 del self._unwanted[batch]
 
     def mark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Mark ready batches as unwanted, if no consumer wants them."""
+        """Mark ready batches that no consumer wants as unwanted."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch.frame is not None and not state.wants(k):
@@ -192,7 +192,7 @@ class Store:
             self._evict(batch)
 
     def evict_cached(self) -> None:
-        """Evict unwanted batches beyond `CACHE_SHARE` of the memory budget."""
+        """Evict unwanted batches that exceed `CACHE_SHARE` of the memory budget."""
         most = self._memory.budget * CACHE_SHARE
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             self._evict(next(iter(self._unwanted)))
@@ -208,7 +208,7 @@ class Store:
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
     def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool) -> None:
-        """Evict batches that are needed later than a new batch, if that frees enough memory for it.
+        """Evict batches that are needed later than a new batch, if eviction frees enough memory for the new batch.
 
         Args:
             nbytes: Estimated size of the new batch.

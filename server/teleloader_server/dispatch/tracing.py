@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """Completion time, worker and report of a computed batch, for its spans."""
+    """Completion time, worker and report of a computed batch, for the spans of the batch."""
 
     when: int
     """Time at which the batch was ready, from ``time.time_ns()``."""
@@ -79,7 +79,7 @@ class RequestTrace:
 
     @contextmanager
     def sending(self, nbytes: int) -> Iterator[None]:
-        """Record a span for sending frames, during a ``with`` block."""
+        """Context manager that records a span for sending frames."""
         with tracing.tracer().start_as_current_span(
             "teleloader send", self._within, attributes={"teleloader.bytes": nbytes}
         ):

@@ -100,7 +100,7 @@ class TensorStack:
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
-    """Collate samples to a batch as ``torch.utils.data.default_collate`` does, without requiring torch.
+    """Collate samples into a batch as ``torch.utils.data.default_collate`` does, without requiring torch.
 
     Arrays are stacked to a `Tensor`, a NumPy array that clients receive as a torch tensor; torch tensors are stacked to
     torch tensors. Numbers become int64, float64 or bool arrays, strings stay lists, containers keep their type (a tuple
@@ -122,7 +122,7 @@ def lazy_collate(samples: Sequence[Any]) -> Any:
 
 
 def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
-    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``; None without one.
+    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``, or None.
 
     Args:
         sample: A sample, or a part of it.

@@ -22,7 +22,7 @@ _MAX_TEXT: Final = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostedDataset:
-    """Constructed dataset with the functions and settings that a worker requires to compute its batches."""
+    """Constructed dataset, with the functions and settings that a worker needs to compute batches."""
 
     info: DatasetInfo
     dataset: Any
@@ -39,7 +39,7 @@ class HostedDataset:
     """Default function that converts a single sample for ``batch_size=None``."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
-        """Collate samples to a batch.
+        """Collate samples into a batch.
 
         Args:
             samples: The samples.
@@ -80,7 +80,7 @@ class HostedDataset:
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """Return the worker-init function with the given name, or the dataset's own for None."""
+        """Return the worker-init function with the given name; for None, the dataset's default function."""
         return self.worker_init if name is None else self.functions[name]
 
 

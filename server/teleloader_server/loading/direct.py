@@ -85,7 +85,7 @@ class DirectLoader:
 
 
 class DirectEpoch:
-    """Iteration over one epoch of a dataset, loaded in the calling threads."""
+    """Iteration over one epoch of a dataset, loaded in the calling thread."""
 
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec

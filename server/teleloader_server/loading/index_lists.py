@@ -92,7 +92,7 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
 
 
 def first_integers(frame: bytes, count: int) -> list[int]:
-    """Return the first `count` integers of an index list, for error messages; [] for other indices."""
+    """Return the first `count` integers of an index list, for error messages; [] for indices of other types."""
     try:
         listed = _parse(frame)
         match _small(listed.tree, MAX_PLAIN_BYTES):
@@ -111,7 +111,7 @@ def first_integers(frame: bytes, count: int) -> list[int]:
 
 
 class IndexMemory(codec.Bits):
-    """Memory of an index list, whose tensors are decoded as lists of integers."""
+    """Memory that decodes the tensors of an index list as lists of integers."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ def _too_many(count: int) -> InvalidSpec:
 
 
 def checked_address(frame: bytes, rules: Rules) -> Address:
-    """Validate a frame with an index list, and return the ID of its batch.
+    """Validate a frame with an index list, and return the batch ID.
 
     Raises:
         InvalidSpec: The frame is not a valid index list.

@@ -1,4 +1,4 @@
-"""Passes over iterable-style datasets in a worker: start, resume, replay and verify them."""
+"""Passes over iterable-style datasets in a worker, with resume, replay and verification."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_PASSES: Final = 16
 
 
 class Began(NamedTuple):
-    """Random state at the start of a worker's pass over a dataset; sent to the worker that replaces it."""
+    """Random state at the start of a worker's pass over a dataset; sent to the worker's replacement."""
 
     loader: str
     epoch: int
@@ -57,7 +57,7 @@ class Pass:
         return task.address.batch // task.spec.shards
 
     def state(self, number: int) -> str | None:
-        """Return the shard's state after a batch; for the first delivered batch, including the state before it."""
+        """Return the shard state after a batch; for the first delivered batch, include the state before the batch."""
         return self.shard.state(with_beginning=self.replay.first in (None, number))
 
     def fetch(self, task: Task) -> list[Any] | None:
@@ -106,7 +106,7 @@ class Passes:
         """Progress of the most recent pass."""
 
     def replace(self, began: Began | None, reached: Reached | None) -> None:
-        """Continue the pass of the worker that this worker replaces."""
+        """Continue the pass of the previous worker, which this worker replaces."""
         self._began, self.reached = began, reached
         if began is not None:  # random states in frames must not depend on which worker computes them
             self._initial = user_state.unpack(began.initial)
@@ -136,7 +136,7 @@ class Passes:
         return self._passes[run]
 
     def deliver(self, pass_: Pass, task: Task, frame: NDArray[np.uint8], state: str | None) -> None:
-        """Record a batch as delivered, and verify a replayed batch against the delivery of an earlier worker.
+        """Record a batch as delivered, and compare a replayed batch with the delivery of the previous worker.
 
         Raises:
             WorkerDied: An earlier worker delivered different batches up to this one.

@@ -83,7 +83,7 @@ class Loading:
         return len(batch.frame), Report(batch.count, False, batch.seconds)
 
     def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
-        """Return the frame of `task`, in a buffer of its own, and a report.
+        """Load a batch and return its frame, in newly allocated memory, and the report.
 
         Args:
             task: The batch.

@@ -1,4 +1,4 @@
-"""Global random generators (`random`, NumPy's legacy generator, torch): seed, save and restore them."""
+"""Global random generators (`random`, NumPy's legacy generator, torch): seeding, saving and restoring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
 
 
 def seed_worker(base_seed: int, worker: int) -> None:
-    """Seed all generators as torch seeds its workers: from base seed + worker ID, NumPy's by torch's derivation."""
+    """Seed all generators like a torch worker: with base seed + worker ID; NumPy's with torch's derived seed."""
     seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils.worker import _generate_state
@@ -75,7 +75,7 @@ def _are_equal(one: RandomState, other: RandomState) -> bool:
 
 
 class OwnRandomState:
-    """Context manager with its own random state, for loading in a process that uses the global generators itself.
+    """Context manager with a separate random state, for loading in a process that uses the global generators itself.
 
     Each ``with`` block continues with the state at the end of the previous block, and restores the outer state at its
     end.
@@ -118,18 +118,18 @@ class WorkerRandomNumbers(RandomNumbers):
             set_random_state(saved)
 
     def state(self) -> Any:
-        """Return the states of all generators; None if they are equal to the initial state of each worker."""
+        """Return the states of all generators; None if the states equal the initial state of each worker."""
         now = random_state()
         return None if self._initial is not None and _are_equal(now, self._initial) else now
 
 
 class CallersRandomNumbers(WorkerRandomNumbers):
-    """Random generators of a training process that loads without workers; the loader saves and restores them."""
+    """Random generators of a training process that loads without workers, saved and restored by the loader."""
 
     _before: Any = None
 
     def begin(self, saved: Any) -> None:
-        """Save the states of the generators, and prepare them before the dataset is iterated."""
+        """Save the generator states, and prepare the generators before the dataset is iterated."""
         self._before = random_state()
         super().begin(saved)
 

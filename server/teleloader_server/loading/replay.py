@@ -19,7 +19,7 @@ from teleloader_shared.delivered import Delivered
 
 
 class Reached(NamedTuple):
-    """Progress of a worker in a pass over a dataset; sent to the worker that replaces it."""
+    """Progress of a worker in a pass over a dataset; sent to the worker's replacement."""
 
     loader: str
     epoch: int
@@ -28,7 +28,7 @@ class Reached(NamedTuple):
 
     @classmethod
     def from_message(cls, loader: str, epoch: int, shard: Sequence[Any]) -> Reached:
-        """Decode the record from a worker message, in which `shard` is a list."""
+        """Decode the record from a worker message, where `shard` is a list."""
         return cls(loader, epoch, Delivered(*shard))
 
 
@@ -53,7 +53,7 @@ class Replay:
         """Batch after the last one of the current iteration."""
 
     def restart(self, number: int) -> None:
-        """Restart the digest before batch `number`, when the dataset is iterated again from there."""
+        """Restart the digest before batch `number`, from which the dataset is iterated again."""
         self._current = self._saved.get(number, 0)
         self._position = number
 
@@ -62,7 +62,7 @@ class Replay:
         return self.first is not None and number >= self.first
 
     def matches(self, number: int, frame: NDArray[np.uint8], *, checksum: bool) -> bool:
-        """Add a batch to the digest; return False if the replay differs from the earlier delivery.
+        """Add a batch to the digest; return False if the replayed batches differ from the earlier delivery.
 
         The digests are compared at the last batch of the earlier delivery.
 
@@ -82,7 +82,7 @@ class Replay:
         return number + 1 < self.next or self._current == self.digest
 
     def falls_short(self) -> bool:
-        """Return True if the dataset ended before the position that an earlier worker reached.
+        """Return True if the dataset ended before the position that the previous worker reached.
 
         To be called at the end of the dataset. Returns True only once, because the shard then ends there.
         """

@@ -1,4 +1,4 @@
-"""Shard of an iterable-style dataset in one worker, positioned at any batch by iterating and counting."""
+"""Shard of an iterable-style dataset in one worker, which can seek to any batch by iterating and counting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = list[Any] | Exception
 
 
 class RandomNumbers:
-    """Interface of the random generators that a dataset uses; this implementation does not change them."""
+    """Interface of the random generators that a dataset uses; this base implementation does nothing."""
 
     def begin(self, saved: Any) -> None:
         """Prepare the generators before the dataset is iterated from the start of its epoch, or from a saved state.
@@ -37,7 +37,7 @@ class RandomNumbers:
 
 
 class Shard:
-    """Shard of an iterable-style dataset: a pass over the worker's replica that can be moved to any of its batches.
+    """Shard of an iterable-style dataset: a pass over the worker's replica that can seek to any batch of the shard.
 
     Batches are formed as in torch: each worker batches its own samples, an incomplete last batch is yielded unless
     `drop_last`, and an exception replaces the batch in which it was raised.
@@ -204,7 +204,7 @@ class Shard:
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
     def state(self, *, with_beginning: bool = False) -> str | None:
-        """Return the serialized state of the shard; None if the position can only be reached by iterating again.
+        """Return the serialized state of the shard; None if only iterating again can reach the position.
 
         A stateful dataset (torchdata's ``Stateful``), its iterator, or both provide the state. Other datasets have a
         state only at their end; with persistent workers, it also applies to the next epoch.

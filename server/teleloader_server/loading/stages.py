@@ -95,7 +95,7 @@ class Batch:
         self._running = caller
 
     def count_time(self) -> None:
-        """Add the time since the last call to the running stage's time."""
+        """Add the time since the previous call to the total time of the running stage."""
         now = time.perf_counter()
         self.seconds[self._running] += now - self._since
         self._since = now
@@ -132,7 +132,7 @@ class Fetch(Stage):
         """Epoch that was last set on each map-style dataset, by dataset name."""
 
     def run(self, batch: Batch) -> None:
-        """Fetch the samples of a batch, and compute its indices if the caller has not set them."""
+        """Fetch the samples of a batch; compute the indices if the caller has not set them."""
         task, hosted = batch.task, batch.hosted
         if hosted.info.kind == "iterable":
             batch.pass_ = found = self._context.passes.of(hosted, task)
@@ -209,12 +209,12 @@ class Fetch(Stage):
 
 
 class Collate(Stage):
-    """Stage that collates the samples to a batch."""
+    """Stage that collates the samples into a batch."""
 
     name = "collate"
 
     def run(self, batch: Batch) -> None:
-        """Collate the samples of a batch, and count them."""
+        """Collate and count the samples of a batch."""
         if batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_asked())
         else:

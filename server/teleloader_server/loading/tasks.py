@@ -54,7 +54,7 @@ def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
 
 
 def collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[Any]) -> tuple[int, Any]:
-    """Collate samples to a batch; return the number of samples, and the batch."""
+    """Collate samples into a batch; return the sample count and the batch."""
     name = task.spec.collate
     if task.spec.batch_size is None:
         return 1, hosted.convert_sample(samples[0], name)

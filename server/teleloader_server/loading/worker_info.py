@@ -42,7 +42,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Set the worker information of this process, for `get_worker_info` and, if torch is imported, for torch's."""
+    """Set the worker information that `get_worker_info` and, if torch is imported, torch's function return."""
     global _current, _asked
     _current = WorkerInfo(id_, num_workers, seed, dataset)
     if sys.modules.get("torch") is not None:

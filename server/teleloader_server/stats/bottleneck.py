@@ -1,4 +1,4 @@
-"""Diagnosis of a consumer's bottleneck, and the recommended number of workers: a pure function of measurements.
+"""Diagnosis of a consumer's bottleneck, with the recommended worker count: a pure function of measurements.
 
 - The training loop waits for data less than `MIN_DATA_WAIT`: training is the bottleneck, or loading and training are
   balanced if the workers are busy.
@@ -71,7 +71,7 @@ class ConsumerRates(NamedTuple):
 
     @property
     def demand(self) -> float:
-        """Number of workers that a training loop without data wait would keep busy.
+        """Number of workers that the training loop would keep busy if it had no data wait.
 
         Equals the current load if the data wait is unknown.
         """
@@ -80,7 +80,7 @@ class ConsumerRates(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """True if the consumer is expected to send further requests, given its recent batch rate."""
+        """True if the consumer is expected to send further requests, judging by its recent batch rate."""
         return self.batch_rate > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.batch_rate))
 
     @property
@@ -90,7 +90,7 @@ class ConsumerRates(NamedTuple):
 
 
 class PoolLoad(NamedTuple):
-    """Load of a consumer's worker pool, and of the server."""
+    """Load of a consumer's worker pool and of the server."""
 
     workers: int
     """Number of worker processes; 0 if the server process itself loads."""
@@ -111,7 +111,7 @@ class PoolLoad(NamedTuple):
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """Return the total demand of consumers in workers; consumers of the same epoch share batches and count once.
+    """Return the total demand of consumers in workers; consumers that share the batches of an epoch count once.
 
     Args:
         demands: Epoch and demand of each consumer.

@@ -50,7 +50,7 @@ _Item = TypeVar("_Item")
 
 
 class EngineSnapshot(NamedTuple):
-    """Snapshot of an engine: its workers, their recent load, and its stage times."""
+    """Snapshot of an engine: its workers with their recent load, and its stage times."""
 
     engine: Engine
     source: EngineSource
@@ -96,7 +96,7 @@ class StatsCollector:
 
     @property
     def datasets(self) -> Mapping[str, DatasetCounters]:
-        """Counters by dataset name; datasets that were never used are missing."""
+        """Counters by dataset name; datasets without requests are omitted."""
         return self._counters.datasets
 
     async def _mark(self, now: float) -> None:
@@ -132,7 +132,7 @@ class StatsCollector:
     # -- requests
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
-        """Return the statistics of ``/stats``, with `limit` consumers after the first `offset`."""
+        """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""
         memory = await self._memory(self._pids(self._service.engines.sources()))
         totals = self._service.totals()
         now = time.monotonic()

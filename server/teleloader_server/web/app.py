@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers: the caller handles signals, and may run the server in any thread."""
+        """Install no signal handlers: the caller handles signals, and the server may run in any thread."""
         yield
 
     @property
@@ -190,7 +190,7 @@ class Server(uvicorn.Server):
                     await self._told_to_exit.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections, and set the event `listening`."""
+        """Start accepting connections, and set the event `listening`."""
         await self.lifespan.startup()
         config, loop = self.config, asyncio.get_running_loop()
         self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
@@ -211,7 +211,7 @@ class Server(uvicorn.Server):
         return Connection(self._connections, self.config, self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down gracefully: complete pending requests, reject new ones, then close all connections.
+        """Shut down gracefully: complete pending requests, reject new requests, then close all connections.
 
         Meanwhile the server still listens, and responds to new requests with an error, so that clients switch to
         another server immediately. Responses that are incomplete after the grace period are aborted.
@@ -239,7 +239,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Create a bound socket that does not listen yet, so that its port is known before the server starts.
+    """Create a bound but not yet listening socket, so that its port is known before the server starts.
 
     Raises:
         OSError: The address is in use or not available.

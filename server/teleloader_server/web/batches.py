@@ -98,7 +98,7 @@ class FrameResponse(Response):
 
 
 class StreamResponse(Response):
-    """HTTP response that streams all requested batches, each as soon as it is ready and the client reads."""
+    """HTTP response that streams the requested batches as they become ready, at the client's read rate."""
 
     def __init__(self, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]) -> None:
         super().__init__(media_type=FRAME_MEDIA_TYPE)
@@ -124,7 +124,7 @@ class StreamResponse(Response):
 
 @asynccontextmanager
 async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Yield a task that completes when the client disconnects, which uvicorn does not report to senders."""
+    """Yield a task that completes when the client disconnects; uvicorn does not report disconnects on sending."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -165,13 +165,13 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
 async def ready_answer(
     request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
 ) -> FrameResponse:
-    """Wait for the first batch of a request; return a response with it and the following batches that are ready."""
+    """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
     async with batches as stream, departure(request.receive) as gone:
         return FrameResponse(service, stream, await unless(gone, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """Wait for the next frame of a stream; return it with the following frames that are ready within `LINGER`."""
+    """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`."""
     frames = [(await stream.take()).raw]
     size = len(frames[0])
     if size < READY_BYTES and not stream.exhausted:
@@ -183,7 +183,7 @@ async def ready_frames(stream: BatchStream) -> list[Lease]:
 
 
 def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of frames in few pieces, each to be sent with one write.
+    """Yield the bytes of frames in few pieces, one piece per write.
 
     Small frames are joined; large frames are not copied. With `split`, large frames are split into pieces of 1 MiB,
     because uvicorn copies each piece of a chunked body to prefix its size.
@@ -404,7 +404,7 @@ class BodyReader:
     async def read(
         self, request: Request, name: Literal["max_body_bytes", "max_spec_bytes"]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield the pieces of a request body, which count toward the memory budget until the ``with`` block ends.
+        """Yield the request body in pieces, which count toward the memory budget until the ``with`` block ends.
 
         Args:
             request: The request.
@@ -442,7 +442,7 @@ def body_reader_of(request: Request) -> BodyReader:
 
 
 def parsed_spec(body: bytes) -> LoaderSpec:
-    """Parse a request body with a loader spec in JSON.
+    """Parse a request body that contains a loader spec in JSON.
 
     Raises:
         InvalidSpec: The body is not a valid loader spec.

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with limits on time, size and number, composed around uvicorn's protocol.
+"""HTTP/1.1 connections with timeouts, size limits and connection limits, composed around uvicorn's protocol.
 
 uvicorn has no timeout for receiving a request, no size limit for headers and bodies, and no timeout for a client that
 does not read its response. A `Connection` parses received data first, enforces the limits (docs/limits.md), and
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_responding(self) -> bool:
-        """True if a response is incomplete."""
+        """True while a response is incomplete."""
         return bool(self._exchanges) or self._transport.get_write_buffer_size() > 0
 
     @property

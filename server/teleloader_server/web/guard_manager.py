@@ -1,4 +1,4 @@
-"""Management of all connections of a server: limits of their number and memory, and periodic checks."""
+"""Connection manager of a server: limits on the number and memory of connections, and periodic checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ManagedConnection(Protocol):
 
     @property
     def is_responding(self) -> bool:
-        """True if a response is incomplete."""
+        """True while a response is incomplete."""
 
     @property
     def has_requested(self) -> bool:
@@ -63,7 +63,7 @@ class ManagedConnection(Protocol):
 
 
 class ConnectionManager:
-    """Manager of all connections of a server, which enforces limits of their number and memory.
+    """Manager of all connections of a server, which enforces limits on their number and total memory.
 
     Args:
         limits: Limits of the server.
@@ -117,7 +117,7 @@ class ConnectionManager:
                 del self._by_address[connection.address]
 
     def charge(self, connection: ManagedConnection, nbytes: int) -> None:
-        """Add to the memory of an unauthenticated connection; close the oldest such connections beyond the limit.
+        """Charge memory to an unauthenticated connection; close the oldest unauthenticated connections above the limit.
 
         Authenticated connections are not counted: the quotas of their principals apply instead.
 
@@ -193,14 +193,14 @@ class ConnectionManager:
         self._closed[reason] += 1
 
     def drain(self) -> None:
-        """Close idle connections now, and all others after their responses."""
+        """Close idle connections now, and all other connections after their responses."""
         self.draining = True
         for connection in list(self.connections):
             if connection.has_requested:
                 connection.shutdown()
 
     async def wait_responded(self, timeout: float) -> bool:
-        """Wait until all responses are sent, for at most `timeout` seconds; return True if all are sent."""
+        """Wait up to `timeout` seconds until all responses are sent; return True if all are sent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while any(connection.is_responding for connection in self.connections):

@@ -117,7 +117,7 @@ def check_body_size(nbytes: int, limits: ClientLimits) -> None:
 
 
 def check_pipelined(waiting: int, limits: ClientLimits) -> None:
-    """Raise `HttpProblem` (status 400) if `waiting` pipelined requests have reached the limit of a connection."""
+    """Raise `HttpProblem` (status 400) if `waiting` pipelined requests reach the limit per connection."""
     if waiting >= limits.max_pipelined:
         raise HttpProblem(
             400,
@@ -150,7 +150,7 @@ class ArrivalRate:
         self._received += nbytes
 
     def problem(self, now: float, what: str) -> HttpProblem | None:
-        """Check the rate if the interval is over: return an error (status 408) below `min_body_rate`, else None.
+        """Return an error (status 408) if a completed interval had a rate below `min_body_rate`, else None.
 
         Args:
             now: Current time.
@@ -170,7 +170,7 @@ class ArrivalRate:
 
 
 class RequestProgress:
-    """Progress of receiving a request, checked against the limits of size and time.
+    """Progress of receiving a request, checked against size limits and timeouts.
 
     Args:
         limits: Limits of the server.
@@ -196,13 +196,13 @@ class RequestProgress:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Restart the timeouts of the current phase, excluding time in which the server did not read."""
+        """Restart the timeouts of the current phase, to exclude time in which the server did not read."""
         self._since = now
         self._rate.restart(now)
 
     @property
     def has_begun(self) -> bool:
-        """True if the client has sent a part of a request."""
+        """True if the client has sent part of a request."""
         return self.phase is not Phase.HEAD or self._framing > 0
 
     @property
@@ -211,7 +211,7 @@ class RequestProgress:
         return self._limits.max_header_bytes - self._framing
 
     def add_framing(self, nbytes: int) -> None:
-        """Count bytes as headers or chunk framing before they are parsed; `add_content` resets this count."""
+        """Count unparsed bytes as headers or chunk framing; `add_content` resets this count."""
         self._framing += nbytes
 
     def add_content(self, nbytes: int) -> None:
@@ -234,7 +234,7 @@ class RequestProgress:
             )
 
     def too_much_framing(self, *, is_request_line: bool) -> HttpProblem:
-        """Return the error of a request whose headers or chunk framing exceed `max_header_bytes`.
+        """Return the error for headers or chunk framing that exceed `max_header_bytes`.
 
         Args:
             is_request_line: True if most of the bytes belong to the request line.
@@ -251,7 +251,7 @@ class RequestProgress:
         return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer or shorter ones")
 
     def problem(self, now: float) -> HttpProblem | None:
-        """Return the error of a request that exceeds a timeout (status 408), or None."""
+        """Return the error (status 408) if the request exceeds a timeout, else None."""
         if self.phase is Phase.BODY:
             return self._rate.problem(now, "the body")
         limit = self._limits.header_timeout

@@ -1,4 +1,4 @@
-"""Operations on asyncio transports that asyncio does not provide, and error responses that close a connection."""
+"""Transport operations that asyncio lacks, and error responses that close a connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def break_off(transport: asyncio.Transport) -> None:
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of written bytes that the peer has not acknowledged; 0 if the transport's buffer is empty.
+    """Return the number of sent bytes that the peer has not acknowledged; 0 if the transport's buffer is empty.
 
     Includes the kernel's send buffer, which shows the progress of a slow peer while the transport's buffer is constant.
     """

@@ -24,7 +24,7 @@ BYTES_TOGETHER: Final = 256 * 2**10
 
 
 async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, dict[int, bytes]]:
-    """Split a request body into the index lists of consecutive batches, each encoded as a frame.
+    """Split a request body into the index lists of consecutive batches, one frame per list.
 
     Yields to the event loop after large index lists, and after every `LISTS_TOGETHER` lists.
 

@@ -85,7 +85,7 @@ async def _pieces(message: bytes) -> AsyncIterator[bytes]:
 
 
 class Conversation:
-    """Handler of one WebSocket connection, which sends batches in the order of their requests.
+    """Handler of one WebSocket connection, which sends batches in request order.
 
     Args:
         socket: Accepted WebSocket.

@@ -1,4 +1,4 @@
-"""Start-up check of the undocumented members of uvicorn and websockets that the server overrides or uses.
+"""Start-up check for the undocumented members of uvicorn and websockets that the server overrides or uses.
 
 Another version of these packages may rename a member. An override would then never be called, and a limit would be
 disabled without an error. (`guard` overrides no member: it calls methods that asyncio defines, and `shutdown`; if one

@@ -1,4 +1,4 @@
-"""WebSocket protocol with limits, a subclass of uvicorn's protocol that sends frames without copying them.
+"""WebSocket protocol with limits: a subclass of uvicorn's protocol that sends frames without copying.
 
 Why a subclass: limits on fragments, unfinished messages and pongs require the events of uvicorn's parser, and a parser
 in front of it, as in `guard`, would parse and unmask every frame twice. `uvicorn_members` checks at start-up that all
@@ -37,7 +37,7 @@ _MESSAGE_TOO_BIG: Final = 1009
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """asyncio protocol of one WebSocket, which takes over from the `Connection` that received the request.
+    """asyncio protocol of one WebSocket, which replaces the `Connection` that received the upgrade request.
 
     Args:
         manager: Manager of all connections of the server.
@@ -68,13 +68,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take over an upgraded connection, and add it to the manager."""
+        """Take over an upgraded connection, and add it to the connection manager."""
         super().connection_made(transport)
         self.address = "" if self.client is None else self.client[0]
         self._manager.admit(self)  # never rejected: the `Connection` that it replaces has just been removed
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the closed connection from the manager, and release its memory."""
+        """Remove the closed connection from the connection manager, and release its memory."""
         self._manager.leave(self)
         self._unparsed.clear()
         self._counted.close()
@@ -189,7 +189,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_text(self, event: WebSocketFrame) -> None:
-        """Discard the content of a text message without decoding it, because the application rejects text messages."""
+        """Discard a text message without decoding its content, because the application rejects text messages."""
         self._manager.count("WebSocket text message")
         self._begin()
         super().handle_text(dataclasses.replace(event, data=b""))
@@ -226,7 +226,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     # -- messages from the application
 
     async def send(self, message: Any) -> None:
-        """Send an ASGI message of the application, without copying its bytes."""
+        """Send an ASGI message from the application to the client, without copying its payload."""
         if message["type"] == "websocket.http.response.start":  # uvicorn omits the server's headers here
             message = {**message, "headers": [*self.default_headers, *message["headers"]]}
         content = message.get("bytes")
@@ -251,7 +251,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def has_requested(self) -> bool:
-        """False: the application closes the WebSocket at shutdown, and the manager must not."""
+        """False: the application, not the connection manager, closes the WebSocket at shutdown."""
         return False
 
     def check(self, now: float) -> None:

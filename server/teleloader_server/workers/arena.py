@@ -1,4 +1,4 @@
-"""Shared-memory slots for frames: a worker writes them, and the server sends them without copying.
+"""Shared-memory slots for frames, written by a worker and sent by the server without copying.
 
 A slot is one anonymous memory file (memfd), without a name, without the limit of /dev/shm, and released when both
 processes have ended. Small frames are sent through the channel instead.
@@ -55,7 +55,7 @@ class Arena:
         self._free_bytes = 0
 
     def take(self, nbytes: int) -> Slot:
-        """Allocate a slot of at least `nbytes`: the smallest free one of at most twice the size, else a new one.
+        """Allocate a slot of at least `nbytes` bytes: the smallest free slot up to twice that size, else a new slot.
 
         Raises:
             OSError: The system is out of memory.
@@ -118,7 +118,7 @@ class Mapping:
         self._watch: weakref.ref[NDArray[np.uint8]] | None = None
 
     def lease(self, nbytes: int, released: Callable[[], None]) -> NDArray[np.uint8]:
-        """Return the first `nbytes` as a read-only array; call `released` when the array and all its views are freed.
+        """Return the first `nbytes` bytes as a read-only array; call `released` when the array and its views are freed.
 
         The event loop's transport holds a view of the bytes that it has not sent yet, so a slot is never overwritten
         while it is being sent. There is one lease at a time: a worker does not write to a slot that is not free.

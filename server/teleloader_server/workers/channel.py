@@ -32,7 +32,7 @@ _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 class Channel:
-    """One end of a message channel between two processes of the server; blocks if its socket is blocking."""
+    """One end of a message channel between two processes of the server; blocking if its socket is blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -56,7 +56,7 @@ class Channel:
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """Receive and return the complete messages, possibly none.
+        """Receive complete messages and return them; the list can be empty.
 
         Raises:
             EOFError: The other end is closed, or its process has ended.
@@ -96,7 +96,7 @@ class Channel:
         self._unsent.append(memoryview(self._packer.pack(message)))
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send all queued messages and this message with its file descriptors, and wait until they are sent."""
+        """Send all queued messages, then this message with its file descriptors, and wait until all are sent."""
         timeout = self._socket.gettimeout()
         self._socket.settimeout(None)
         try:
@@ -130,7 +130,7 @@ class Channel:
         return not self._unsent
 
     def hang_up(self) -> None:
-        """Shut down both directions, even if a process that user code forked holds a copy of the socket; then close."""
+        """Shut down both directions, including copies of the socket in forked processes; then close the socket."""
         with suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self.close()

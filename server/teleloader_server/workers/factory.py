@@ -125,7 +125,7 @@ class ObjectPools:
         return self._pool(self._datasets(), self._limits, None)
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers, with the loader's number of workers or, if it is 0, the server's."""
+        """Create a pool of private workers, with the loader's worker count or, if that is 0, the server's."""
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):

@@ -63,7 +63,7 @@ class WorkerHandle:
     # -- messages
 
     def send(self, message: Message) -> None:
-        """Queue a message to the worker; all messages of one event loop iteration are sent by one system call."""
+        """Queue a message to the worker; one system call sends all messages of an event loop iteration."""
         self.channel.put(encode(message))
         if not self._flush_due:
             self._flush_due = True
@@ -102,7 +102,7 @@ class WorkerHandle:
         self._notes = file
 
     def current_task(self) -> Task | None:
-        """Return the task in progress; not necessarily the first task, because results are reported in groups."""
+        """Return the task in progress, which need not be the first task, because results are reported in groups."""
         return self.health.tasks.get(self._begun())
 
     def _begun(self) -> int:
@@ -117,7 +117,7 @@ class WorkerHandle:
         return [task for task_id, task in self.health.tasks.items() if task_id != begun]
 
     def revoke(self, tasks: list[Task]) -> None:
-        """Revoke tasks: the worker skips them unless it has already started them."""
+        """Revoke tasks; the worker skips revoked tasks that it has not started."""
         revoked = [task_id for task_id, task in self.health.tasks.items() if task in tasks]
         if self._notes is not None:
             os.pwrite(self._notes, REVOKED.pack(max(revoked)), BEGUN.size)
@@ -125,7 +125,7 @@ class WorkerHandle:
             del self.health.tasks[task_id]
 
     async def stacks(self) -> str:
-        """Return the stacks of the worker's threads, or in parentheses the reason why they are unavailable."""
+        """Return the stack traces of the worker's threads, or in parentheses the reason why they are unavailable."""
         if self._notes is None or self.pid is None:
             return "(the worker had not started)"
         try:
@@ -149,7 +149,7 @@ class WorkerHandle:
     # -- end
 
     def close(self) -> None:
-        """Close the channel and the notes; a frame that is still being sent keeps its shared memory."""
+        """Close the channel and the notes; shared memory of a frame that is still being sent stays mapped."""
         self.health.ready = False
         self.health.tasks.clear()
         self.slots.clear()

@@ -1,4 +1,4 @@
-"""Health of workers: decisions when to kill, recycle, restart or report a worker.
+"""Worker health: decisions when to kill, recycle, restart or report a worker.
 
 Pure functions, without clocks, processes or an event loop. `ProcessPool` passes its observations with their times, and
 executes the decisions. Rejected: heartbeats of workers, because a worker in C code that holds the GIL cannot send them,
@@ -66,14 +66,14 @@ class Action(enum.Enum):
 
 
 def check_interval(limits: Limits) -> float:
-    """Return the seconds between two checks of all workers."""
+    """Return the interval between two checks of all workers, in seconds."""
     if not limits.batch_timeout:
         return CHECK_INTERVAL
     return min(CHECK_INTERVAL, max(MIN_CHECK_INTERVAL, limits.batch_timeout / 10))
 
 
 def backoff(failures: int) -> float:
-    """Return the delay in seconds after a number of consecutive failures (exponential backoff)."""
+    """Return the delay in seconds after `failures` consecutive failures (exponential backoff)."""
     # the exponent is limited as well: 2.0**1024 overflows a float
     return min(MIN_BACKOFF * 2 ** min(failures - 1, 16), MAX_BACKOFF) if failures else 0.0
 
@@ -96,7 +96,7 @@ def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
 
 
 class StopTimer:
-    """Timer of how long a process has been stopped (SIGSTOP), based on periodic observations."""
+    """Timer that measures, by periodic observations, for how long a process has been stopped (SIGSTOP)."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -106,7 +106,7 @@ class StopTimer:
         self._since = None
 
     def observe(self, now: float, *, is_stopped: bool) -> float:
-        """Record an observation; return the seconds for which the process has been stopped without interruption."""
+        """Record an observation; return the time in seconds for which the process has been stopped continuously."""
         if not is_stopped:
             self._since = None
             return 0.0
@@ -117,7 +117,7 @@ class StopTimer:
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """Health of one worker process: its tasks, progress, and the decisions that depend on them."""
+    """Health of one worker process: tasks, progress, and the resulting decisions."""
 
     last_progress: float
     """Time of the process start or of the last progress, from which timeouts are measured."""
@@ -145,7 +145,7 @@ class WorkerHealth:
         self.stop_timer.reset()
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Extend the timeouts by `seconds` in which the server or the worker did not run."""
+        """Extend the timeouts by `seconds`, during which the server or the worker was not running."""
         self.last_progress = min(now, self.last_progress + seconds)
 
     def is_overdue(self, seconds: float, now: float) -> bool:
@@ -176,7 +176,7 @@ class WorkerHealth:
         return actions
 
     def reason_to_recycle(self, limits: Limits, resident_bytes: int) -> str | None:
-        """Return the reason to replace the worker by a new process, or None if it exceeds no limit.
+        """Return the reason to replace the worker's process, or None if no limit is exceeded.
 
         The reason completes the sentence "worker 0 (pid 123) ...".
         """
@@ -192,7 +192,7 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class Restarts:
-    """Exits and restarts of one worker ID, for all processes that have had it."""
+    """Exits and restarts of one worker ID, across all processes with this ID."""
 
     count: int = 0
     last_exit: str | None = None
@@ -227,7 +227,7 @@ class Restarts:
         return backoff(self.failures)
 
     def record_ready(self, now: float) -> bool:
-        """Record that a process is ready; return True if it replaces a process that exited."""
+        """Record that a process is ready; return True if the process replaces an exited process."""
         self.failed_starts, self.lacking_since = 0, None
         if self.exited_at is None:
             return False
@@ -265,7 +265,7 @@ class Shortages:
         self._since.clear()
 
     def overdue(self, lost: Iterable[Address], limits: Limits, now: float) -> frozenset[Address]:
-        """Record failed batches; return those whose first failure is longer ago than `batch_timeout`."""
+        """Record failed batches; return the batches that have been failing for longer than `batch_timeout`."""
         overdue = {k for k in lost if 0 < limits.batch_timeout < now - self._since.setdefault(k, now)}
         for address in overdue:
             del self._since[address]

@@ -74,7 +74,7 @@ class InProcessPool:
         self._tasks.put(loader)
 
     def workers(self) -> list[WorkerState]:
-        """Return the state of the pool's thread, as that of worker 0."""
+        """Return the state of the pool's thread, reported as worker 0."""
         task, since = self._at_hand
         return [
             WorkerState(
@@ -84,7 +84,7 @@ class InProcessPool:
         ]  # fmt: skip
 
     def pids(self) -> list[int]:
-        """Return an empty list, because the pool has no processes of its own."""
+        """Return an empty list, because the pool has no processes."""
         return []
 
     def mapped_bytes(self) -> int:

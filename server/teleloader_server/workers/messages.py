@@ -18,7 +18,7 @@ from teleloader_server.loading.tasks import Report
 
 
 class Build(NamedTuple):
-    """Request to the fork server to construct the datasets."""
+    """Message to the fork server: construct the datasets."""
 
     configs: Sequence[Mapping[str, Any]]
     """Fields of each `DatasetConfig`."""
@@ -27,7 +27,7 @@ class Build(NamedTuple):
 
 
 class ForkWorker(NamedTuple):
-    """Request to the fork server to fork a worker; sent with the descriptor of the worker's end of its channel."""
+    """Message to the fork server: fork a worker; sent with the descriptor of the worker's end of its channel."""
 
     worker: int
     """Worker ID."""
@@ -44,14 +44,14 @@ class ForkWorker(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Request to the fork server to fork another fork server; sent with the descriptor of its end of a channel."""
+    """Message to the fork server: fork another fork server; sent with the descriptor of one end of a channel."""
 
 
 # -- fork server to server
 
 
 class Built(NamedTuple):
-    """Report of the fork server that the datasets are constructed."""
+    """Message from the fork server: the datasets are constructed."""
 
     pid: int
     datasets: Sequence[Mapping[str, Any]]
@@ -59,27 +59,27 @@ class Built(NamedTuple):
 
 
 class BuildFailed(NamedTuple):
-    """Report of the fork server that a dataset cannot be constructed."""
+    """Message from the fork server: a dataset cannot be constructed."""
 
     reason: str
 
 
 class Forked(NamedTuple):
-    """Report of the fork server that a worker was forked."""
+    """Message from the fork server: a worker was forked."""
 
     worker: int
     pid: int
 
 
 class ForkFailed(NamedTuple):
-    """Report of the fork server that a worker cannot be forked because a resource is unavailable."""
+    """Message from the fork server: a worker cannot be forked, because a resource is unavailable."""
 
     worker: int
     reason: str
 
 
 class Exited(NamedTuple):
-    """Report of the fork server that a worker process exited."""
+    """Message from the fork server: a worker process exited."""
 
     pid: int
     status: int
@@ -90,7 +90,7 @@ class Exited(NamedTuple):
 
 
 class AddLoader(NamedTuple):
-    """Definition of a loader for a worker, sent before its first task."""
+    """Message to a worker that defines a loader; sent before the loader's first task."""
 
     loader: str
     """Key of the loader."""
@@ -100,7 +100,7 @@ class AddLoader(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Task for a worker: load a batch."""
+    """Message to a worker: load a batch."""
 
     task_id: int
     """ID of the task, ascending within the pool."""
@@ -112,13 +112,13 @@ class Load(NamedTuple):
 
 
 class ForgetLoader(NamedTuple):
-    """Request to a worker to release the state of a loader."""
+    """Message to a worker: release the state of a loader."""
 
     loader: str
 
 
 class FreeSlots(NamedTuple):
-    """Shared-memory slots that a worker may reuse, because the server has sent their frames."""
+    """Message to a worker: shared-memory slots are free for reuse, because the server has sent their frames."""
 
     slots: Sequence[int]
 
@@ -127,35 +127,35 @@ class FreeSlots(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Report of a worker that its process has started to initialize; sent with the descriptor of its notes."""
+    """Message from a worker whose process has started to initialize; sent with the descriptor of the worker's notes."""
 
     pid: int
 
 
 class Ready(NamedTuple):
-    """Report of a worker that it is initialized and accepts tasks."""
+    """Message from a worker that is initialized and accepts tasks."""
 
 
 class Progress(NamedTuple):
-    """Report of a worker that it makes progress, although it has no result yet."""
+    """Message from a worker that makes progress, but has no result yet."""
 
 
 class PassStarted(NamedTuple):
-    """Report of a worker that it started a pass over its shard of an iterable-style dataset."""
+    """Message from a worker that started a pass over its shard of an iterable-style dataset."""
 
     began: Sequence[Any]
     """`Began`, which the server sends to a replacement of the worker with `ForkWorker`."""
 
 
 class SlotCreated(NamedTuple):
-    """Report of a worker that it created a shared-memory slot; sent with the slot's descriptor."""
+    """Message from a worker that created a shared-memory slot; sent with the slot's descriptor."""
 
     slot: int
     nbytes: int
 
 
 class SlotRemoved(NamedTuple):
-    """Report of a worker that it returned a free slot to the system."""
+    """Message from a worker that returned a free slot to the system."""
 
     slot: int
 
@@ -173,7 +173,7 @@ class Result(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Report of a worker with the results of one or more completed tasks."""
+    """Message from a worker with the results of one or more completed tasks."""
 
     results: Sequence[Result]
 

@@ -25,19 +25,19 @@ class PoolListener(Protocol):
     """Interface for receiving the events of a worker pool, called in the event loop."""
 
     def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Handle the event that a worker accepts tasks, which the pool keeps in `tasks` until they are completed."""
+        """Handle the event that a worker accepts tasks; `tasks` is the pool's list of the worker's open tasks."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """Handle the completion of a task, with its frame."""
 
     def no_worker_starts(self, reason: str) -> None:
-        """Raise an error in waiting requests, because no worker starts; the pool continues to retry."""
+        """Raise an error in waiting requests, because no worker starts; the pool keeps retrying."""
 
     def worker_recycling(self, worker: int) -> None:
         """Stop submitting tasks to a worker, which is replaced once its tasks are completed."""
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Reassign tasks that are queued behind a slow one to other workers; return False to leave them."""
+        """Reassign the tasks queued behind a slow task to other workers; return False to leave them queued."""
 
     def worker_resumed(self, worker: int) -> None:
         """Handle the event that a stalled worker accepts tasks again."""
@@ -98,7 +98,7 @@ class Pool(Protocol):
         """Return the IDs of all processes of the pool."""
 
     def mapped_bytes(self) -> int:
-        """Return the size of the shared memory for frames in bytes, used or free."""
+        """Return the size of the shared memory for frames in bytes, both used and free."""
 
     async def close(self) -> None:
         """End all processes of the pool, and wait for their exit."""

@@ -111,7 +111,7 @@ class ProcessPool:
         return infos
 
     def submit(self, worker: int, task: Task) -> None:
-        """Send a task to a worker, preceded by the definition of its loader if it was not sent before."""
+        """Send a task to a worker, preceded by the loader definition if the worker does not have it yet."""
         process = self._places[worker].process
         health, loader = process.health, task.address.loader
         task_id = next(self._task_ids)
@@ -127,7 +127,7 @@ class ProcessPool:
             self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
-        """Preempt a worker: kill its process, and requeue its tasks without counting it as their fault."""
+        """Preempt a worker: kill its process, and requeue its tasks without counting the exit against the tasks."""
         process = self._places[worker].process
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))

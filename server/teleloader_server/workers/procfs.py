@@ -25,7 +25,7 @@ NO_MEMORY: Final = Memory(0, 0)
 
 
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
-    """Measure the resident memory of processes; None stands for this process, and exited processes have 0 bytes.
+    """Measure the resident memory of processes; None is this process, and exited processes count as 0 bytes.
 
     The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
     event loop.
@@ -51,7 +51,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP); False if it is stopped by a debugger."""
+    """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP), False if stopped by a debugger."""
     try:
         # the program's name, in parentheses, may contain spaces and parentheses
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -60,7 +60,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return the CPU time of a process in seconds; None stands for this process, and exited processes have 0 s."""
+    """Return the CPU time of a process in seconds; None is this process, and an exited process has 0 seconds."""
     if pid is None:
         return time.process_time()
     try:
@@ -71,7 +71,7 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 class CpuUse:
-    """Recent CPU utilization of a group of processes; processes that have exited are not counted.
+    """Recent CPU usage of a group of processes, excluding exited processes.
 
     Reads one file per process: call it in the event loop only every few seconds.
     """
@@ -87,14 +87,14 @@ class CpuUse:
         self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
 
     def rate(self, pids: Iterable[int | None]) -> float:
-        """Return the mean number of CPUs that processes have used since the sample before the last one."""
+        """Return the mean number of CPUs that processes have used since the second-to-last sample."""
         then, before = self._samples[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
 
 
 def shortage(error: OSError) -> str:
-    """Describe the exhausted resource that a system call's error reports, and how to increase its limit."""
+    """Describe the exhausted resource behind a failed system call, and how to increase its limit."""
     match error.errno:
         case errno.EMFILE:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -112,7 +112,7 @@ def shortage(error: OSError) -> str:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel's OOM killer has killed since boot, including containers."""
+    """Return the number of processes killed by the kernel's OOM killer since boot, including those in containers."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

@@ -1,4 +1,4 @@
-"""Supervision of a fork server: start it, monitor it, and restart it."""
+"""Supervision of a fork server: start, monitoring and restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Supervisor:
-    """Supervisor of one fork server, which restarts it when it exits."""
+    """Supervisor of one fork server, which restarts the fork server after an exit."""
 
     make: Callable[[], ForkServer]
     """Function that starts a fork server: `ForkServer.spawn` or `ForkServer.fork` with its arguments."""
@@ -41,7 +41,7 @@ class Supervisor:
 
     @property
     def is_restarting(self) -> bool:
-        """True from the exit of a fork server until a new one has constructed the datasets."""
+        """True from the exit of a fork server until its replacement has constructed the datasets."""
         return self._restarting is not None and not self._restarting.done()
 
     async def start(self) -> list[DatasetInfo]:
@@ -67,7 +67,7 @@ class Supervisor:
         return self._infos
 
     def check(self, now: float) -> None:
-        """Resume the fork server (SIGCONT) if it has been stopped for too long."""
+        """Resume the fork server (SIGCONT) if the process has been stopped for too long."""
         pid = self.current.pid
         if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > STOP_TIMEOUT:
             # not replaced like a worker: all workers would end with it, and all datasets would be constructed again

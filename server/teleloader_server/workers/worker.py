@@ -74,7 +74,7 @@ def ignore_stop_signals() -> None:
 
 
 def configure_forked_children() -> None:
-    """Configure processes that user code forks from this worker: accept SIGTERM, and exit together with the worker."""
+    """Configure processes forked by user code in this worker: accept SIGTERM, and exit together with the worker."""
     worker = os.getpid()
     by_main_thread = False
 
@@ -262,7 +262,7 @@ class Worker:
         self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.passes.reached))
 
     def close(self) -> None:
-        """Release the resources of user code, as at the end of a torch worker.
+        """Release the resources of user code, as a torch worker does at exit.
 
         Generators run their ``finally`` blocks, and `multiprocessing` queues send their remaining items.
         """

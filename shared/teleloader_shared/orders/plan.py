@@ -128,7 +128,7 @@ def _samples_of_rank(spec: LoaderSpec, length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Result of an audit of an epoch: the number of visits of each sample."""
+    """Result of an epoch audit: the number of visits to each sample."""
 
     length: int
     """Samples in the dataset."""
@@ -146,7 +146,7 @@ class Coverage:
 
 
 def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
-    """Count the occurrences of each sample in the index arrays of `batches`, to find missing and repeated samples.
+    """Count the visits to each sample in the index arrays of `batches`, to find missing and repeated samples.
 
     Takes 8 bytes of memory per sample of the dataset.
 
