@@ -1,4 +1,4 @@
-"""Argument validation of `DataLoader`: the errors and warnings of torch's DataLoader, without importing torch.
+"""Argument validation for `DataLoader`, with the errors and warnings of torch's DataLoader, without importing torch.
 
 If several arguments are invalid, the first check determines the error. `check` therefore runs the checks in the order
 of the constructor of torch 2.13, where some of them are in the samplers that it creates last. Conditions are written as
@@ -41,7 +41,7 @@ class Arguments:
 
 
 def check(arguments: Arguments) -> None:
-    """Validate the arguments of a loader with the errors and warnings of torch's constructor.
+    """Validate loader arguments, with the errors and warnings of torch's constructor.
 
     Warnings point to the caller of the function that calls this one.
 
@@ -61,7 +61,7 @@ def check(arguments: Arguments) -> None:
 
 
 def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3) -> None:
-    """Warn if there are more workers than CPUs, as torch does in the constructor and at each ``iter()``.
+    """Warn if there are more workers than CPUs, in the constructor and at each ``iter()`` as torch does.
 
     Args:
         num_workers: The loader's `num_workers` argument.
@@ -120,7 +120,7 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
 def check_ranks(
     seed: int | None, rank: int | None, world_size: int | None, *, sampler: object, generator: object
 ) -> None:
-    """Validate `seed`, `rank` and `world_size`, which torch's DataLoader does not have.
+    """Validate the teleloader-specific arguments `seed`, `rank` and `world_size`.
 
     Raises:
         ValueError: If they are inconsistent, or combined with a sampler or generator.
@@ -140,7 +140,7 @@ def check_ranks(
 
 
 def as_context(context: Any) -> Any:
-    """Return a multiprocessing context object for a start method, as torch does; return other values unchanged."""
+    """Convert a start method to a multiprocessing context, as torch does; return other values unchanged."""
     return get_context(context) if isinstance(context, str) else context
 
 

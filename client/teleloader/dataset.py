@@ -281,7 +281,7 @@ class RemoteDataset:
 
 
 def consumers_prefix() -> str:
-    """Return the prefix of the names of all consumers in this process: ``hostname:pid/``."""
+    """Return the prefix of all consumer names in this process: ``hostname:pid/``."""
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 

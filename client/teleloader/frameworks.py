@@ -1,4 +1,4 @@
-"""Integration with Hugging Face accelerate: prevents it from replacing the loader with a torch DataLoader."""
+"""Hugging Face accelerate integration: prevents accelerate from replacing the loader with a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class SkippedBatches:
-    """Wrapper of a loader that skips the first batches of each epoch; result of ``accelerate.skip_first_batches``.
+    """Loader wrapper that skips the first batches of each epoch; result of ``accelerate.skip_first_batches``.
 
     All attributes, including `set_epoch` and `state_dict`, are those of the wrapped loader.
 
@@ -37,7 +37,7 @@ class SkippedBatches:
 
 
 def integrate_accelerate(kind: type, skip: Callable[[Any, int], SkippedBatches]) -> None:
-    """Patch accelerate, if it is imported, so that it keeps loaders of class `kind`.
+    """Patch accelerate, if imported, to leave loaders of class `kind` in place.
 
     accelerate would build a new torch DataLoader from a loader's `dataset` and `batch_sampler`, which would lose the
     order of ``seed=`` and all options of the server; accelerate has no hook to prevent this. Two of its functions are

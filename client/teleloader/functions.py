@@ -20,7 +20,7 @@ def name_on_server(
     *,
     batched: bool = True,
 ) -> str | None:
-    """Return the name by which a loader's spec refers to a `collate_fn` or `worker_init_fn`.
+    """Return the server-side name of a `collate_fn` or `worker_init_fn`, for the loader's spec.
 
     None selects the server's default. Functions are never sent to another process. A server in this process looks up
     the function itself, as long as `owner` exists.

@@ -1,4 +1,4 @@
-"""Creation of an iteration over an epoch, from servers or from a dataset in this process."""
+"""Creation of an iteration over an epoch, with batches from servers or from an in-process dataset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from teleloader_shared.spec import LoaderSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Parameters of one iteration over an epoch: a snapshot of the loader's arguments and its position."""
+    """Parameters of one iteration over an epoch: a snapshot of the loader's arguments and position."""
 
     spec: LoaderSpec
     order: Order
@@ -54,7 +54,7 @@ class Start:
     """Measurements of the loader's previous iteration."""
 
     def open(self, dataset: RemoteDataset | DirectDataset) -> Iteration:
-        """Create the iteration and start to fetch its batches.
+        """Create the iteration and start fetching batches.
 
         Raises:
             ServerUnavailable: If no server responds.

@@ -1,4 +1,4 @@
-"""`DataLoader`: the DataLoader of torch, with its workers on a loader server."""
+"""`DataLoader`: counterpart of torch's DataLoader with workers on a loader server."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ class DataLoader:
     # -- position
 
     def set_epoch(self, epoch: SupportsIndex) -> None:
-        """Select the epoch of the next ``iter()``; also calls ``set_epoch`` of the user's sampler, if it has one.
+        """Select the epoch of the next ``iter()``; also calls ``set_epoch`` of the user's sampler, if available.
 
         After `load_state_dict`, selecting the interrupted epoch continues it at the saved position.
 

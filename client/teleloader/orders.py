@@ -20,7 +20,7 @@ from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 
 class Order(ABC):
-    """Interface of the order in which a loader yields the samples of an epoch."""
+    """Interface of sample orders: the order in which a loader yields the samples of an epoch."""
 
     name: ClassVar[str]
     """Name in saved states."""
@@ -51,7 +51,7 @@ class Order(ABC):
         """
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan | None:
-        """Return the plan with the sample indices of all batches of an epoch; None unless `has_plan`.
+        """Return the plan with the sample indices of each batch in an epoch; None unless `has_plan`.
 
         Args:
             spec: Parameters of the loader.
@@ -65,7 +65,7 @@ class Order(ABC):
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
-        """Return an object whose length is the iterator's ``len()``; None if the iterator has no length.
+        """Return an object whose length is the iterator's ``len()``; None for iterators without length.
 
         Args:
             stop: Number of batches, as far as `extent` knows it.
@@ -73,7 +73,7 @@ class Order(ABC):
         return None
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Adapt a loader's spec to a private pool of workers.
+        """Adapt a loader's spec to a private worker pool.
 
         Args:
             spec: Parameters of the loader.
@@ -90,7 +90,7 @@ class Order(ABC):
         return position
 
     def resume(self, position: Position) -> None:  # noqa: B027 - only samplers have a state
-        """Advance the sampler to its state at the end of the epoch before `position`."""
+        """Advance the sampler to the end-of-epoch state of the epoch before `position`."""
 
     def index_lists(self, position: Position) -> IndexLists | None:
         """Return the index lists to send to servers, starting at `position`; None if servers compute the indices."""
@@ -128,7 +128,7 @@ class PlanOrder(Order):
         return len(self.plan(spec, 0))
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan:
-        """Return the plan with the sample indices of all batches of an epoch."""
+        """Return the plan with the sample indices of each batch in an epoch."""
         return Plan(spec, len(self._dataset) if length is None else length, epoch)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, int]:
@@ -141,13 +141,13 @@ class PlanOrder(Order):
         return range(stop)
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Adapt a loader's spec to a private pool of workers: set the base seed if no seed determines the batches."""
+        """Adapt a loader's spec to a private worker pool: set the base seed if no other seed determines the batches."""
         # all ranks must shuffle with the same seed, and need not have drawn the same base seed
         return spec if self._seeded or spec.shuffle else replace(spec, seed=base_seed)
 
 
 class SamplerOrder(Order):
-    """Order of a client-side sampler, torch's or the user's, whose index lists are sent to the server.
+    """Order of a client-side sampler (torch's or the user's), whose index lists are sent to the server.
 
     Args:
         sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
@@ -183,7 +183,7 @@ class SamplerOrder(Order):
         return sampler
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
-        """Adapt a loader's spec to a private pool of workers that receives index lists from the client."""
+        """Adapt a loader's spec to a private worker pool that receives index lists from the client."""
         size = 1 if self._batched else None
         return replace(spec, seed=base_seed, order="client", shuffle=False, drop_last=False, batch_size=size)
 
@@ -192,7 +192,7 @@ class SamplerOrder(Order):
         return position if position.sampler is not None else position._replace(sampler=initial_state(self._sampler))
 
     def resume(self, position: Position) -> None:
-        """Advance the sampler to its state at the end of the epoch before `position`."""
+        """Advance the sampler to the end-of-epoch state of the epoch before `position`."""
         if position.sampler is not None:
             end_epoch(self._sampler, position.sampler)
 
@@ -268,7 +268,7 @@ class Orders:
         self._shown = ShownSamplers(*(samplers if self._fixed is None else ()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of the user's sampler, if it has one."""
+        """Call the ``set_epoch`` method of the user's sampler, if available."""
         set_epoch = getattr(self._drawn.user_sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

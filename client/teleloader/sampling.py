@@ -1,4 +1,4 @@
-"""Client-side samplers, torch's or the user's: index lists, saved states and random generators."""
+"""Client-side samplers (torch's or the user's): index lists, saved states and random generators."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Batches:
 
 
 def batched(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield lists of `size` indices; the last list may be shorter, unless `drop_last`."""
+    """Yield lists of `size` indices; the last list may be shorter, unless `drop_last` is set."""
     while batch := list(islice(indices, size)):
         if len(batch) == size or not drop_last:
             yield batch
@@ -164,7 +164,7 @@ def _source(sampler: Any) -> Any:
 
 
 class SamplerStates:
-    """Saved states of a sampler at the positions where the training loop may stop, and at the end of the epoch.
+    """Saved sampler states at the positions where the training loop may stop, and at the end of the epoch.
 
     Index lists are drawn before the training loop requests their batches, so the sampler's current state is ahead of
     the training loop. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of the next
@@ -178,7 +178,7 @@ class SamplerStates:
         """True if the sampler has ended."""
 
     def put(self, number: int, state: dict[str, Any] | None) -> None:
-        """Store the sampler's state before index list `number`; None, for a sampler without a state, is ignored."""
+        """Store the sampler's state before index list `number`; None (a sampler without state) is ignored."""
         if state is not None:
             self._states[number] = state
 
@@ -189,7 +189,7 @@ class SamplerStates:
                 del self._states[k]
 
     def before(self, number: int) -> dict[str, Any] | None:
-        """Return the sampler's state before index list `number`, or the latest earlier state that is stored."""
+        """Return the sampler's state before index list `number`, or the latest stored state before that."""
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
@@ -206,7 +206,7 @@ class SamplerStates:
 
 
 def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Encode the states before index list `number` as an entry of `SamplerStates`; None if there are no states."""
+    """Encode the states before index list `number` as an entry of `SamplerStates`; None without states."""
     return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
 
 
@@ -217,7 +217,7 @@ def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
 
 
 def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
-    """Advance a sampler to its saved position at the end of an epoch that another process iterated."""
+    """Advance a sampler to its saved end-of-epoch state, for an epoch that another process iterated."""
     states = user_state.unpack(state["text"])
     for draws in state["draws"]:
         iterator = _Draws(sampler, states).iterator
@@ -251,7 +251,7 @@ class ShownSamplers:
 
 
 class IndexLists:
-    """Index lists of the batches of one epoch, drawn from a client-side sampler on demand.
+    """Index lists for the batches of one epoch, drawn from a client-side sampler on demand.
 
     Args:
         sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.

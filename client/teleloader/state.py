@@ -30,7 +30,7 @@ class Position(NamedTuple):
     """State of a stateful client-side sampler, see `sampling.SamplerStates`."""
 
     def check(self) -> None:
-        """Check that the states of the user's dataset and sampler can be saved.
+        """Check that the states of the user's dataset and sampler are serializable.
 
         Raises:
             StateMismatch: If a state cannot be encoded; the message names the value.

@@ -1,4 +1,4 @@
-"""Client-side statistics of a loader: data wait of the training loop, received batches, bytes and copies.
+"""Client-side loader statistics: data wait of the training loop, received batches, bytes and copies.
 
 A step whose batch has already arrived is not timed, so that it has no overhead.
 """
@@ -18,7 +18,7 @@ from teleloader_shared.stats import Latency
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Statistics of one iteration of a `DataLoader`. Times are in seconds, sizes in bytes."""
+    """Statistics of one `DataLoader` iteration. Times are in seconds, sizes in bytes."""
 
     epoch: int | None
     """Epoch number; None before the first epoch."""
@@ -56,7 +56,7 @@ class LoaderStats:
 
 
 class Measures:
-    """Collector of the client-side measurements of one iteration.
+    """Collector of client-side measurements during one iteration.
 
     The receiving threads count batches while they hold the lock of the reorder buffer.
 

@@ -278,7 +278,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as ``"512MiB"``, ``"2GiB"`` or ``"4096"`` to bytes; K, M, G and T are powers of 1024.
+    """Parse a size such as ``"512MiB"`` or ``"4096"`` to bytes; the units K, M, G and T are powers of 1024.
 
     Raises:
         ConfigError: The text is not a size.

@@ -1,4 +1,4 @@
-"""Logging of the server to stderr, as text or JSON lines."""
+"""Server logging to stderr, as text or JSON lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """Format a log record as one line of text, without its traceback."""
+        """Format a log record as one line of text, without traceback."""
         about = " ".join(f"{name}={value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" [{about}]" if about else "")
 
@@ -56,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: Format) -> None:
-    """Configure logging: write all log records of this process to stderr, including uvicorn's and Python warnings.
+    """Configure logging to stderr for all log records of this process, including uvicorn's records and Python warnings.
 
     Args:
         level: Minimum level, e.g. ``"info"``.

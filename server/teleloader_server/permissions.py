@@ -33,7 +33,7 @@ _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 
 class Principal(NamedTuple):
-    """Authenticated identity of a client: name of its token, scopes, and share of the memory budget."""
+    """Authenticated identity of a client: token name, scopes, and share of the memory budget."""
 
     name: str
     """Name of the token."""
@@ -63,7 +63,7 @@ class Principal(NamedTuple):
 
 
 class Caller(Protocol):
-    """Interface of the client that sent a request, for authorization.
+    """Interface for authorizing the client that sent a request.
 
     Code that waits keeps the caller and not its principal: a token can expire, be revoked or lose a scope meanwhile,
     and `authorize` looks it up again on each call.
@@ -115,7 +115,7 @@ def need_of(endpoint: object) -> str:
 
 
 def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> bool:
-    """Return True if the scopes of a token permit an operation.
+    """Return True if token scopes permit an operation.
 
     Args:
         scopes: Scopes of a token.
@@ -130,5 +130,5 @@ def allows(scopes: frozenset[str], need: str, dataset: str | None = None) -> boo
 
 
 def format_scopes(scopes: Sequence[str] | frozenset[str]) -> str:
-    """Format scopes for messages: sorted, separated by commas."""
+    """Format scopes for messages: sorted and comma-separated."""
     return ", ".join(sorted(scopes))

@@ -1,4 +1,4 @@
-"""Request IDs, which connect a response with the log lines of its request."""
+"""Request IDs, which link a response to the log lines of its request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new_id() -> str:
 
 
 def current() -> str | None:
-    """Return the ID of the request that is being processed in this context; None outside of requests."""
+    """Return the ID of the request being processed in this context; None outside of requests."""
     return _current.get()
 
 

@@ -1,4 +1,4 @@
-"""The function ``serve``: a server in a thread of this process for a dataset object, for notebooks and tests."""
+"""Function ``serve``: runs a server for a dataset object in a thread of this process, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class _LocalServer:
         self.thread = threading.Thread(target=self._run, name="teleloader-server", daemon=True)
 
     def start(self) -> str:
-        """Start the server's thread, wait until the server listens, and return its URL."""
+        """Start the server thread, wait until the server listens, and return the server's URL."""
         self.thread.start()
         try:
             return self._started.result()
@@ -179,7 +179,7 @@ class _LocalServer:
             raise
 
     def stop(self) -> None:
-        """Stop the server, and wait for its thread to exit."""
+        """Stop the server, and wait for the server thread to exit."""
         if os.getpid() != self._pid:
             return  # this is a forked child, and the server belongs to its parent
         self._stop()

@@ -57,7 +57,7 @@ _SMALL_FRAME: Final = 64 * 1024
 
 
 class Memory(Protocol):
-    """Interface of the memory that frames are decoded from, which creates the arrays or tensors of a batch.
+    """Interface of the memory from which frames are decoded; creates the arrays or tensors of a batch.
 
     The decoder determines which bytes belong to an array. The memory determines its type (NumPy array or torch tensor)
     and where copies are allocated. An array keeps the memory that it views alive.
@@ -71,7 +71,7 @@ class Memory(Protocol):
         """Allocate `nbytes` bytes of additional memory, for copied or decompressed arrays."""
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return the memory to decode the frame at `start` from: this memory, or a copy of the frame."""
+        """Return the memory for decoding the frame at `start`: this memory, or a copy of the frame."""
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """Return the C-contiguous array or tensor at byte offset `offset`.
@@ -104,13 +104,13 @@ class Bits:
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return this memory if the frame fills it, else a copy: a batch must not keep adjacent frames in memory."""
+        """Return this memory if the frame fills it, else a copy, to avoid keeping adjacent frames in memory."""
         if nbytes == len(self.data):
             return self
         return type(self)(self.data[start : start + nbytes].copy())
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return an array that views this memory, of the NumPy type that holds the bits of `dtype_name`."""
+        """Return an array that views this memory, with the NumPy type that stores the bits of `dtype_name`."""
         return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
 
 
@@ -142,7 +142,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a shard of an iterable-style dataset, sent in place of a batch."""
+    """End of an iterable-style dataset's shard, sent in place of a batch."""
 
     samples: int
     """Samples that the shard yielded in total, including those of an incomplete batch that ``drop_last`` dropped."""
@@ -254,7 +254,7 @@ class FrameWriter:
 
 
 def to_bytes(address: Address, content: object, **options: Any) -> bytes:
-    """Encode a small batch or a failure as a frame, with the `options` of `FrameWriter`; copies the frame once."""
+    """Encode a small batch or a failure as a frame, with a copy; `options` are passed to `FrameWriter`."""
     writer = FrameWriter(address, content, **options)
     buffer = np.empty(writer.nbytes, np.uint8)
     writer.write(buffer)
@@ -262,7 +262,7 @@ def to_bytes(address: Address, content: object, **options: Any) -> bytes:
 
 
 def frame_size(prologue: bytes | memoryview) -> int:
-    """Return the size of a frame in bytes, decoded from its first `PROLOGUE_SIZE` bytes.
+    """Return the size of a frame in bytes, from the first `PROLOGUE_SIZE` bytes of the frame.
 
     Raises:
         ProtocolError: If the bytes are not the beginning of a frame.
@@ -271,7 +271,7 @@ def frame_size(prologue: bytes | memoryview) -> int:
 
 
 class Envelope(NamedTuple):
-    """Partially decoded frame: only the prologue is parsed, not the header and the arrays."""
+    """Partially decoded frame: the prologue is parsed, but not the header and the arrays."""
 
     size: int
     """Size of the frame in bytes."""
@@ -296,7 +296,7 @@ class Envelope(NamedTuple):
 
 
 def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
-    """Check the sizes and the checksum of a frame, without parsing its header.
+    """Check the sizes and the checksum of a frame, without parsing the header.
 
     Args:
         raw: Buffer that contains the frame.
@@ -401,7 +401,7 @@ class _Segments:
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the next array, checked against the type and shape that the tree declares."""
+        """Return the next array, after checking the type and shape declared by the tree."""
         dtype = dtypes.storage(dtype_name)
         nbytes = dtype.itemsize * prod(shape)
         self._taken += 1

@@ -1,4 +1,4 @@
-"""Progress of the shards of an iterable-style dataset, with a digest of the delivered batches.
+"""Shard progress of an iterable-style dataset, with a digest of the delivered batches.
 
 After a worker exits, its successor iterates the dataset again from the start: within a session, or in a new session if
 the server no longer has the old one. Server and client keep the same record, and a replay with a different digest is
@@ -33,7 +33,7 @@ class Delivered(NamedTuple):
 
 
 def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
-    """Return the rolling digest of delivered frames, updated with one more frame.
+    """Return the rolling digest of delivered frames, updated with another frame.
 
     Args:
         digest: Digest of the preceding frames, 0 if there are none.
@@ -50,7 +50,7 @@ def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
 
 
 def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
-    """Decode the progress of one shard from the text of `pack`; None if the text belongs to another epoch.
+    """Decode the progress of one shard from the text returned by `pack`; None if the text is for another epoch.
 
     Raises:
         StateMismatch: If the text does not have the format of `pack`.

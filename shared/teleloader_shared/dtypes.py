@@ -34,12 +34,12 @@ NAMES: Final = (*NUMPY, *EXTENDED)
 
 @lru_cache(maxsize=256)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return `dtype.name`, cached: NumPy computes the string at each access, which slows down small batches."""
+    """Return `dtype.name` from a cache, because NumPy computes the string at each access."""
     return dtype.name
 
 
 def storage(name: str) -> np.dtype[np.generic]:
-    """Return the little-endian NumPy type that stores the bits of the element type `name`.
+    """Return the little-endian NumPy type that stores the bits of element type `name`.
 
     Raises:
         ProtocolError: If no type has that name.

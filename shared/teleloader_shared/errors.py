@@ -40,11 +40,11 @@ class InvalidSpec(TeleloaderError, ValueError):
 
 
 class UnknownDataset(TeleloaderError, LookupError):
-    """The server hosts no dataset of the requested name."""
+    """The server hosts no dataset with the requested name."""
 
 
 class UnknownLoader(TeleloaderError, LookupError):
-    """The server has no loader with the requested key: it was never registered, expired, or the server restarted."""
+    """The server has no loader with the requested key: never registered, expired, or lost in a server restart."""
 
 
 class BatchOutOfRange(TeleloaderError, IndexError):
@@ -52,11 +52,11 @@ class BatchOutOfRange(TeleloaderError, IndexError):
 
 
 class DatasetChanged(TeleloaderError, ValueError):
-    """The hosted dataset has a different fingerprint than when the loader was created."""
+    """The hosted dataset's fingerprint has changed since the loader was created."""
 
 
 class StateMismatch(TeleloaderError, ValueError):
-    """A ``state_dict`` belongs to another dataset, sample order or global batch size, or is damaged."""
+    """A ``state_dict`` is damaged, or belongs to another dataset, sample order or global batch size."""
 
 
 class EncodeError(TeleloaderError, TypeError):
@@ -106,7 +106,7 @@ class TlsError(TeleloaderError):
 
 
 class LoaderTimeout(TeleloaderError, RuntimeError):
-    """A batch did not arrive within the loader's ``timeout``, or exceeded the server's time limit per batch."""
+    """A batch did not arrive within the loader's ``timeout``, or exceeded the server's per-batch time limit."""
 
 
 class WorkerDied(TeleloaderError, RuntimeError):

@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def after_fork_in_child(callback: Callable[[], object]) -> None:
-    """Register `callback` to run in each child that this process forks; does nothing on systems without fork."""
+    """Register `callback` to run in each child that this process forks; no-op on systems without ``fork``."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=callback)

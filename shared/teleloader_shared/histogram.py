@@ -42,7 +42,7 @@ class Histogram:
             self._flush()
 
     def add(self, seconds: Sequence[float] | NDArray[np.float64]) -> None:
-        """Add several durations, in seconds, and count them at once."""
+        """Add several durations in seconds to the counts."""
         times = np.asarray(seconds, np.float64)
         if times.size:
             self._counts += np.bincount(np.searchsorted(_BOUNDS, times), minlength=len(self._counts))
@@ -65,7 +65,7 @@ class Histogram:
         return Latency(count, self._sum / count if count else 0.0, p50, p95, p99, self._max)
 
     def buckets(self) -> tuple[list[tuple[float, int]], float]:
-        """Return the cumulative buckets, as (upper bound, count) pairs, and the sum of all durations in seconds.
+        """Return the cumulative buckets as (upper bound, count) pairs, and the sum of all durations in seconds.
 
         The last bound is infinity, as in Prometheus.
         """

@@ -35,13 +35,13 @@ def register_function(owner: object, argument: str) -> str:
 
 
 def registered_function(name: str) -> Callable[..., Any] | None:
-    """Return the function that is registered under `name` in this process; None if its owner no longer exists."""
+    """Return the function registered under `name` in this process; None if the function's owner no longer exists."""
     owner = _owners.get(name)
     return None if owner is None else getattr(owner, name.split(":")[1])
 
 
 def begin_serving(url: str, thread: threading.Thread) -> None:
-    """Register a server in this process that listens at `url` and runs in `thread`."""
+    """Register a server in this process, with its URL and thread."""
     _served[url] = thread
 
 

@@ -16,7 +16,7 @@ class NumpyMemory(Bits):
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a NumPy array or scalar that views this memory; types that NumPy lacks come from ml_dtypes.
+        """Return a NumPy array or scalar that views this memory; types missing in NumPy come from ml_dtypes.
 
         Raises:
             TeleloaderError: If ml_dtypes is needed and not installed.

@@ -34,18 +34,18 @@ STREAM_PATH: Final = "/stream"
 
 
 def batches_path(key: str, epoch: int) -> str:
-    """Return the URL path of the batches of an epoch; batch k is at this path followed by ``/{k}``."""
+    """Return the URL path for the batches of an epoch; the path of batch k is this path followed by ``/{k}``."""
     return f"{loader_path(key)}/epochs/{epoch}/batches"
 
 
 def loader_path(key: str) -> str:
-    """Return the URL path of a loader: ``GET`` renews its session, ``DELETE`` ends it."""
+    """Return the URL path of a loader: ``GET`` renews the loader's session, ``DELETE`` ends the session."""
     return f"{LOADERS_PATH}/{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """Progress of a training loop, sent with each batch request: totals over all iterations of a loader."""
+    """Progress of a training loop, sent with each batch request: totals over all iterations with the loader."""
 
     elapsed: float
     """Seconds spent in iterations over epochs, including the current one."""

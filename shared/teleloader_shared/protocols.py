@@ -25,5 +25,5 @@ def accepts(found: object, name: str, *arguments: object) -> bool:
 
 
 def is_stateful(found: object) -> bool:
-    """Return True if `found` follows torchdata's ``Stateful`` protocol."""
+    """Return True if `found` implements torchdata's ``Stateful`` protocol."""
     return accepts(found, "state_dict") and accepts(found, "load_state_dict", {})

@@ -60,7 +60,7 @@ def _find_class(module: str, qualname: str) -> type | None:
 
 
 class RecordTypes:
-    """Cache of the namedtuple and dataclass types of one batch, with a limit on their number.
+    """Cache of the namedtuple and dataclass types in one batch, with a limit on the type count.
 
     The limits bound the time that a peer can make the decoder spend.
     """

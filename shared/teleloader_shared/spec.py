@@ -1,4 +1,4 @@
-"""Validated parameters of a loader (`LoaderSpec`), and the key that identifies the loader on the server."""
+"""Validated loader parameters (`LoaderSpec`), and the key that identifies a loader on the server."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class LoaderSpec:
 
     @classmethod
     def from_json(cls, fields: object) -> LoaderSpec:
-        """Create a spec from a JSON object; omitted fields have their defaults.
+        """Create a spec from a JSON object; omitted fields get default values.
 
         Raises:
             InvalidSpec: If a field is unknown or invalid, or no dataset is named.

@@ -64,7 +64,7 @@ class SlowBatch:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """Statistics of the server process, its memory and its network traffic."""
+    """Statistics of the server process, its memory and network traffic."""
 
     version: str
     host: str
@@ -103,7 +103,7 @@ class ServerStats:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """Statistics of one worker ID, across the processes that have had it."""
+    """Statistics of one worker ID, across all processes with this ID."""
 
     worker: int
     """Worker ID, from 0; user code sees it in ``get_worker_info()``."""
@@ -169,7 +169,7 @@ class DatasetStats:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Bottleneck of a consumer, and the setting to change."""
+    """Bottleneck of a consumer, and the recommended setting change."""
 
     bottleneck: Bottleneck
     workers: int | None

@@ -1,4 +1,4 @@
-"""Summary of the structure of a batch: path, type, shape and value range of each array and plain value."""
+"""Summary of a batch's structure: path, type, shape and value range of each array and plain value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN: Final = 90
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Summary of one array or plain value of a batch."""
+    """Summary of one array or plain value in a batch."""
 
     path: str
     """Python expression for its position, e.g. ``batch['image']``."""

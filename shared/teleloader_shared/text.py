@@ -12,19 +12,19 @@ _MAX_EXCERPT: Final = 200
 
 
 def harmless(text: str) -> str:
-    """Replace control characters, which a terminal would interpret; keep line breaks."""
+    """Replace control characters, which a terminal would interpret, but keep line breaks."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())
 
 
 def sentence(text: str) -> str:
-    """Return the sanitized beginning of a text in one line, for log entries and error messages."""
+    """Return the sanitized beginning of a text as one line, for log entries and error messages."""
     return harmless(text[:MAX_SHOWN]).replace("\n", " ")
 
 
 def excerpt(body: bytes | bytearray) -> str:
-    """Return the beginning of a received HTTP body as sanitized text in one line."""
+    """Return the beginning of a received HTTP body as one line of sanitized text."""
     return sentence(body[:_MAX_EXCERPT].decode(errors="replace"))
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry tracing, active only if the process has loaded its SDK.
+"""OpenTelemetry tracing, active only if the process has loaded the OpenTelemetry SDK.
 
 Run the training process and the server under ``opentelemetry-instrument``, or set a tracer provider before the first
 iteration.

@@ -45,7 +45,7 @@ class Tensor(np.ndarray[Any, np.dtype[Any]]):
 
 
 class Leaf(Protocol):
-    """Interface of an array to encode: known type and shape, and a method that writes the elements into a buffer.
+    """Interface of an encodable array with known type and shape, which writes its elements into a buffer.
 
     The elements may be computed only when they are written.
     """
@@ -63,11 +63,11 @@ class Leaf(Protocol):
         """Kind of the array: ``tensor``, ``ndarray``, or ``scalar`` for a NumPy scalar."""
 
     def write(self, out: NDArray[Any]) -> None:
-        """Write the elements to `out`, an array of `shape` and of the NumPy type `dtypes.storage(dtype_name)`."""
+        """Write the elements to `out`, an array of shape `shape` and NumPy type `dtypes.storage(dtype_name)`."""
 
 
 class ArrayLeaf(NamedTuple):
-    """Leaf of an existing array; `array` holds the raw bits (uint16 for bfloat16)."""
+    """Leaf for an existing array; `array` holds the raw bits (uint16 for bfloat16)."""
 
     dtype_name: str
     kind: str
@@ -88,7 +88,7 @@ MakeLeaf = Callable[[str, tuple[int, ...], str], Any]
 
 
 def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
-    """Convert a batch to a tree of msgpack types and the list of its arrays.
+    """Convert a batch to a tree of msgpack types and a list of arrays.
 
     Args:
         batch: Any value that a batch can hold.
@@ -102,7 +102,7 @@ def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
 
 
 def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
-    """Reconstruct a batch from its tree of msgpack types; `make_leaf` is called for each array in order.
+    """Reconstruct a batch from a tree of msgpack types; `make_leaf` is called for each array, in order.
 
     Raises:
         ProtocolError: If `node` is not a valid tree.

@@ -1,4 +1,4 @@
-"""Human-readable formats of counts, sizes, durations and percentages."""
+"""Human-readable formatting of counts, sizes, durations and percentages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text encoding of the ``state_dict()`` of a user's dataset or sampler, as a frame in base64.
+"""Text encoding for the ``state_dict()`` of a user's dataset or sampler: a frame in base64.
 
 JSON would silently change tuples, tensors, NumPy numbers and integer keys. States therefore use the tree encoding of
 batches (docs/protocol.md, "Tree encoding"), which preserves the types of all values or reports the path of a value
@@ -48,7 +48,7 @@ def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterabl
 
 
 def unpack(text: str) -> Any:
-    """Decode a ``state_dict()`` from the text of `pack`; arrays and tensors are writable copies.
+    """Decode a ``state_dict()`` from the text returned by `pack`; arrays and tensors are writable copies.
 
     Raises:
         StateMismatch: If the text is damaged, or holds an error because the state could not be encoded.
@@ -57,7 +57,7 @@ def unpack(text: str) -> Any:
 
 
 def check(text: str) -> None:
-    """Check that `unpack` can decode the text, without creating tensors: a client may not have torch.
+    """Check that `unpack` can decode the text, without creating tensors, because a client may lack torch.
 
     Raises:
         StateMismatch: If the text is damaged, or holds an error because the state could not be encoded.

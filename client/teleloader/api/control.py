@@ -103,7 +103,7 @@ def _confirmed(
 
 
 class Server:
-    """Client for control requests to one loader server, with credentials and the server's health.
+    """Client for control requests to one loader server; stores the server's health state and the credentials.
 
     Args:
         url: URL of the server.
@@ -129,7 +129,7 @@ class Server:
         """Duration of the slowest recent response or timeout, in seconds; decays by a tenth per faster response."""
 
     def succeeded(self) -> None:
-        """Record a successful request; log the recovery if the previous request failed."""
+        """Record a successful request; log the server's recovery if the previous request failed."""
         if self.last_error is not None:
             logger.warning("%s responds again", self.url)
             self.last_error = None
@@ -176,7 +176,7 @@ class Server:
 
     @_confirmed
     def touch(self, key: str) -> None:
-        """Send a heartbeat to keep a session alive while its client requests no batches.
+        """Send a heartbeat, which keeps a session alive while the client requests no batches.
 
         Raises:
             ServerUnavailable: If the server does not respond.

@@ -39,7 +39,7 @@ def error_of(
     retry_after: float = 0.0,
     is_identified: bool = True,
 ) -> TeleloaderError:
-    """Create the exception for an unsuccessful HTTP response.
+    """Create the exception for an HTTP error response.
 
     Args:
         status: Status code of the response.

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the ``teleloader`` command, or report which of its optional dependencies is missing."""
+    """Run the ``teleloader`` command, or report the missing optional dependency."""
     try:
         from teleloader.cli.commands import teleloader
     except ModuleNotFoundError as error:

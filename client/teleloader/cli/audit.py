@@ -48,7 +48,7 @@ def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
 
 
 def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
-    """Print the result of an audit, as text or JSON."""
+    """Print an audit result, as text or JSON."""
     if as_json:
         print_json({"dataset": name, "epoch": epoch, **facts(found)})
         return

@@ -1,4 +1,4 @@
-"""Command ``teleloader bench``: measures the throughput of data loading and reports its bottleneck."""
+"""Command ``teleloader bench``: measures data loading throughput and reports the bottleneck."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ DIAGNOSIS_AFTER: Final = 3
 
 
 class BatchFailed(Exception):
-    """The dataset raised an exception for a batch; the message describes it."""
+    """The dataset raised an exception for a batch; the error message describes the exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Result of a benchmark, measured after the first batch. Times are in seconds, sizes in bytes."""
+    """Benchmark result, measured after the first batch. Times are in seconds, sizes in bytes."""
 
     dataset: str
     step: float
@@ -91,7 +91,7 @@ _RATES: Final = (
 
 
 class Bench:
-    """Simulated training loop that measures a loader, over as many epochs as needed.
+    """Simulated training loop that benchmarks a loader, over as many epochs as needed.
 
     Args:
         loader: The loader to measure.
@@ -110,7 +110,7 @@ class Bench:
         self._nbytes = 0
 
     def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """Run the benchmark; return its result, and the server's diagnosis of this consumer if available.
+        """Run the benchmark; return the result, and the server's diagnosis of this consumer if available.
 
         Args:
             url: URL of the server.
@@ -209,7 +209,7 @@ def _limiting_workers(found: Stats, mine: ConsumerStats) -> int | None:
 
 
 def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> None:
-    """Print the result of a benchmark, as text or JSON."""
+    """Print a benchmark result, as text or JSON."""
     if as_json:
         rates = {name: getattr(measured, name) for name in _RATES}
         print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})

@@ -1,4 +1,4 @@
-"""Definitions of the subcommands of ``teleloader``, with their arguments and options."""
+"""Subcommand definitions of ``teleloader``, with arguments and options."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def batch_size(default: int) -> Callable[[_Command], _Command]:
 
 
 def of_loader(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds several options to a command, in the given order."""
+    """Return a decorator that adds several loader options to a command, in the given order."""
 
     def add(command: _Command) -> _Command:
         for option in reversed(options):

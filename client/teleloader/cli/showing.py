@@ -1,4 +1,4 @@
-"""Terminal output of the commands: console, progress bar, tables, and removal of control characters."""
+"""Terminal output of the commands: console, progress bar, tables, and control character removal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPE_WIDTH: Final = 1000
 
 
 def results_console() -> Console:
-    """Return a rich console for results on stdout: in color in a terminal, plain in a pipe."""
+    """Return a rich console for stdout: with colors in a terminal, plain in a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 

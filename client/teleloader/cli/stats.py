@@ -86,7 +86,7 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def once(url: str, limit: int, *, as_json: bool) -> None:
-    """Request the statistics of a server once and print them, as text or JSON."""
+    """Request and print the statistics of a server once, as text or JSON."""
     response = Server(url, TIMEOUT).stats(limit)
     if as_json:
         print_json(response)
@@ -265,7 +265,7 @@ def workers_table(workers: list[WorkerStats], width: int) -> Table:
 
 
 def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
-    """Create a table of datasets, with the durations of their loading stages."""
+    """Create a table of datasets, with the durations of the loading stages."""
     wide = width >= VERY_WIDE
     stages = list(datasets[0].stages)[:MAX_STAGES] if datasets else []
     columns = (

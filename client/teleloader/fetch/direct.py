@@ -35,7 +35,7 @@ _HERE: Final = "this process"
 
 
 class Epoch(Protocol):
-    """Interface of one iteration over a dataset object, implemented by the server package."""
+    """Interface of one iteration over a dataset object; implemented by the server package."""
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
         """Load a batch; return the batch (or `End`) and the subsequent state of an iterable-style dataset."""
@@ -48,7 +48,7 @@ class Workers(Protocol):
     """Interface of a loader's workers that run in the calling thread, for `teleloader.testing`."""
 
     def frame(self, address: Address, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
-        """Load a batch and encode it as a frame; encode a failure if loading raises an exception.
+        """Load a batch and encode it as a frame; if loading raises an exception, encode a failure frame.
 
         Args:
             address: Identifier of the batch.
@@ -111,7 +111,7 @@ class DirectDataset:
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Add the current state of an iterable-style dataset to a position at the start of an epoch."""
+        """Add the current state of an iterable-style dataset to a start-of-epoch position."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)
@@ -178,7 +178,7 @@ class DirectReceiver:
 
     @property
     def reorder_buffer(self) -> DirectReceiver:
-        """Reorder buffer of the iteration: this object itself."""
+        """Reorder buffer of the iteration, which is this object."""
         return self
 
     @property
@@ -232,14 +232,14 @@ class DirectReceiver:
             self.scheduler.extend(max(indices) + 1)
 
     def complete(self) -> None:
-        """Do nothing: no requests wait for further index lists."""
+        """Do nothing: no requests wait for index lists."""
 
     def close(self, why: BaseException | None = None) -> None:
         """Release the dataset's iterator."""
         self._epoch.close()
 
     def end_session(self) -> None:
-        """Do nothing: in-process loading has no workers to end."""
+        """Do nothing: in-process loading uses no workers."""
 
     def _frame(self) -> Frame:
         address = self._address._replace(batch=self.scheduler.taken)

@@ -39,7 +39,7 @@ TOUCH_EVERY: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """Parameters of the requests for the batches of one epoch."""
+    """Batch request parameters for one epoch."""
 
     spec: LoaderSpec
     key: str
@@ -138,7 +138,7 @@ class Fetcher:
         self.thread.start()
 
     def interrupt(self) -> None:
-        """Shut down all connections, to wake the thread at the end of the epoch; requires the reorder buffer's lock."""
+        """Shut down all connections to wake the thread at the end of the epoch; requires the reorder buffer's lock."""
         for connection in self._connections:
             connection.shut_down()
 

@@ -42,7 +42,7 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """Position of an iterator in its epoch; outlives the iterator, so that an abandoned epoch can be resumed.
+    """Position of an iterator in its epoch; kept after the iterator's deletion, for resuming an abandoned epoch.
 
     Signal handlers may raise in ``next()`` at any bytecode. The position and the delivery that leads to it are
     therefore replaced in a single store: if it is interrupted before, the next call delivers the same batch; after the
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def delivery(self) -> Delivery | None:
-        """Delivery of the next batch, if an interrupted call of ``next()`` has prepared it."""
+        """Delivery of the next batch, if prepared by an interrupted call of ``next()``."""
         return self.state[1]
 
     def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
@@ -186,7 +186,7 @@ class Iteration:
         return drawn_all and self.progress.batch >= self.scheduler.stop
 
     def close(self) -> None:
-        """Stop the receiving threads and the copies to a device."""
+        """Stop the receiving threads and the device copies."""
         self.measures.end()
         try:
             self.receiver.close()
@@ -196,7 +196,7 @@ class Iteration:
 
 
 class LoaderIterator:
-    """Iterator over the batches of an epoch; releases its resources at the end of the epoch or when deleted."""
+    """Iterator over the batches of an epoch; releases all resources at the end of the epoch or on deletion."""
 
     _numbers = itertools.count()
 

@@ -46,7 +46,7 @@ class LengthCheck:
         """True if every shard yielded the whole dataset."""
 
     def yielded(self, number: int, batch: Any) -> None:
-        """Count a batch that the training loop received; repeated calls for the same batch have no effect.
+        """Count a batch that the training loop received; repeated calls for a batch have no effect.
 
         As in torch, the warning compares the number of batches, not of samples, with the reported length.
         """

@@ -38,7 +38,7 @@ class Arrived(NamedTuple):
 
 
 class ReorderBuffer:
-    """Thread-safe buffer between the receiving threads and the training loop, with the error that ends the epoch.
+    """Thread-safe buffer between receiving threads and training loop; also stores the error that ends the epoch.
 
     Args:
         scheduler: Scheduler of the requests; guarded by `changed`, except in the training loop's thread.
@@ -133,7 +133,7 @@ class ReorderBuffer:
                 self._wake()
 
     async def arrival(self) -> None:
-        """Wait for the next batch like `wait`, but asynchronously; cancellation loses no batch."""
+        """Wait asynchronously for the next batch, like `wait`; cancellation loses no batch."""
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
 
@@ -165,7 +165,7 @@ class ReorderBuffer:
                 self.changed.notify_all()
 
     def feed(self, indices: dict[int, bytes]) -> None:
-        """Add the encoded indices of further batches, from a client-side sampler, and schedule their requests."""
+        """Add encoded index lists from a client-side sampler, and schedule the requests for these batches."""
         if indices:
             with self.lock:
                 self._indices.update(indices)
@@ -212,7 +212,7 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Set a predicate that a batch must satisfy before delivery; call `staged` when its result may change."""
+        """Set the predicate that permits the delivery of a batch; call `staged` when its result may change."""
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
@@ -237,7 +237,7 @@ class ReorderBuffer:
         return len(self._failing) > 1
 
     def on_end(self, interrupt: Callable[[], object]) -> None:
-        """Register `interrupt` to be called when `is_over` becomes true, to end a thread that waits for a response."""
+        """Register a callback that interrupts a thread waiting for a response, called when `is_over` becomes true."""
         with self.changed:
             self._on_end.append(interrupt)
             if self.is_over():
@@ -262,14 +262,14 @@ class ReorderBuffer:
             )
 
     def next_range(self, server: int) -> Range | None:
-        """Return the next range of batches to request from a server; None if there is nothing to request."""
+        """Return the next range of batches to request from a server; None if no request is due."""
         with self.changed:
             wanted = self.scheduler.next_range(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
             return self._with_indices(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
-        """Wait until batches may be requested from a server, for at most `timeout` seconds."""
+        """Wait up to `timeout` seconds until batches may be requested from a server."""
         if self.scheduler.shared:  # another server's request that becomes overdue causes no notification
             timeout = HEDGE_LEAST
         with self.changed:
@@ -330,7 +330,7 @@ class ReorderBuffer:
             self.measures.decode += seconds
 
     def broke(self) -> None:
-        """Count a connection that broke or that the server closed."""
+        """Count a connection that broke or was closed by the server."""
         with self.changed:
             self.measures.reconnects += 1
 

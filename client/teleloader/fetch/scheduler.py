@@ -64,7 +64,7 @@ class _Server:
 
 
 class RangeScheduler:
-    """Scheduler of the requests for batches [start, stop) of an epoch, on one or several servers.
+    """Scheduler of requests for the batches [start, stop) of an epoch, on one or several servers.
 
     Args:
         start: Number of the first batch.
@@ -125,7 +125,7 @@ class RangeScheduler:
 
     @property
     def has_shards(self) -> bool:
-        """True if the batches come from the shards of an iterable-style dataset, which can end at different times."""
+        """True if the batches come from shards of an iterable-style dataset, which can have different lengths."""
         return self._shards > 0
 
     @property
@@ -264,7 +264,7 @@ class RangeScheduler:
     # -- events
 
     def joined(self, server: int, num_workers: int) -> None:
-        """Record the number of workers that a server reports."""
+        """Record the worker count that a server reports."""
         self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
 
     def disconnected(self, server: int) -> None:

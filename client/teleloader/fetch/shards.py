@@ -47,7 +47,7 @@ class DeliveredShards:
 
     @property
     def spec(self) -> LoaderSpec:
-        """Spec that registers the session again, including the progress of its shards.
+        """Spec for registering the session again, with the progress of its shards.
 
         The states of the shards are omitted if they exceed the limit for a spec.
         """

@@ -40,7 +40,7 @@ class Copy:
 
 
 class Device(Protocol):
-    """Interface of a device that batches are copied to."""
+    """Interface of a target device for batch copies."""
 
     @property
     def pins(self) -> bool:
@@ -50,7 +50,7 @@ class Device(Protocol):
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy a batch, asynchronously if the device has streams; requires `enter_thread`."""
+        """Start copying a batch, asynchronously if the device has streams; requires `enter_thread`."""
 
     def use(self, copy: Copy) -> Any:
         """Return the copied batch; the calling thread's current stream waits for the copy."""
@@ -82,7 +82,7 @@ class TorchDevice:
             self._module.set_device(self.device.index)
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the tensors of a batch, asynchronously if the device has streams."""
+        """Start copying the tensors of a batch, asynchronously if the device has streams."""
         import torch
 
         tensors: list[Any] = []
@@ -105,7 +105,7 @@ class TorchDevice:
         return Copy(copied, tensors, started, done)
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch; the current stream waits for the copy, and is recorded as a user of its memory."""
+        """Return the copied batch; make the current stream wait for the copy, and record its use of the memory."""
         if copy.done is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.done)
@@ -124,7 +124,7 @@ class TorchDevice:
 
 
 class JaxDevice:
-    """One or several devices that JAX copies arrays to.
+    """One or several devices as the target of JAX copies.
 
     Settings of JAX may differ between threads; the settings of the thread that creates this object apply to all
     batches.
@@ -147,14 +147,14 @@ class JaxDevice:
         """Do nothing: JAX's settings are applied for each copy."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start to copy the arrays of type `Tensor` in a batch."""
+        """Start copying the arrays of type `Tensor` in a batch."""
         import jax
 
         with jax.default_device(self._default_device), _x64(self._x64):
             return Copy(map_leaves(batch, Tensor, self._put), [])
 
     def use(self, copy: Copy) -> Any:
-        """Return the batch without waiting: computations in JAX wait for their input arrays."""
+        """Return the batch without waiting, because JAX computations wait for their input arrays."""
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
@@ -172,7 +172,7 @@ class JaxDevice:
 
 
 class CopyTimes:
-    """Collector of the durations of copies to a device.
+    """Collector of device copy durations.
 
     Args:
         device: Destination of the copies.
@@ -232,7 +232,7 @@ def _copy_stream(device: Any) -> Any:
 
 
 def parse_device(device: Any) -> Any:
-    """Return the torch.device for a loader's `device` argument; None for main memory.
+    """Return the torch.device for a loader's `device` argument; None for host memory.
 
     Creates no CUDA context and ignores the current device, so that a loader can be created before
     ``torch.cuda.set_device``.
@@ -309,7 +309,7 @@ def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if `error` is torch's error for exhausted accelerator memory."""
+    """Return True if `error` is torch's out-of-memory error for an accelerator."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 

@@ -36,7 +36,7 @@ class MarkedMemory(NumpyMemory):
 
 
 class PinnedMemory(Bits):
-    """Page-locked memory of torch's allocator; its tensors share the storage that torch allocated.
+    """Page-locked memory from torch's allocator; tensors share the storage that torch allocated.
 
     NumPy leaves are copied to ordinary memory: an asynchronous copy from a tensor that a user creates from such an
     array would not be recorded by torch. (torch's DataLoader does not pin NumPy arrays either.)
@@ -96,7 +96,7 @@ def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
 
 
 class HostBuffers:
-    """Allocator of the host memory for the responses of one iterator, thread-safe.
+    """Thread-safe allocator of host memory for the responses of one iterator.
 
     Args:
         output: Array library of the batches.

@@ -1,4 +1,4 @@
-"""Selection of memory and device for a loader's batches from its arguments."""
+"""Selection of memory and device for batches, based on a loader's arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from teleloader_shared.errors import TeleloaderError
 
 
 class Placement(NamedTuple):
-    """Array library, host memory and device of the batches of one iteration."""
+    """Array library, host memory and device for the batches of one iteration."""
 
     output: Output
     pool: BufferPool
@@ -69,7 +69,7 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
 
 
 def check_placement(output: Output, name: str, value: Any) -> None:
-    """Validate an argument of a loader that determines memory or device of its batches.
+    """Validate a loader argument that determines the memory or device of batches.
 
     Args:
         output: The loader's `output` argument.

@@ -54,7 +54,7 @@ _open: set[HttpConnection] = set()
 
 
 class HttpServer(BatchServer):
-    """Loader server whose batches are requested over HTTP/1.1."""
+    """Client of a loader server that requests batches over HTTP/1.1."""
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
         """Open an HTTP connection for the batches of one epoch; arguments and errors are those of `BatchServer`."""

@@ -32,7 +32,7 @@ class Connection(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """False if the connection is known to be broken or closed, for example because it was idle."""
+        """False if the connection is known to be broken or closed, for example after an idle timeout."""
 
     def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
         """Send the request for a range of batches; `receive` returns the response.
@@ -69,7 +69,7 @@ class Connection(Protocol):
 
 
 class BatchServer(Server, ABC):
-    """Base class of a loader server with a transport for batches; inherits the control requests of `Server`."""
+    """Base class of loader server clients with a batch transport; inherits the control requests of `Server`."""
 
     @abstractmethod
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> Connection:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of the client's batch requests, with child spans for receiving and decoding.
+"""OpenTelemetry spans for batch requests of the client, with child spans for receiving and decoding.
 
 Each request carries the context of its span, so that the server's spans become children of it.
 """
@@ -75,7 +75,7 @@ class RequestTrace:
         self._span.end()
 
     def broke(self, error: Exception) -> None:
-        """End the span with an error, unless it has already ended; record its cause, such as a ConnectionResetError."""
+        """End the span with an error and its cause, such as a ConnectionResetError, unless the span has ended."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._span.is_recording():

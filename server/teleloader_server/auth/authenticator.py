@@ -92,7 +92,7 @@ class Authenticator:
 
     @property
     def has_tokens(self) -> bool:
-        """True if clients must authenticate, even if all tokens were revoked and no client can."""
+        """True if clients must authenticate; remains true if all tokens were revoked."""
         return bool(self._sources or self._fixed)
 
     @property

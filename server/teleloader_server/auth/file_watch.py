@@ -1,4 +1,4 @@
-"""Detection of changed files by polling, for token files and certificates that a running server reloads."""
+"""Detection of file changes by polling, for token files and certificates that a running server reloads."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if an IP address is a loopback address."""
+    """Return True for a loopback IP address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def known_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Normalize host names for `is_known_host`: lower case, without final dot."""
+    """Normalize host names for `is_known_host`: lower case, without trailing dot."""
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 

@@ -37,7 +37,7 @@ class RateLimiter:
         self._turns = FairQueue()
 
     async def acquire(self, scope: Scope, principal: Principal) -> None:
-        """Wait until the rate limit admits a request of a principal.
+        """Wait until the rate limit admits a request from a principal.
 
         Stores the principal's quota in the ASGI scope of the request.
 
@@ -128,7 +128,7 @@ class FairQueue:
         """Maximum number of requests of a principal per iteration."""
 
     async def wait_turn(self, name: str, now: float) -> None:
-        """Wait until it is a principal's turn to start a request."""
+        """Wait for a principal's turn to start a request."""
         loop = asyncio.get_running_loop()
         if name != self._last:
             self._several_until = now + RECENT if self._last else 0.0

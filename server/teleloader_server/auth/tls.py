@@ -1,4 +1,4 @@
-"""TLS certificate of the server: validated at start-up, reloaded after renewal."""
+"""TLS certificate of the server: validation at start-up, and reload after renewal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """Paths of the TLS certificate and its private key, with the field names of uvicorn's options.
+    """Paths of the TLS certificate and private key, in fields named like uvicorn's options.
 
     Raises:
         ConfigError: At construction, if the files are unreadable, invalid or do not match.
@@ -37,7 +37,7 @@ class TlsFiles:
         self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Load certificate, key and CAs into an SSL context; established connections are not affected.
+        """Load certificate, key and CAs into an SSL context, without affecting established connections.
 
         Raises:
             ConfigError: The files are unreadable, invalid or do not match.

@@ -1,4 +1,4 @@
-"""Token files of a server: read at start-up, and reloaded when they change."""
+"""Token files of a server: loaded at start-up, and reloaded after changes."""
 
 from __future__ import annotations
 

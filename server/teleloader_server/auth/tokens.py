@@ -41,7 +41,7 @@ _ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
 
 
 class Token(NamedTuple):
-    """Entry of the token table: principal, expiry, and digest of the token, which is not stored itself."""
+    """Token table entry: principal, expiry, and the digest of the token, which itself is not stored."""
 
     principal: Principal
     digest: bytes

@@ -1,4 +1,4 @@
-"""Implementation of ``teleloader-server check``: run `probe` in a child process, and print its report."""
+"""Implementation of ``teleloader-server check``: runs `probe` in a child process, and prints the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from teleloader_shared.units import counted, number, seconds, size
 def check(
     config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
 ) -> Checked:
-    """Check a dataset in a child process, so that a crash of its code does not end this process.
+    """Check a dataset in a child process, so that a crash in dataset code does not end this process.
 
     Args:
         config: Configuration of the dataset.

@@ -80,7 +80,7 @@ class Listener(NamedTuple):
 
 
 class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older versions are supported
-    """click parameter type of ``--limit``: a limit and its value, written ``NAME=VALUE``."""
+    """click parameter type of the ``--limit`` option: ``NAME=VALUE``, the name and value of a limit."""
 
     name = "limit"
 

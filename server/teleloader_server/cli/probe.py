@@ -52,7 +52,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem found in a dataset, with advice on how to fix it."""
+    """Problem with a dataset, and advice on how to fix the problem."""
 
     severity: Severity
     """``error``: batches fail or are wrong. ``warning``: batches may differ from the user's intent."""
@@ -110,7 +110,7 @@ class PassResult:
 
 
 def main() -> None:
-    """Run the probe: read its arguments from stdin as JSON, and write steps and report to stdout as JSON lines."""
+    """Run the probe: read JSON arguments from stdin, and write steps and report to stdout as JSON lines."""
     # output of user code goes to stderr, to keep it out of the report
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Implementation of ``--reload``: a parent process that restarts the server when code or configuration changes."""
+"""Implementation of ``--reload``: a parent process that restarts the server after code or configuration changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Interesting(DefaultFilter):
 
 
 class Reloader:
-    """Parent process that runs the server as a child process, and restarts it when files change.
+    """Parent process that runs the server as a child process, and restarts the child when files change.
 
     Args:
         arguments: Command-line arguments of the server.

@@ -40,7 +40,7 @@ _PATH: Final = click.Path(path_type=Path, dir_okay=False)
 
 
 class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4
-    """click parameter type of text that matches a regular expression.
+    """click parameter type for text that matches a regular expression.
 
     Args:
         name: Name of the type, for usage messages.
@@ -54,7 +54,7 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
         self._rule = rule
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Validate the value of a command-line argument against the pattern, and return it.
+        """Validate a command-line argument against the pattern, and return it.
 
         Raises:
             click.BadParameter: The value does not match.

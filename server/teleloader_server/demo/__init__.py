@@ -23,7 +23,7 @@ MOVES: Final = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 
 class Digits:
-    """Map-style dataset of ``(image, label)``: a float32 array of shape (8, 8) in [0, 1], and an int in [0, 9].
+    """Map-style dataset of (image, label) pairs: float32 images of shape (8, 8) in [0, 1], and int labels in [0, 9].
 
     With ``jitter``, a random quarter of the images is moved by one pixel up, down, left or right. The moves are drawn
     from NumPy's global generator, which the worker seeds before each batch: a batch of an epoch has the same content

@@ -141,7 +141,7 @@ class DatasetCounters:
         return is_first
 
     def errors(self, now: float) -> list[ErrorCount]:
-        """Return the counted exceptions by type, most recent first."""
+        """Return the error counts by exception type, most recent first."""
         latest = sorted(self._errors.items(), key=lambda item: item[1].when, reverse=True)
         return [
             ErrorCount(
@@ -158,7 +158,7 @@ class DatasetCounters:
 
 
 class LoaderCounters:
-    """Counters of one loader: computed batches and time per stage."""
+    """Counters of one loader: computed batches, and time per stage."""
 
     __slots__ = ("batches", "dataset", "seconds", "window")
 
@@ -334,7 +334,7 @@ class ConsumerCounters:
 
 
 class Marked(Protocol):
-    """Interface of counters whose totals are sampled for recent rates."""
+    """Interface of counters whose totals are sampled to compute recent rates."""
 
     def mark(self, now: float) -> None:
         """Add a sample of the totals to the rate window."""
@@ -393,11 +393,11 @@ class PoolCounters:
                 _log(task, content)
 
     def retried(self, dataset: str) -> None:
-        """Count a batch that is recomputed because its worker died."""
+        """Count a batch that is recomputed after the death of its worker."""
         self._metrics.dataset(dataset).retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that is not retried, because the batch killed its workers or hung; it is already logged."""
+        """Count a batch that killed its workers or hung and is not retried; the failure was already logged."""
         self._metrics.dataset(dataset).fail(failure)
 
     def worker_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""Scheduling of batches: which worker computes which batch next.
+"""Batch scheduling: which worker computes which batch next.
 
 Synchronous functions over plain state, without processes, sockets or clocks. `Engine` reports events (`ask`, `sent`,
 `finished`, `worker_lost`, ...), then submits the batches that `decide` starts. `Store` decides which finished batches
@@ -60,7 +60,7 @@ Begin = Callable[[int, Batch], object]
 
 
 class Dispatcher:
-    """Scheduler of the batches of one engine: decides which worker computes which batch next.
+    """Batch scheduler of one engine: decides which worker computes which batch next.
 
     Args:
         memory: Memory budget, shared with other dispatchers.
@@ -126,7 +126,7 @@ class Dispatcher:
         return asked
 
     def sent(self, ask: PendingRange, now: float) -> None:
-        """Record that the next batch of a request was sent."""
+        """Record that a request's next batch was sent."""
         consumer = ask.consumer
         consumer.last_seen = now
         k = ask.next
@@ -146,12 +146,12 @@ class Dispatcher:
         self.store.sent(consumer, k)
 
     def close(self, ask: PendingRange) -> None:
-        """Close a request that is complete or whose client has disconnected."""
+        """Close a request that is complete, or whose client disconnected."""
         ask.consumer.asks.remove(ask)
         self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
 
     def forget_idle(self, now: float) -> list[Consumer]:
-        """Remove and return the consumers without a request for `FORGET_AFTER` seconds."""
+        """Remove and return the consumers that have sent no request for `FORGET_AFTER` seconds."""
         if self._in_turn:
             return []  # a session ends with its client, and its evicted batches would be expensive to recompute
         gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
@@ -397,7 +397,7 @@ class Dispatcher:
     # -- preemption
 
     def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
-        """Charge the time of slow batches in progress, and select a worker to preempt for a waiting consumer.
+        """Charge slow batches to their principals, and select a worker to preempt for a waiting consumer.
 
         A worker is preempted if a consumer waits that has none, while all workers compute slow batches and another
         consumer or principal uses several of them. The latter is capped from then on: it leaves one worker to others.

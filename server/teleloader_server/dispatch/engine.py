@@ -1,4 +1,4 @@
-"""Execution of a dispatcher's decisions by a pool of workers, and delivery of frames to waiting requests."""
+"""Execution of dispatcher decisions by a worker pool, and delivery of frames to waiting requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG_SECONDS: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class BatchStream:
-    """Stream of the batches of one request, in order, each as soon as it is ready."""
+    """Ordered stream of the batches in one request, each available as soon as it is computed."""
 
     _engine: Engine
     _ask: PendingRange
@@ -66,7 +66,7 @@ class BatchStream:
 
     @property
     def exhausted(self) -> bool:
-        """True once all batches of the request were taken."""
+        """True once all batches of the request were returned by `take` or `take_ready`."""
         return self._ask.next >= self._ask.stop
 
     async def take(self) -> ReadyFrame:
@@ -113,7 +113,7 @@ class Engine:
     # -- life
 
     async def start(self) -> list[DatasetInfo]:
-        """Start the worker pool, which constructs the datasets; return their descriptions.
+        """Start the worker pool, which constructs the datasets, and return the dataset descriptions.
 
         Raises:
             ConfigError: A dataset cannot be constructed.
@@ -126,7 +126,7 @@ class Engine:
             stream.end(error)
 
     async def close(self) -> None:
-        """End all workers, and raise an error in all waiting requests."""
+        """Stop all workers, and raise an error in all waiting requests."""
         self._end = UnknownLoader("the session has ended: register the loader again")
         self.give_up(self._end)
         await self._pool.close()
@@ -290,7 +290,7 @@ class Engine:
         self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
-        """Remove idle consumers, and some of the loaders that no consumer uses."""
+        """Remove idle consumers, and some loaders without consumers."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
@@ -300,11 +300,11 @@ class Engine:
         self._decide_soon()
 
     def forget_loader(self, key: str) -> None:
-        """Release the state of a loader in the workers; its consumers may remain."""
+        """Release the state of a loader in the workers; the loader's consumers may remain."""
         self._pool.forget(key)
 
     def wake(self) -> None:
-        """Schedule a decision of the dispatcher, because memory or a quota may be available again."""
+        """Schedule a dispatcher decision, because memory or a quota may be available again."""
         self._decide_soon()
 
     def preempt(self) -> None:
@@ -319,7 +319,7 @@ class Engine:
             self._pool.take(taken, "the batch was slow, and another client had no worker")
 
     def touch(self) -> None:
-        """Record a heartbeat of the client, which postpones the end of an idle session."""
+        """Record a client heartbeat, which postpones the end of an idle session."""
         self._last_used = time.monotonic()
 
     # -- state
@@ -333,18 +333,18 @@ class Engine:
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:
-        """Sample the busy time of workers; called about once a second."""
+        """Sample the busy time of workers; called about once per second."""
         for state in self._pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of the pool."""
+        """Number of workers in the pool."""
         return self._pool.num_workers
 
     def pids(self) -> list[int]:
-        """Return the process IDs of the worker pool, including the fork server."""
+        """Return the process IDs of the worker pool, including the ID of the fork server."""
         return self._pool.pids()
 
     @property

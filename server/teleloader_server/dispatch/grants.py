@@ -1,4 +1,4 @@
-"""Authorization of open requests, which ends when their tokens expire, are revoked or lose a scope."""
+"""Authorization of open requests, which ends when a token expires, is revoked or loses a scope."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Grants:
     def hold(
         self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
     ) -> Iterator[None]:
-        """Call `end` if the caller's token expires, is revoked or loses the scope during the ``with`` block.
+        """Context manager that calls `end` if the caller's token expires, is revoked or loses the scope before exit.
 
         Args:
             caller: Caller of the request.

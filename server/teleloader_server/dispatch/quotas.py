@@ -26,7 +26,7 @@ UNREAD_FACTOR: Final = 2.0
 
 
 class Memory:
-    """Memory budget for the frames of a server, shared by all its engines.
+    """Memory budget for frames, shared by all engines of a server.
 
     Args:
         budget: Maximum memory of all frames, in bytes.
@@ -114,7 +114,7 @@ def delayed(due: float, now: float, rate: float) -> tuple[float, float]:
 
 
 class Quotas:
-    """Registry of the quotas of all principals.
+    """Registry of all principals' quotas.
 
     Args:
         limits: Limits of clients.
@@ -141,7 +141,7 @@ class Quotas:
         return sum(quota.sending for quota in self._quotas.values())
 
     def forget_idle(self, now: float) -> None:
-        """Remove the quotas of principals that use no resources."""
+        """Remove the quotas of principals without resources in use."""
         for name, quota in list(self._quotas.items()):
             if quota.has_nothing and quota.due < now - 1.0:
                 del self._quotas[name]

@@ -53,7 +53,7 @@ def as_share(share: float) -> float:
 
 
 class Stopwatch:
-    """Stopwatch of the total duration of events; overlapping events count once."""
+    """Stopwatch for the total duration of events; overlapping events count once."""
 
     __slots__ = ("_count", "_seconds", "_since")
 

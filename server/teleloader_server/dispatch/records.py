@@ -1,4 +1,4 @@
-"""Records of batches, requests and consumers that `Dispatcher` and `Store` share."""
+"""Records of batches, requests and consumers, shared by `Dispatcher` and `Store`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """Parsed request of a client for the batches [start, stop) of an epoch."""
+    """Parsed client request for the batches [start, stop) of an epoch."""
 
     consumer: str
     """Name of the consumer, chosen by the client."""
@@ -126,7 +126,7 @@ class PendingRange:
 
 @dataclass(slots=True, eq=False)
 class PrincipalShare:
-    """Worker time that a principal has used in one dispatcher, for fair scheduling."""
+    """Worker time used by a principal in one dispatcher, for fair scheduling."""
 
     quota: Quota
     served: float
@@ -142,7 +142,7 @@ class PrincipalShare:
 
 @dataclass(slots=True, eq=False)
 class Consumer:
-    """Iteration of one client over one epoch, with its position and open requests."""
+    """Iteration of one client over one epoch, with the client's position and open requests."""
 
     principal_share: PrincipalShare
     name: str
@@ -197,7 +197,7 @@ class Consumer:
 
 @dataclass(slots=True)
 class EpochState:
-    """State of an epoch: its batches, consumers and waiting requests."""
+    """State of an epoch: batches, consumers and waiting requests."""
 
     batches: dict[int, Batch] = field(default_factory=dict)
     consumers: list[Consumer] = field(default_factory=list)

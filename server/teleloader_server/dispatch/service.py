@@ -87,7 +87,7 @@ class LoaderService:
     # -- life
 
     async def start(self) -> None:
-        """Start the background tasks and the shared workers, which construct the configured datasets.
+        """Start the background tasks and the shared workers; the workers construct the configured datasets.
 
         Raises:
             ConfigError: A dataset cannot be constructed.
@@ -103,7 +103,7 @@ class LoaderService:
             engine.give_up(error)
 
     async def close(self) -> None:
-        """End the background tasks and all workers."""
+        """Stop the background tasks and all workers."""
         for task in self._always:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -170,7 +170,7 @@ class LoaderService:
         return self.registration(key, caller)
 
     def registration(self, key: str, caller: Caller) -> Registration:
-        """Return the registration of a loader, and record a heartbeat of its session.
+        """Return the registration of a loader, and record a heartbeat of the loader's session.
 
         Args:
             key: Key of the loader.
@@ -224,7 +224,7 @@ class LoaderService:
             known.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
-        """End a session of the caller and its workers; do nothing for an unknown session.
+        """End a session of the caller and stop its workers; do nothing for an unknown session.
 
         Raises:
             AccessDenied: The caller may not use the loader's dataset.
@@ -235,7 +235,7 @@ class LoaderService:
             await self.end_session(key)
 
     async def end_session(self, key: str) -> None:
-        """End a session of any principal and its workers; do nothing for an unknown session."""
+        """End a session of any principal and stop its workers; do nothing for an unknown session."""
         known = self._loaders.get(key)
         if known is not None and known.loader.spec.session is not None:
             self._drop_loader(key)
@@ -325,7 +325,7 @@ class LoaderService:
         return loader
 
     def index_rules(self, caller: Caller, key: str, epoch: int, *batches: int) -> Rules:
-        """Return the rules for index lists of a loader; same arguments and errors as `loader`."""
+        """Return the index list rules of a loader; same arguments and errors as `loader`."""
         loader = self.loader(caller, key, epoch, *batches)
         return Rules(loader.indices, loader.spec.batch_size is None, self.client_limits.max_batches_per_request)
 

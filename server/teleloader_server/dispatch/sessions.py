@@ -27,7 +27,7 @@ class _Session(NamedTuple):
 
 
 class Engines:
-    """Manager of all engines of a server, which enforces the limits of sessions; used in one event loop.
+    """Manager of all engines of a server, which enforces session limits; used in one event loop.
 
     Args:
         host: Factory of worker pools, which describes the datasets.
@@ -132,7 +132,7 @@ class Engines:
         return session
 
     async def end_session(self, key: str) -> None:
-        """End a session and its workers; do nothing if no session has this key."""
+        """End a session and stop its workers; do nothing if no session has this key."""
         session = self._drop(key)
         if session is not None:
             # a task, because a client that does not wait for the response must not interrupt it
@@ -142,7 +142,7 @@ class Engines:
             await asyncio.shield(ending)
 
     async def close(self) -> None:
-        """End all engines and their workers."""
+        """Stop all engines and their workers."""
         ending = [self.end_session(key) for key in list(self.sessions)]
         if self._shared is not None:
             ending.append(_close(self._shared))

@@ -1,4 +1,4 @@
-"""Store of all batches of an engine, with their eviction.
+"""Batch store of an engine, with eviction.
 
 When memory or a principal's share of it is full, unwanted batches are evicted first, least recently used first; then
 batches that are needed later than the one to be started. If that does not suffice, the batch is not started yet, unless
@@ -29,7 +29,7 @@ MAX_BATCHES: Final = 16384
 
 
 class Store:
-    """Store of all batches of one engine, which evicts batches when memory is full.
+    """Batch store of one engine, which evicts batches when memory is full.
 
     Args:
         memory: Memory budget, shared with other stores.
@@ -71,7 +71,7 @@ class Store:
         return batch
 
     def finished(self, address: Address, frame: ReadyFrame) -> Batch:
-        """Set the frame of a computed batch, and wake the requests that wait for it."""
+        """Set the frame of a computed batch, and wake the requests waiting for the batch."""
         state = self._runs[address.loader, address.epoch]
         batch = state.batches[address.batch]
         self._resize(batch, len(frame.raw))
@@ -114,7 +114,7 @@ class Store:
         self._drop_empty(run)
 
     def release(self) -> None:
-        """Remove all batches, and release their memory to other stores."""
+        """Remove all batches, and release their memory for other stores."""
         for state in self._runs.values():
             for batch in state.batches.values():
                 self._resize(batch, 0)
@@ -144,7 +144,7 @@ class Store:
         return self._runs.setdefault(run, EpochState())
 
     def join(self, consumer: Consumer) -> None:
-        """Add a consumer, and update which batches are wanted."""
+        """Add a consumer, and unmark unwanted batches that the consumer wants."""
         consumer.state.consumers.append(consumer)
         self.want_again(consumer.state, consumer.state.batches)
 
@@ -160,7 +160,7 @@ class Store:
             self._drop_empty(run)
 
     def move(self, consumer: Consumer, position: int) -> None:
-        """Set the position of a consumer, and update which batches are wanted."""
+        """Set the position of a consumer, and update the unwanted marks of batches."""
         before, consumer.position = consumer.position, position
         state = consumer.state
         if position < before:
@@ -171,7 +171,7 @@ class Store:
             self.mark_unwanted(state, state.batches)
 
     def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Remove the unwanted mark from batches that a consumer wants again."""
+        """Unmark unwanted batches that a consumer wants again."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch in self._unwanted and state.wants(k):
@@ -187,7 +187,7 @@ class Store:
     # -- eviction
 
     def evict_told(self) -> None:
-        """Evict all failures that were sent to a client."""
+        """Evict all failures that were already sent to a client."""
         for batch in list(self._told):
             self._evict(batch)
 

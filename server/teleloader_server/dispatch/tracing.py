@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of the server's part of a request: queue, fetch, collate, encode and send.
+"""OpenTelemetry spans for the server side of a request: queue, fetch, collate, encode and send.
 
 Workers create no spans: the stage times that they report for each batch suffice.
 """
@@ -46,7 +46,7 @@ class RequestTrace:
 
     @classmethod
     def begin(cls, traceparent: str) -> RequestTrace | None:
-        """Start the trace of a request with a ``traceparent`` header; return None if the request is not traced."""
+        """Start the trace of a request with a ``traceparent`` header; return None for untraced requests."""
         if not tracing.is_on() or not traceparent:
             return None
         from opentelemetry.trace import SpanKind
@@ -57,7 +57,7 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Record the spans of batch k: time in the queue and in each stage, possibly before the request.
+        """Record the spans of batch k: time in the queue and in each stage, even if before the request.
 
         Failures that the server created itself (`made` is None) have no spans.
         """
@@ -74,7 +74,7 @@ class RequestTrace:
             began = ended
 
     def end(self) -> None:
-        """End the server span, when all batches are ready or the request is aborted."""
+        """End the server span once all batches are ready or the request is aborted."""
         self._span.end()
 
     @contextmanager

@@ -41,7 +41,7 @@ items, and get arrays.
 
 
 class Stack:
-    """Lazy stack of arrays of equal shape: an array of shape (number of arrays, *shape of each array)."""
+    """Lazy stack of arrays with equal shapes: an array of shape (number of arrays, *shape of each array)."""
 
     kind = "tensor"
 
@@ -66,7 +66,7 @@ class Stack:
         self.dtype_name = dtypes.name_of(dtype)
 
     def write(self, out: NDArray[Any]) -> None:
-        """Stack the arrays into a buffer of this shape and dtype."""
+        """Stack the arrays into the buffer `out`, which has the shape and dtype of the stack."""
         arrays = self._arrays
         if self.dtype_name in dtypes.EXTENDED:
             arrays = [dtypes.bits_of(array) for array in arrays]
@@ -81,7 +81,7 @@ class Stack:
 
 
 class TensorStack:
-    """Lazy stack of torch tensors of equal shape, dtype and layout."""
+    """Lazy stack of torch tensors with equal shape, dtype and layout."""
 
     kind = "tensor"
 
@@ -92,7 +92,7 @@ class TensorStack:
         self.shape = (len(tensors), *tensors[0].shape)
 
     def write(self, out: NDArray[Any]) -> None:
-        """Stack the tensors into a buffer of this shape and dtype."""
+        """Stack the tensors into the buffer `out`, which has the shape and dtype of the stack."""
         target = self._torch.from_numpy(out)
         if self.dtype_name in dtypes.EXTENDED:
             target = target.view(getattr(self._torch, self.dtype_name))

@@ -1,4 +1,4 @@
-"""Construction of datasets from their configuration, and the record of a hosted dataset."""
+"""Construction of configured datasets, and the record of a hosted dataset."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HostedDataset:
             raise
 
     def gives_batches(self, name: str | None = None) -> bool:
-        """Return True if batches are fetched with the dataset's ``__getbatch__``, without collation.
+        """Return True if batches are fetched with the dataset's ``__getbatch__`` method, without collation.
 
         ``__getbatch__(indices)`` is a method specific to teleloader: it takes an int64 array of shape (batch size,) and
         returns the batch, whose arrays have the batch as their first dimension. It is not used with a collate function
@@ -127,7 +127,7 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
 
 
 def open_dataset(config: DatasetConfig) -> HostedDataset:
-    """Import and construct a configured dataset. Exceptions of user code propagate unchanged.
+    """Import and construct a configured dataset. Exceptions raised by user code propagate unchanged.
 
     Raises:
         ConfigError: The dataset cannot be imported, or the imported object is not a dataset.
@@ -165,7 +165,7 @@ def host(
     seeding: Literal["batch", "sample"] = "batch",
     indices: IndexKind = "any",
 ) -> HostedDataset:
-    """Create the record of a hosted dataset from a dataset object.
+    """Create the hosted dataset record for a dataset object.
 
     By default, client-side samplers may send any index, as in torch; a configured dataset restricts the type of
     indices (`DatasetConfig.indices`).
@@ -220,7 +220,7 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def is_factory(found: Any) -> bool:
-    """Return True for a class or function that returns a dataset, False for a dataset object."""
+    """Return True for a class or function that creates a dataset, False for a dataset object."""
     return isinstance(found, type) or (
         callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
     )

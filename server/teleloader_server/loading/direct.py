@@ -40,7 +40,7 @@ class DirectLoader:
 
     @property
     def info(self) -> DatasetInfo:
-        """Description of the dataset, computed from its current length."""
+        """Description of the dataset, including the current length."""
         return self._hosted.info
 
     @property
@@ -75,7 +75,7 @@ class DirectLoader:
         return DirectEpoch(hosted, spec, epoch, seeded=seeded)
 
     def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> DirectWorkers:
-        """Create the workers of a registered loader, which load in the calling thread, for tests without a server.
+        """Create the workers of a registered loader in the calling thread, for tests without a server.
 
         Args:
             spec: Specification of the loader.
@@ -98,7 +98,7 @@ class DirectEpoch:
                 seed_worker(spec.seed, 0)
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch, and the state of a stateful iterable-style dataset after it.
+        """Load a batch; return the batch, and the subsequent state of a stateful iterable-style dataset.
 
         After the last batch of an iterable-style dataset, returns an `End` in place of a batch.
 
@@ -123,7 +123,7 @@ class DirectEpoch:
 
 
 class DirectWorkers:
-    """Workers of one loader that load in the calling thread, one per shard of an iterable-style dataset."""
+    """Workers of one loader in the calling thread, one per shard of an iterable-style dataset."""
 
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec) -> None:
         self._spec = spec

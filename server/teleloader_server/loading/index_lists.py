@@ -32,7 +32,7 @@ _INTEGERS: Final = frozenset(name for name, dtype in dtypes.NUMPY.items() if dty
 
 
 class Rules(NamedTuple):
-    """Rules for the index lists of a loader: permitted indices and limits."""
+    """Index list rules of a loader: permitted indices and limits."""
 
     kind: IndexKind
     """See `DatasetConfig.indices`."""
@@ -70,7 +70,7 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
 
 
 def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
-    """Check that integer indices are in the range of a dataset.
+    """Check that integer indices are in the valid range for a dataset.
 
     Args:
         indices: Integer indices.

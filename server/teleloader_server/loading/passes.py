@@ -122,7 +122,7 @@ class Passes:
             self._passes.popitem()[1].shard.close()
 
     def of(self, hosted: HostedDataset, task: Task) -> Pass:
-        """Return the pass to which a task belongs, starting it if necessary."""
+        """Return the pass that a task belongs to, starting the pass if necessary."""
         run = task.address[:2]
         last = next(reversed(self._passes), None)
         if last != run:

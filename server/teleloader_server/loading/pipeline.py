@@ -1,4 +1,4 @@
-"""Loading pipeline of a worker: runs all stages of a task, and encodes exceptions as failure frames."""
+"""Loading pipeline of a worker: runs all stages for a task, and encodes exceptions as failure frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure, FrameWriter
 
 
 class Loading:
-    """Pipeline that loads batches by running the stages of loading.
+    """Pipeline that loads batches by running all loading stages.
 
     Args:
         hosted: Datasets by name.
@@ -53,7 +53,7 @@ class Loading:
         self._stages = [stage(self.context) for stage in stages]
 
     def load(self, task: Task, place: Place) -> tuple[int, Report]:
-        """Load a batch and write its frame to a buffer; an exception becomes a failure frame.
+        """Load a batch and write its frame to a buffer; exceptions are written as failure frames.
 
         Args:
             task: Batch to load.
@@ -99,7 +99,7 @@ class Loading:
         return buffers[-1][:nbytes], report
 
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
-        """Write a failure frame in place of a batch; return its size and a report, as `load` does."""
+        """Write a failure frame in place of a batch; return frame size and report, as `load` does."""
         return self._write_failure(task, error, [], place), Report(0, True, [0.0] * len(self._stages))
 
     def run(self, task: Task, indices: Indices) -> Batch:

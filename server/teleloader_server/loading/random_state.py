@@ -134,13 +134,13 @@ class CallersRandomNumbers(WorkerRandomNumbers):
         super().begin(saved)
 
     def restore(self, saved: Any) -> None:
-        """Restore the generators to their states before the dataset was iterated again."""
+        """Restore the generator states that were saved before the dataset was iterated again."""
         if self._before is not None:
             set_random_state(self._before)
 
     def passed(self) -> None:
-        """Restore the generators to their states before batches were skipped."""
+        """Restore the generator states that were saved before batches were skipped."""
         set_random_state(self._before)
 
     def state(self) -> Any:
-        """Return None, because the loader saves the state of the training process itself."""
+        """Return None, because the loader itself saves the state of the training process."""

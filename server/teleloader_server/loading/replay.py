@@ -1,4 +1,4 @@
-"""Rolling digests of delivered batches, to verify that an iterable-style dataset yields the same samples again.
+"""Rolling digests of delivered batches, to verify that an iterable-style dataset repeats the same samples.
 
 A worker that replaces another one, or that must go back, iterates the dataset again up to the position that was
 reached. If the dataset's order is not reproducible (an unseeded generator, a queue, a growing file), continuing there
@@ -33,7 +33,7 @@ class Reached(NamedTuple):
 
 
 class Replay:
-    """Rolling digest of one pass over a dataset, which verifies replays.
+    """Rolling digest of one pass over a dataset, for the verification of replays.
 
     Args:
         earlier: Delivery of earlier workers, if any.
@@ -58,7 +58,7 @@ class Replay:
         self._position = number
 
     def covers(self, number: int) -> bool:
-        """Return True if a skipped batch contributes to the digest, so that its frame must be computed."""
+        """Return True if a skipped batch is part of the digest, so that its frame must be computed."""
         return self.first is not None and number >= self.first
 
     def matches(self, number: int, frame: NDArray[np.uint8], *, checksum: bool) -> bool:

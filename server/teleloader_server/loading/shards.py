@@ -20,20 +20,20 @@ class RandomNumbers:
     """Interface of the random generators that a dataset uses; this base implementation does nothing."""
 
     def begin(self, saved: Any) -> None:
-        """Prepare the generators before the dataset is iterated from the start of its epoch, or from a saved state.
+        """Prepare the generators before the dataset is iterated from the start of the epoch or from a saved state.
 
         Args:
             saved: Result of `state` at the start of the epoch in an earlier process, or None.
         """
 
     def restore(self, saved: Any) -> None:
-        """Restore the generators to a saved result of `state`, after the dataset's iterator was created."""
+        """Restore a generator state returned by `state`, after the creation of the dataset's iterator."""
 
     def passed(self) -> None:
         """Restore the generators after batches were skipped."""
 
     def state(self) -> Any:
-        """Return the state of the generators; None if it equals the initial state of a new process."""
+        """Return the state of the generators; None if the state equals the initial state of a new process."""
 
 
 class Shard:
@@ -236,7 +236,7 @@ class Shard:
 
 
 def state_of_beginning(dataset: Any, epoch: int) -> str | None:
-    """Return the serialized state of a dataset that is not being iterated; None if the dataset has no state."""
+    """Return the serialized state of a dataset without active iterator; None if the dataset has no state."""
     if not is_stateful(dataset):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Stages of loading a batch: fetch, collate, encode.
+"""Loading stages: fetch, collate, encode.
 
 To add a stage, write a subclass of `Stage` and add it to `STAGES`; statistics then show its time under its name.
 """
@@ -35,7 +35,7 @@ _NO_FRAME: Final = np.empty(0, np.uint8)
 
 @dataclass(slots=True)
 class Context:
-    """Settings and state of the loading process that all stages share."""
+    """Settings and state of the loading process, shared by all stages."""
 
     passes: Passes
     max_batch_bytes: int
@@ -52,7 +52,7 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Batch that is being loaded; each stage reads and sets its attributes."""
+    """Batch that is being loaded; each stage reads and sets attributes of the batch."""
 
     task: Task
     place: Place
@@ -83,7 +83,7 @@ class Batch:
     _since: float = field(default_factory=time.perf_counter)
 
     def run_remaining(self) -> None:
-        """Run the remaining stages until one of them sets the frame."""
+        """Run the remaining stages until a stage sets the frame."""
         caller = self._running
         self.count_time()
         for position, stage in self.remaining:
@@ -102,7 +102,7 @@ class Batch:
 
 
 class Stage(ABC):
-    """Base class of a stage of loading, which reads and sets attributes of a `Batch`.
+    """Base class of loading stages, which read and set attributes of a `Batch`.
 
     On a hit, a cache calls `Batch.place`, copies the frame to the start of the returned buffer, and sets `Batch.frame`
     to this slice of the buffer; a frame in other memory fails the batch. On a miss, it calls `Batch.run_remaining` and
@@ -117,7 +117,7 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, batch: Batch) -> None:
-        """Run this stage for a batch; an exception fails the batch."""
+        """Run this stage for a batch; an exception makes the batch fail."""
 
 
 class Fetch(Stage):

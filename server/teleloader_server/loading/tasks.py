@@ -1,4 +1,4 @@
-"""Tasks and reports: input and result of loading one batch, and functions that stages share."""
+"""Tasks and reports: input and result of loading one batch, and functions shared by several stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices = NDArray[np.int64] | list[Any]
 
 
 class Task(NamedTuple):
-    """Task of a worker: one batch to load. In seeded order, the worker computes the indices itself."""
+    """Worker task: one batch to load. In seeded order, the worker computes the indices."""
 
     spec: LoaderSpec
     length: int
@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Report of a worker on a completed task: sample count, success and stage times."""
+    """Worker report on a completed task: sample count, success and stage times."""
 
     samples: int
     failed: bool
@@ -44,7 +44,7 @@ class Report(NamedTuple):
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return the integers among the first `count` indices of a batch; [] for an iterable-style dataset."""
+    """Return the integers among the first `count` indices of a batch; [] for iterable-style datasets."""
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:

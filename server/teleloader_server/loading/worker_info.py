@@ -53,7 +53,7 @@ def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None
 
 
 class WorkerScope:
-    """Context manager that sets the worker information of this process, for loading without worker processes.
+    """Context manager that sets this process's worker information, for loading without worker processes.
 
     Args:
         id_: Worker ID.
@@ -94,7 +94,7 @@ def _noted_info() -> Any:
 
 
 def was_asked() -> bool:
-    """Return True if user code has read a field of the worker information that differs between shards."""
+    """Return True if user code has read a worker information field that differs between shards."""
     return _asked
 
 

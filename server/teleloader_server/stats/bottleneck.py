@@ -50,7 +50,7 @@ SLOW_EVENT_LOOP_S: Final = 0.01
 
 
 class ConsumerRates(NamedTuple):
-    """Measurements of one consumer: recent rates, and recent fractions of time."""
+    """Measurements of one consumer: recent rates, and recent fractions of time by activity."""
 
     known_for: float
     """Total duration of the consumer's iterations in seconds."""

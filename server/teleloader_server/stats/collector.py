@@ -1,4 +1,4 @@
-"""Collection of the statistics of ``/stats``, computed from counters on request.
+"""Collection of the ``/stats`` statistics, computed from counters on request.
 
 Totals are sampled once a second, for recent rates. All other work is done on request.
 """
@@ -61,7 +61,7 @@ class EngineSnapshot(NamedTuple):
 
 
 class StatsCollector:
-    """Collector of the statistics of ``/stats``, which runs in the server's event loop.
+    """Collector of the ``/stats`` statistics, which runs in the server's event loop.
 
     Args:
         service: Loader service whose limits, engines and counters are read.

@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """True once shutdown was requested; to be set in the server's event loop."""
+        """True once shutdown was requested; must be set in the server's event loop."""
         return self._told_to_exit.is_set()
 
     @should_exit.setter

@@ -1,4 +1,4 @@
-"""Authentication and authorization of HTTP requests and WebSockets: ASGI middleware and a route class."""
+"""HTTP and WebSocket authentication and authorization: ASGI middleware and a route class."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _check_query(scope: Scope) -> None:
 
 
 class GuardedRoute(APIRoute):
-    """FastAPI route that authorizes each request by the scope that its endpoint declares with `needs`.
+    """FastAPI route that authorizes each request by the scope declared with `needs` on the endpoint.
 
     Raises:
         LookupError: At construction, if the endpoint declares no scope.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the request handler of the endpoint, wrapped in authorization."""
+        """Return the endpoint's request handler, wrapped in authorization."""
         handle = super().get_route_handler()
         need = need_of(self.endpoint)
         if need == UNCHECKED:
@@ -92,7 +92,7 @@ class GuardedRoute(APIRoute):
 
 
 async def enter(connection: HTTPConnection, need: str) -> None:
-    """Authorize a request, and wait until the rate limit admits it.
+    """Authorize a request, and wait until the rate limit admits the request.
 
     Args:
         connection: A request or WebSocket.

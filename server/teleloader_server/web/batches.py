@@ -76,7 +76,7 @@ Report = Annotated[
 
 
 class FrameResponse(Response):
-    """HTTP response whose body is a sequence of frames, written from shared memory without a copy."""
+    """HTTP response with a sequence of frames as body, written from shared memory without a copy."""
 
     def __init__(
         self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: dict[str, str]
@@ -218,7 +218,7 @@ def _concatenated(frames: list[Lease]) -> memoryview:
 
 
 def service_of(connection: HTTPConnection) -> LoaderService:
-    """Return the `LoaderService` of the application that handles a request.
+    """Return the application's `LoaderService`.
 
     Endpoints get their state from the application and not from a closure: FastAPI keeps endpoint functions in
     module-level caches, which outlive the server, so a closure would keep the hosted dataset in memory.
@@ -394,7 +394,7 @@ def _add_listed_batches(router: APIRouter) -> None:
 
 
 class BodyReader:
-    """Reader of request bodies that limits the size of each body and the memory of all bodies together."""
+    """Reader of request bodies that limits the size of each body and the total memory of all bodies."""
 
     def __init__(self, limits: ClientLimits, body_budget: BodyBudget) -> None:
         self._limits = limits
@@ -436,7 +436,7 @@ class BodyReader:
 
 
 def body_reader_of(request: Request) -> BodyReader:
-    """Return a `BodyReader` with the limits and the budget of the application that handles a request."""
+    """Return a `BodyReader` with the application's limits and memory budget."""
     state = request.app.state
     return BodyReader(state.service.client_limits, state.body_budget)
 
@@ -483,7 +483,7 @@ class _Client(TypedDict):
 
 
 def client_of(request: Request, consumer: str, report: str) -> _Client:
-    """Return the fields of a `RangeRequest` that describe the client of an HTTP request.
+    """Return the `RangeRequest` fields that describe the client of an HTTP request.
 
     Args:
         request: The HTTP request.

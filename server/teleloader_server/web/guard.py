@@ -108,13 +108,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def quota(self) -> Quota | None:
-        """Quota of the principal of the last request; None if that request was not authenticated."""
+        """Quota of the last request's principal; None if that request was not authenticated."""
         return None if self._scope is None else quota_of(self._scope)
 
     # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Admit a new connection, or reject it with status 503 if a connection limit is reached."""
+        """Admit a new connection, or reject the connection with status 503 if a connection limit is reached."""
         self._transport = cast("asyncio.Transport", transport)
         self._uvicorn.connection_made(transport)
         peer = transport.get_extra_info("peername")
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             self._refuse(problem)
 
     def eof_received(self) -> None:
-        """Handle end of file from the client; asyncio closes the transport."""
+        """Handle end of file from the client, after which asyncio closes the transport."""
         self._uvicorn.eof_received()
 
     def pause_writing(self) -> None:
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
     # -- called by the parser; an exception ends parsing
 
     def on_message_begin(self) -> None:
-        """Start a request (callback of the parser)."""
+        """Start a request (parser callback)."""
         if self._progress.phase is not Phase.HEAD:
             self._enter(Phase.HEAD)
         self._manager.charge(self, REQUEST_BYTES)
@@ -194,12 +194,12 @@ class Connection(asyncio.Protocol):
         self._headers = []
 
     def on_url(self, url: bytes) -> None:
-        """Append a part of the request's URL (callback of the parser)."""
+        """Append received bytes to the request's URL (parser callback)."""
         self._url += url
         check_url_size(len(self._url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Append a header field (callback of the parser).
+        """Append a header field (parser callback).
 
         Trailer fields are dropped, because RFC 9110, 6.5.1 forbids merging them into the headers.
         """
@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Check the headers, and start an exchange or reject the request (callback of the parser)."""
+        """Check the headers, and start an exchange or reject the request (parser callback)."""
         check_pipelined(len(self._exchanges), self._limits)
         version, method = self._parser.get_http_version(), self._parser.get_method()
         self._head = head = check_head(version, self._url, self._headers, self._limits)
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
         self._headers += [field for field in fields.items() if field[1]]
 
     def on_body(self, body: bytes) -> None:
-        """Append a part of the request's body (callback of the parser)."""
+        """Append received bytes to the request's body (parser callback)."""
         self._progress.add_content(len(body))
         if self._head.is_chunked:
             self._receiving.unpassed += [b"%x\r\n" % len(body), body, b"\r\n"]
@@ -274,7 +274,7 @@ class Connection(asyncio.Protocol):
             self._receiving.unpassed.append(body)
 
     def on_message_complete(self) -> None:
-        """Complete a request (callback of the parser)."""
+        """Complete a request (parser callback)."""
         if self._head.is_chunked:
             self._receiving.unpassed.append(b"0\r\n\r\n")
         self._pass_on()
@@ -347,7 +347,7 @@ class Connection(asyncio.Protocol):
     # -- called by the manager
 
     def shutdown(self) -> None:
-        """Close the connection once all its requests have their responses."""
+        """Close the connection after responses to all pending requests."""
         if not self._exchanges:
             self._transport.close()
         elif len(self._exchanges) == 1:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ManagedConnection(Protocol):
-    """Interface of an HTTP or WebSocket connection for the `ConnectionManager`."""
+    """Interface of HTTP and WebSocket connections for the `ConnectionManager`."""
 
     @property
     def is_responding(self) -> bool:
@@ -42,7 +42,7 @@ class ManagedConnection(Protocol):
 
     @property
     def has_requested(self) -> bool:
-        """True if the client has sent a request; if not, its first request may be in transit."""
+        """True if the client has sent a request; otherwise, the first request may be in transit."""
 
     @property
     def address(self) -> str:
@@ -50,13 +50,13 @@ class ManagedConnection(Protocol):
 
     @property
     def quota(self) -> Quota | None:
-        """Quota of the principal of the last request; None if that request was not authenticated."""
+        """Quota of the last request's principal; None if that request was not authenticated."""
 
     def check(self, now: float) -> None:
         """Enforce timeouts and minimum rates."""
 
     def shutdown(self) -> None:
-        """Close the connection once all its requests have their responses."""
+        """Close the connection after responses to all pending requests."""
 
     def break_off(self) -> None:
         """Close the connection immediately, and discard unsent data."""
@@ -92,7 +92,7 @@ class ConnectionManager:
         """Seconds between two checks of all connections."""
 
     def admit(self, connection: ManagedConnection) -> str | None:
-        """Add a new connection; return the reason for its rejection if a connection limit is reached, else None."""
+        """Add a new connection; if a connection limit is reached, return the reason for rejection, else None."""
         self.connections.add(connection)
         address = connection.address
         self._by_address[address] += 1
@@ -189,7 +189,7 @@ class ConnectionManager:
             self._closed.clear()
 
     def count(self, reason: str) -> None:
-        """Count a closed connection by reason; `check` logs the counts, because clients can cause millions."""
+        """Count a closed connection by reason; `check` logs only the counts, because clients can cause millions."""
         self._closed[reason] += 1
 
     def drain(self) -> None:
@@ -215,14 +215,14 @@ class ConnectionManager:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, because each connection requires a file descriptor."""
+    """Raise the soft limit for open files to the hard limit, because each connection needs a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_for(num_workers: int) -> int:
-    """Return the maximum number of connections that leaves enough file descriptors for the rest of the server.
+    """Return the maximum connection count that leaves enough file descriptors for the rest of the server.
 
     Raises:
         ConfigError: The limit of open files is too low.

@@ -1,4 +1,4 @@
-"""Rules that enforce the limits of one connection: pure functions of bytes, counts and times, without I/O or clocks.
+"""Rules that enforce connection limits: pure functions of bytes, counts and times, without I/O or clocks.
 
 `guard` and `websocket` apply the rules. A violated rule is reported as an `HttpProblem` that names the limit.
 """
@@ -27,7 +27,7 @@ _CHECKED: Final = frozenset({
 
 
 class Phase(enum.Enum):
-    """Part of a request that a connection expects next."""
+    """Part of a request that is expected next on a connection."""
 
     HEAD = "request line and headers"
     BODY = "body"
@@ -36,7 +36,7 @@ class Phase(enum.Enum):
 
 
 class Head(NamedTuple):
-    """Properties of a request that were parsed from its headers."""
+    """Request properties parsed from the headers."""
 
     is_chunked: bool = False
     expects_continue: bool = False
@@ -127,7 +127,7 @@ def check_pipelined(waiting: int, limits: ClientLimits) -> None:
 
 
 class ArrivalRate:
-    """Rate at which a request body or WebSocket message arrives, measured over intervals of `body_timeout`.
+    """Arrival rate of a request body or WebSocket message, measured over intervals of `body_timeout`.
 
     Args:
         limits: Limits of the server.
@@ -207,7 +207,7 @@ class RequestProgress:
 
     @property
     def allowance(self) -> int:
-        """Number of bytes that may be parsed before `max_header_bytes` must be checked again."""
+        """Number of bytes that may be parsed before the next check of `max_header_bytes`."""
         return self._limits.max_header_bytes - self._framing
 
     def add_framing(self, nbytes: int) -> None:
@@ -215,7 +215,7 @@ class RequestProgress:
         self._framing += nbytes
 
     def add_content(self, nbytes: int) -> None:
-        """Count received content of a request body.
+        """Count received bytes of request body content.
 
         Raises:
             HttpProblem: The body is too large, or its chunks are too small.
@@ -266,7 +266,7 @@ class RequestProgress:
 
 
 class SlowReader:
-    """Detector of clients that read their responses too slowly.
+    """Detector of clients that read responses too slowly.
 
     Args:
         limits: Limits of the server.

@@ -1,4 +1,4 @@
-"""Endpoints for browser sign-in and for the OpenAPI description."""
+"""Endpoints for browser sign-in and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_DELAYED: Final = 64
 
 
 def make_access_router() -> APIRouter:
-    """Create the router of the endpoints for browser sign-in and for the OpenAPI description.
+    """Create the router with the endpoints for browser sign-in and the OpenAPI description.
 
     The endpoints use `authenticator` of the application's state, and `delayed_sign_ins`: the current number of delayed
     responses to invalid tokens.

@@ -1,4 +1,4 @@
-"""Endpoints for monitoring: statistics, server-sent events, Prometheus metrics and health checks."""
+"""Monitoring endpoints: statistics, server-sent events, Prometheus metrics and health checks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class StatsStream(Response):
 
 
 def make_status_router() -> APIRouter:
-    """Create the router of the endpoints for statistics and health checks.
+    """Create the router with the endpoints for statistics and health checks.
 
     The endpoints use `service` and `collector` of the application's state, and `stats_streams`: the open event streams
     with the names of their principals.

@@ -1,4 +1,4 @@
-"""WebSocket endpoint for batches: the client sends requests, the server responds with frames (docs/protocol.md).
+"""WebSocket endpoint for batches: the client sends requests, and the server responds with frames (docs/protocol.md).
 
 A WebSocket saves the headers of each request. Flow control is credit-based: open requests are the credit, and no batch
 is computed before it is requested.
@@ -39,7 +39,7 @@ SERVICE_RESTART: Final = 1012
 
 
 class RequestedRange(NamedTuple):
-    """Range of batches that a WebSocket message requests."""
+    """Range of batches requested by a WebSocket message."""
 
     epoch: int
     start: int

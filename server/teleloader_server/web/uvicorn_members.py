@@ -37,7 +37,7 @@ MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
 
 
 def check_members() -> None:
-    """Check that the installed versions of uvicorn and websockets have all `MEMBERS`.
+    """Check that all `MEMBERS` exist in the installed versions of uvicorn and websockets.
 
     Raises:
         ConfigError: A member is missing; the message names the member.
@@ -54,7 +54,7 @@ def check_members() -> None:
 
 
 def members_of(owner: type) -> set[str]:
-    """Return the names of a class's members and of the attributes that its methods assign."""
+    """Return the names of a class's members, and of attributes assigned in the class's methods."""
     members = [item for base in owner.__mro__[:-1] for item in vars(base).items()]
     found = {name for name, _ in members}
     for _, member in members:

@@ -204,7 +204,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._fragments = self._assembled = 0
 
     def handle_cont(self, event: WebSocketFrame) -> None:
-        """Add a fragment to a message; fail the connection above `MAX_FRAGMENTS`."""
+        """Add a fragment to a message; fail the connection if there are more than `MAX_FRAGMENTS`."""
         self._fragments += 1
         if self._fragments == MAX_FRAGMENTS:
             self._manager.count("WebSocket message in too many fragments")
@@ -217,7 +217,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Respond to a ping, unless the client does not read: unsent pongs would fill the memory."""
+        """Respond to a ping, unless the client does not read, because unsent pongs would fill the memory."""
         if self._is_writable.is_set():
             super().handle_ping()
         else:
@@ -241,7 +241,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def is_responding(self) -> bool:
-        """True until the WebSocket is closed; at shutdown, the application closes it."""
+        """True until the WebSocket is closed; at shutdown, the application closes the WebSocket."""
         return not self.close_sent or self.transport.get_write_buffer_size() > 0
 
     @property

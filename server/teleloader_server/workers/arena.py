@@ -34,7 +34,7 @@ class Slot:
 
 
 class Arena:
-    """Allocator of the shared-memory slots of one worker, in the worker process.
+    """Allocator of shared-memory slots in a worker process.
 
     Args:
         free_limit: Maximum bytes of free slots that are kept for reuse; other slots are returned to the system.

@@ -46,7 +46,7 @@ class Channel:
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """Create a non-blocking channel; return it with the socket of its other end, for another process."""
+        """Create a non-blocking channel; return the channel and the socket of its other end, for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         return Channel(ours), theirs
@@ -75,7 +75,7 @@ class Channel:
         return list(self._unpacker)
 
     def take_fd(self) -> int:
-        """Return the file descriptor that was received with the current message; the caller must close it.
+        """Return the file descriptor received with the current message; the caller must close it.
 
         Raises:
             OSError: The limit of open files prevented receiving it.
@@ -115,7 +115,7 @@ class Channel:
             self._socket.settimeout(timeout)
 
     def flush(self) -> bool:
-        """Send queued messages; return False if some remain until the socket is writable.
+        """Send queued messages; return False if messages remain until the socket is writable.
 
         Messages to a process that has ended are dropped, because `receive` reports the end.
         """
@@ -136,7 +136,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Close the socket and all received file descriptors that were not taken."""
+        """Close the socket, and all received file descriptors that were not taken with `take_fd`."""
         _open_channels.discard(self)
         self._socket.close()
         for fd in self._fds:

@@ -1,4 +1,4 @@
-"""Factories of worker pools, for configured datasets and for dataset objects of the calling process."""
+"""Worker pool factories, for configured datasets and for dataset objects of the calling process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from teleloader_shared.spec import LoaderSpec
 
 
 class PoolFactory(Protocol):
-    """Interface of the factories of worker pools."""
+    """Interface of worker pool factories."""
 
     setting: str
     """Setting of the number of shared workers as shown to users, with ``{}`` in place of the number."""
 
     def infos(self) -> list[DatasetInfo] | None:
-        """Return the descriptions of the datasets; None if the shared pool reports them when it starts."""
+        """Return the dataset descriptions; None if the shared pool reports the descriptions at start-up."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the kind of indices that client-side samplers may send for a dataset."""
+        """Return the index kind that client-side samplers may send for a dataset."""
 
     def shared_pool(self) -> Pool:
-        """Create the pool that all loaders without private workers share."""
+        """Create the pool shared by all loaders without private workers."""
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers for a loader; return None if the shared pool serves the loader.
+        """Create a pool of private workers for a loader; return None if the loader uses the shared pool.
 
         Raises:
             InvalidSpec: The loader names a function that it may not use.
@@ -42,7 +42,7 @@ class PoolFactory(Protocol):
 
 
 class ConfiguredPools:
-    """Factory of worker pools for configured datasets, which the fork server constructs once."""
+    """Worker pool factory for configured datasets, which the fork server constructs once."""
 
     setting = "--num-workers {}"
 
@@ -52,10 +52,10 @@ class ConfiguredPools:
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
-        """Return None, because the shared pool reports the datasets when it starts."""
+        """Return None, because the shared pool reports the dataset descriptions at start-up."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the configured kind of indices of a dataset."""
+        """Return the configured index kind of a dataset."""
         return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
@@ -66,7 +66,7 @@ class ConfiguredPools:
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers for an iterable-style dataset, one per shard."""
+        """Create a pool with one private worker per shard, for an iterable-style dataset."""
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
                 raise InvalidSpec(
@@ -97,7 +97,7 @@ class ConfiguredPools:
 
 
 class ObjectPools:
-    """Factory of worker pools for dataset objects of the calling process.
+    """Worker pool factory for dataset objects of the calling process.
 
     Workers are forked from this process and have the objects' state at that time.
 
@@ -117,15 +117,15 @@ class ObjectPools:
         return [hosted.info for hosted in self._datasets().values()]
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return ``any``: a sampler may yield any index for a dataset object of this process, as in torch."""
+        """Return ``any``, because samplers may yield any index for a dataset object of this process, as in torch."""
         return "any"
 
     def shared_pool(self) -> Pool:
-        """Create the shared pool, whose workers have the objects' current state."""
+        """Create the shared pool, whose workers use the current state of the dataset objects."""
         return self._pool(self._datasets(), self._limits, None)
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers, with the loader's worker count or, if that is 0, the server's."""
+        """Create a pool of private workers with the loader's worker count or, if that is 0, the server's."""
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):

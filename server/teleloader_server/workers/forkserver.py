@@ -39,7 +39,7 @@ _LONGEST_END: Final = 2 * _LAST_WORDS
 
 
 class ForkServer:
-    """Handle of a fork server process in the server."""
+    """Server-side handle of a fork server process."""
 
     def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
         self.channel = channel
@@ -55,13 +55,13 @@ class ForkServer:
             self.is_process(pid)
 
     def is_process(self, pid: int) -> None:
-        """Set the process ID of the fork server, whose process must be alive."""
+        """Set the process ID of the fork server; the process must be alive."""
         if self.end == -1:
             self.pid, self.end = pid, os.pidfd_open(pid)
 
     @classmethod
     def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
-        """Start a fork server in a clean interpreter, which constructs configured datasets.
+        """Start a fork server in a new interpreter, which constructs the configured datasets.
 
         The fork server then sends `Built` or `BuildFailed`.
         """
@@ -75,7 +75,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
-        """Start a fork server by forking this process, with the current state of its datasets."""
+        """Start a fork server by forking this process, with the current state of the datasets."""
         channel, theirs = Channel.pair()
         pid = _fork(theirs)
         if pid == 0:
@@ -83,14 +83,14 @@ class ForkServer:
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
-        """Fork this fork server for another pool, with the datasets in the state after their construction."""
+        """Fork this fork server for another pool, with the datasets in their state after construction."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])
         return ForkServer(channel)
 
     def reap(self) -> None:
-        """End the fork server and its workers by closing the channel; kill it after `_LONGEST_END` seconds."""
+        """Stop the fork server and its workers by closing the channel; kill the process after `_LONGEST_END` s."""
         with self._reaping:
             self.channel.hang_up()
             if self.end == -1:
@@ -112,7 +112,7 @@ def _has_ended(end: int, seconds: float) -> bool:
 
 
 def main() -> None:
-    """Run a spawned fork server; the command-line arguments are the channel's descriptor and the server's PID."""
+    """Run a spawned fork server; the command-line arguments are the channel's file descriptor and the server's PID."""
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
     worker.end_with_parent()
     if os.getppid() != int(sys.argv[2]):

@@ -1,4 +1,4 @@
-"""Handle of a worker process in the server: its channel, tasks and shared memory."""
+"""Server-side handle of a worker process: channel, tasks and shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OURS: Final = f'  File "{Path(__file__).parent.parent}/'
 
 
 class WorkerHandle:
-    """Handle of one worker process in the server.
+    """Server-side handle of one worker process.
 
     Args:
         number: Worker ID.
@@ -52,12 +52,12 @@ class WorkerHandle:
 
     @property
     def log_fields(self) -> dict[str, int | None]:
-        """Additional fields of log records about this worker."""
+        """Additional log record fields that describe this worker."""
         return {"worker": self.number, "pid": self.pid}
 
     @property
     def working_for(self) -> float:
-        """Seconds since the last progress if the worker has tasks, else 0."""
+        """Seconds since the last progress; 0 if the worker has no tasks."""
         return time.monotonic() - self.health.last_progress if self.health.tasks else 0.0
 
     # -- messages
@@ -98,7 +98,7 @@ class WorkerHandle:
     # -- notes in shared memory
 
     def take_notes(self, file: int) -> None:
-        """Store the descriptor of the worker's notes, a file in shared memory (see `messages`)."""
+        """Store the file descriptor of the worker's notes, a file in shared memory (see `messages`)."""
         self._notes = file
 
     def current_task(self) -> Task | None:

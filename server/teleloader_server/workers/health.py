@@ -56,7 +56,7 @@ class WorkerExit:
 
 
 class Action(enum.Enum):
-    """Action that the pool takes on a slow or stopped worker."""
+    """Pool action for a slow or stopped worker."""
 
     RECLAIM = enum.auto()
     """Reassign the tasks that are queued behind the current one to other workers."""
@@ -79,7 +79,7 @@ def backoff(failures: int) -> float:
 
 
 def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
-    """Describe the exit of a process, such as "exited with code 1" or "was killed by signal SIGKILL (Killed)".
+    """Describe the exit of a process, for example "was killed by signal SIGKILL (Killed)".
 
     Args:
         status: Exit status of ``os.waitpid``.
@@ -157,7 +157,7 @@ class WorkerHealth:
         return bool(limits.batch_timeout) and self.is_overdue(limits.batch_timeout, now)
 
     def actions(self, limits: Limits, now: float, *, is_stopped: bool, has_queued: bool) -> list[Action]:
-        """Return the actions on a worker that has made no progress since the last check.
+        """Return the actions for a worker without progress since the last check.
 
         Args:
             limits: Limits of the worker pool.
@@ -208,7 +208,7 @@ class Restarts:
     """Time since which a resource to start a process has been unavailable; None if it is available."""
 
     def exited(self, loss: WorkerExit, health: WorkerHealth, now: float) -> float:
-        """Record an exit; return the delay in seconds before the next start.
+        """Record an exit; return the delay before the next start, in seconds.
 
         A worker that ends before it has completed a task is likely to do so again: backoff limits the load.
         """
@@ -222,7 +222,7 @@ class Restarts:
         return backoff(self.failures)
 
     def start_failed(self) -> float:
-        """Record a start that failed because a resource is unavailable; return the delay in seconds before a retry."""
+        """Record a start that failed for lack of a resource; return the retry delay in seconds."""
         self.failures += 1
         return backoff(self.failures)
 
@@ -235,7 +235,7 @@ class Restarts:
         return True
 
     def must_report(self, limits: Limits, now: float, *, lacks_resource: bool, has_substitute: bool) -> bool:
-        """Return True if waiting requests must get an error because this worker does not start.
+        """Return True if waiting requests must fail because this worker does not start.
 
         Args:
             limits: Limits of the worker pool.
@@ -255,13 +255,13 @@ class Restarts:
 
 
 class Shortages:
-    """Batches that failed because a resource of the machine (descriptors, memory) is unavailable."""
+    """Batches that failed because a machine resource (file descriptors, memory) is unavailable."""
 
     def __init__(self) -> None:
         self._since: dict[Address, float] = {}
 
     def ended(self) -> None:
-        """Record that the resource is available again."""
+        """Record that the machine resource is available again."""
         self._since.clear()
 
     def overdue(self, lost: Iterable[Address], limits: Limits, now: float) -> frozenset[Address]:

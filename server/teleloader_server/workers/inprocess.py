@@ -25,7 +25,7 @@ LAST_WORDS: Final = 2.0
 
 
 class InProcessPool:
-    """Worker pool of one thread in the server process, for debugging with breakpoints.
+    """Worker pool with one thread in the server process, for debugging with breakpoints.
 
     Args:
         open_datasets: Function that constructs the datasets; called once, in the pool's thread.
@@ -51,7 +51,7 @@ class InProcessPool:
         return 0
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Start the thread, and wait until it has constructed the datasets; return their descriptions."""
+        """Start the thread, wait until the datasets are constructed, and return the dataset descriptions."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         opened: asyncio.Future[Mapping[str, HostedDataset]] = self._loop.create_future()
@@ -92,7 +92,7 @@ class InProcessPool:
         return 0
 
     async def close(self) -> None:
-        """End the thread, waiting for the current task for at most `LAST_WORDS` seconds."""
+        """Stop the thread, after waiting for the current task for at most `LAST_WORDS` seconds."""
         self._tasks.put(None)
         await aside(lambda: self._thread.join(LAST_WORDS))
 

@@ -1,4 +1,4 @@
-"""Interface of worker pools, which compute the frames of tasks.
+"""Interface of worker pools, which compute the frames for tasks.
 
 The dispatcher selects the worker of each task; the pool runs the task in that worker and reports the result.
 Implementations: `inprocess` and `processes`.
@@ -22,13 +22,13 @@ Lease = NDArray[np.uint8]
 
 
 class PoolListener(Protocol):
-    """Interface for receiving the events of a worker pool, called in the event loop."""
+    """Interface for receiving the events of a worker pool; called in the event loop."""
 
     def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
         """Handle the event that a worker accepts tasks; `tasks` is the pool's list of the worker's open tasks."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Handle the completion of a task, with its frame."""
+        """Handle a completed task and its frame."""
 
     def no_worker_starts(self, reason: str) -> None:
         """Raise an error in waiting requests, because no worker starts; the pool keeps retrying."""
@@ -71,14 +71,14 @@ class Pool(Protocol):
         """Number of worker processes; 0 for a thread of the server process."""
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Construct the datasets and return their descriptions, then start the workers in the background.
+        """Construct the datasets and return the dataset descriptions, then start the workers in the background.
 
         Raises:
             ConfigError: A dataset cannot be constructed; all processes have ended.
         """
 
     def submit(self, worker: int, task: Task) -> None:
-        """Submit a task to a ready worker, which queues it."""
+        """Submit a task to a ready worker, which queues the task."""
 
     def take(self, worker: int, reason: str) -> None:
         """Preempt a worker: kill its process, and start a replacement. Threads are not killed.
@@ -92,13 +92,13 @@ class Pool(Protocol):
         """Return the state of each worker."""
 
     def forget(self, loader: str) -> None:
-        """Release the state of a loader in all workers; its tasks can still be submitted."""
+        """Release the state of a loader in all workers; the loader's tasks can still be submitted."""
 
     def pids(self) -> list[int]:
-        """Return the IDs of all processes of the pool."""
+        """Return the IDs of all processes in the pool."""
 
     def mapped_bytes(self) -> int:
         """Return the size of the shared memory for frames in bytes, both used and free."""
 
     async def close(self) -> None:
-        """End all processes of the pool, and wait for their exit."""
+        """Stop all processes of the pool, and wait for their exit."""

@@ -1,4 +1,4 @@
-"""Pool of worker processes, which executes the decisions of `health`."""
+"""Worker process pool, which executes the decisions of `health`."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class ProcessPool:
 
     @property
     def num_workers(self) -> int:
-        """Number of worker processes of the pool."""
+        """Number of worker processes in the pool."""
         return self._limits.num_workers
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Start the fork server, wait until it has constructed the datasets, then fork the workers."""
+        """Start the fork server, wait until the datasets are constructed, then fork the workers."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         try:
@@ -157,12 +157,12 @@ class ProcessPool:
         ]
 
     def pids(self) -> list[int]:
-        """Return the process IDs of the fork server and of all workers."""
+        """Return the process IDs of the fork server and all workers."""
         pids = [self._supervisor.current.pid, *(place.process.pid for place in self._places.values())]
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
-        """Fork the fork server for another pool, with the datasets in the state after their construction.
+        """Fork the fork server for another pool, with the datasets in their state after construction.
 
         Raises:
             ConfigError: The fork server is being restarted.
@@ -172,11 +172,11 @@ class ProcessPool:
         return self._supervisor.current.split()
 
     def mapped_bytes(self) -> int:
-        """Return the total size of all shared-memory slots in bytes."""
+        """Return the total size of all shared-memory slots, in bytes."""
         return sum(slot.size for place in self._places.values() for slot in place.process.slots.values())
 
     async def close(self) -> None:
-        """End all processes by closing their channels, and wait for the exit of the fork server."""
+        """Stop all processes by closing their channels, and wait for the exit of the fork server."""
         self._closing = True
         self._next_check.cancel()
         for inspection in self._inspections:

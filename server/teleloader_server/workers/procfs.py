@@ -25,7 +25,7 @@ NO_MEMORY: Final = Memory(0, 0)
 
 
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
-    """Measure the resident memory of processes; None is this process, and exited processes count as 0 bytes.
+    """Measure the resident memory of processes (None: this process) in bytes; 0 for exited processes.
 
     The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
     event loop.
@@ -60,7 +60,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return the CPU time of a process in seconds; None is this process, and an exited process has 0 seconds."""
+    """Return the CPU time of a process (None: this process) in seconds; 0 for an exited process."""
     if pid is None:
         return time.process_time()
     try:

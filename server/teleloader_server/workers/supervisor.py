@@ -45,7 +45,7 @@ class Supervisor:
         return self._restarting is not None and not self._restarting.done()
 
     async def start(self) -> list[DatasetInfo]:
-        """Start a fork server, and wait until it has constructed the datasets; return their descriptions.
+        """Start a fork server, wait until the datasets are constructed, and return the dataset descriptions.
 
         If the fork server is killed meanwhile (by the OOM killer, for example), another one is started.
 
@@ -76,7 +76,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGCONT)
 
     async def close(self) -> None:
-        """End the fork server and its workers, and wait for its exit."""
+        """Stop the fork server and its workers, and wait for its exit."""
         if self._restarting is not None:
             self._restarting.cancel()
             with suppress(asyncio.CancelledError):

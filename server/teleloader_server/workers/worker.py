@@ -56,7 +56,7 @@ _STDERR: Final = 2
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent exits for any reason."""
+    """Make the kernel kill this process when the parent process exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -283,7 +283,7 @@ class Worker:
             self._send(messages.Progress())
 
     def report_late(self) -> None:
-        """Send delayed results while the next task is in progress; runs in a thread."""
+        """Send delayed results while the next task is in progress; runs in a separate thread."""
         while True:
             self._unreported.wait()
             self._unreported.clear()

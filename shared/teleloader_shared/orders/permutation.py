@@ -1,4 +1,4 @@
-"""Random-access shuffle: a keyed pseudo-random permutation that is computed per position.
+"""Random-access shuffle: a keyed pseudo-random permutation, computed separately for each position.
 
 `Permutation(N, key)` is one of the permutations of `range(N)`, selected by `key`. The time to evaluate it at a batch of
 positions depends on the size of the batch and not on `N`: no list of `N` indices is created, so an epoch of 2**62
@@ -66,7 +66,7 @@ _MIX: Final = 0xBF58476D1CE4E5B9
 
 
 class Permutation:
-    """Pseudo-random permutation of `range(length)`, reproducible from `key` on every machine and in every version.
+    """Pseudo-random permutation of `range(length)`, reproducible from `key` across machines and versions.
 
     Args:
         length: Number of positions, 0 to 2**62.

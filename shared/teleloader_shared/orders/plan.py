@@ -26,7 +26,7 @@ _BLOCK_SAMPLES: Final = 4096
 
 
 class Plan:
-    """Sequence of the batches of a loader in one epoch; ``plan[k]`` is the array of dataset indices of batch k.
+    """Sequence of a loader's batches in one epoch; ``plan[k]`` is the array of dataset indices in batch k.
 
     Args:
         spec: Parameters of the loader.
@@ -69,7 +69,7 @@ class Plan:
         return self._block[1][start : start + self._batch_size]
 
     def first(self, k: int, count: int) -> NDArray[np.int64]:
-        """Return the first `count` indices of batch k, in time independent of the batch size.
+        """Return the first `count` indices of batch k, in time that does not depend on the batch size.
 
         Raises:
             BatchOutOfRange: If k is not in [0, len(plan)).
@@ -82,7 +82,7 @@ class Plan:
         return (self[k] for k in range(len(self)))
 
     def padding(self, k: int) -> int:
-        """Return the number of padding samples at the end of batch k, which ``tail="pad"`` repeats from the start."""
+        """Return the number of padding samples at the end of batch k; ``tail="pad"`` repeats samples from the start."""
         self.check(k)
         own = -(-(self.length - self.spec.rank) // self.spec.world_size)
         end = min((k + 1) * self._batch_size, self.samples)

@@ -18,5 +18,5 @@ def derive(purpose: str, *coordinates: int) -> int:
 
 
 def derive_seed(purpose: str, *coordinates: int) -> int:
-    """Derive a seed in [0, 2**63) for random number generators; torch requires it to fit into int64."""
+    """Derive a random generator seed in [0, 2**63), which fits into int64 as torch requires."""
     return derive(purpose, *coordinates) >> 1

@@ -39,7 +39,7 @@ type.
 
 
 def add_dashboard(app: FastAPI) -> None:
-    """Add routes for the dashboard's page at ``/`` and its files at ``/dashboard/...`` to an application.
+    """Add routes to an application: the dashboard page at ``/``, and the dashboard's files at ``/dashboard/...``.
 
     All files are read immediately and kept in memory, about 250 KB.
     """
