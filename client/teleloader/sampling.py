@@ -146,8 +146,8 @@ class _Draws:
         if name in self._states:
             if name not in self._keepers:
                 raise StateMismatch(
-                    f"cannot restore the sampler: {type(keeper).__name__} has no state_dict() and load_state_dict(). "
-                    "Resume with the arguments of the loader that saved the state"
+                    f"cannot restore the sampler: the saved state requires state_dict() and load_state_dict(), which "
+                    f"{type(keeper).__name__} lacks. Resume with the arguments of the loader that saved the state"
                 )
             keeper.load_state_dict(self._states[name])
 

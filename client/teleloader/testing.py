@@ -120,7 +120,7 @@ class FakeServer:
     def _loader(self, key: str) -> tuple[str, Workers]:
         found = self._loaders.get(key)
         if found is None:
-            raise UnknownLoader(f"{self.url} knows no loader {key}")
+            raise UnknownLoader(f"unknown loader {key}: the fake server at {self.url} has not registered it")
         return found
 
     def _forget(self, key: str) -> None:

@@ -230,7 +230,7 @@ def _describe_numbers(value: Any, path: str) -> Any:
 
 def _describe_bound(value: Any, path: str) -> Any:
     if value is not None and not isinstance(value, SupportsIndex):
-        raise EncodeError(f"cannot encode {path}: a slice must contain integers or None, got {_type_name(value)}")
+        raise EncodeError(f"cannot encode {path}: slice indices must be integers or None, got {_type_name(value)}")
     return None if value is None else _describe_numbers(operator.index(value), path)
 
 

@@ -237,7 +237,7 @@ def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
         for _ in range(12):
             client.send(b" " * 1000)
             time.sleep(0.1)
-        assert client.answer().problem["detail"].startswith("the body is not JSON")
+        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
 
 
 def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
@@ -456,7 +456,7 @@ def test_some_chunks_may_be_small(start: Start) -> None:
     """A body has 256 chunks of any size, and one for each 64 bytes; with more of them it is refused."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + b"1\r\n \r\n" * 256 + b"0\r\n\r\n")
-        assert client.answer().problem["detail"].startswith("the body is not JSON")
+        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
         client.send(CHUNKED + b"1\r\n \r\n" * 300 + b"0\r\n\r\n")
         assert "send chunks of at least 64 bytes" in client.answer().problem["detail"]
 
@@ -720,7 +720,7 @@ def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
     with Raw(url) as client:
         fields = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n"
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + fields)
-        assert client.answer().problem["detail"].startswith("the body is not JSON")
+        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
         assert client.rest() == b""
 
 

@@ -157,7 +157,7 @@ def bench(
 @click.argument("batch", metavar="[K]", type=click.IntRange(0), default=0)
 @options.epoch
 @click.option("--indices", type=Indices(), help="Sample indices of the batch, in place of the seeded order.")
-@click.option("--debug", is_flag=True, help="Load the batch in the server's main process, where breakpoint() stops.")
+@click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
     options.tail, options.as_json, options.access,

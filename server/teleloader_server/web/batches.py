@@ -470,7 +470,7 @@ def _parsed_json(body: bytes) -> object:
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidSpec(f"the body is not JSON: {error}") from None
+        raise InvalidSpec(f"invalid request body: expected JSON ({error})") from None
     return parsed
 
 
