@@ -77,6 +77,7 @@ def indices(loader: Any) -> list[int]:
     return [int(index) for batch in loader for index in np.asarray(batch["index"]).ravel()]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file .*index.json:ResourceWarning")  # by mosaicml-streaming
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [hugging_face, litdata, mosaic])
 def test_each_epoch_has_all_samples_in_an_order_of_its_own(make: Any, num_workers: int, tmp_path: Path) -> None:
