@@ -104,10 +104,12 @@ def make_status_router() -> APIRouter:
 
 
 def _add_stats(router: APIRouter) -> None:
-    @router.get(STATS_PATH, summary="Statistics: a record for each worker, dataset and consumer")
+    @router.get(STATS_PATH, summary="Statistics: a record for each worker, dataset and consumer", response_model=Stats)
     @needs(STATS)
-    async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Stats:
-        return await _stats_for(_collector_of(request), caller_of(request), limit, offset)
+    async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Response:
+        # encoded here: FastAPI would validate all records first
+        records = await _stats_for(_collector_of(request), caller_of(request), limit, offset)
+        return Response(_records.dump_json(records), media_type="application/json")
 
     @router.get(
         STATS_PATH + "/stream",
