@@ -47,7 +47,8 @@ def recorded_steps(outcomes: Mapping[str, Mapping[str, Any]], names: Sequence[st
         names: Names of all steps.
     """
     before = json.loads(NIGHTLY.read_text()) if NIGHTLY.exists() else {}
-    now = {name: {**this_run(), **outcome} for name, outcome in outcomes.items()}
+    run = this_run()
+    now = {name: {**run, **outcome} for name, outcome in outcomes.items()}
     return {name: step for name, step in {**before, **now}.items() if name in names}
 
 
