@@ -14,14 +14,8 @@ from typing import Any, Final, Literal
 
 from teleloader_server.auth.origins import refuse_unprotected
 from teleloader_server.auth.tokens import single_token
-from teleloader_server.config import (
-    DEFAULT_BATCH_TIMEOUT,
-    DEFAULT_LIMITS,
-    ClientLimits,
-    ConfigError,
-    Limits,
-    default_memory_budget,
-)
+from teleloader_server.config import ConfigError
+from teleloader_server.limits import DEFAULT_BATCH_TIMEOUT, DEFAULT_LIMITS, ClientLimits, Limits, default_memory_budget
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import shortage

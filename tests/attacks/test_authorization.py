@@ -19,8 +19,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from teleloader_server.config import Limits
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import READ, UNCHECKED, needs
 from teleloader_server.web.app import create_app

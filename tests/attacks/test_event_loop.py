@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from teleloader_server.config import DatasetConfig, Limits
+from teleloader_server.config import DatasetConfig
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import Limits
 from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.workers.factory import ConfiguredPools

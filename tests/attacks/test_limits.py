@@ -18,7 +18,8 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, ConfigError
+from teleloader_server.config import ConfigError
+from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from tests.attacks.test_hostile_clients import eventually

@@ -25,7 +25,7 @@ from teleloader.api import control
 from teleloader.tensors import devices, pinned
 from teleloader.tensors.placement import Placement
 from teleloader_server import serve
-from teleloader_server.config import ClientLimits
+from teleloader_server.limits import ClientLimits
 from tests.conftest import ROOT, ServerProcess, StartServer, need
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped

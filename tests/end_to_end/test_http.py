@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from teleloader_server import serve
-from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch import service
+from teleloader_server.limits import ClientLimits
 from teleloader_shared import codec
 from teleloader_shared.messages import FRAME_MEDIA_TYPE, PROTOCOL_HEADER
 from tests.end_to_end import hosted

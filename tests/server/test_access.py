@@ -21,8 +21,9 @@ from teleloader_server.auth.authenticator import Authenticator, RequestCaller
 from teleloader_server.auth.origins import is_known_host, is_of_another_site, known_hosts
 from teleloader_server.auth.token_file import TokenFile
 from teleloader_server.auth.tokens import parse_tokens
-from teleloader_server.config import ConfigError, Limits
+from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ANYONE, Principal, allows
 from teleloader_server.web.app import create_app

@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server import config
-from teleloader_server.config import (
-    ConfigError,
-    DatasetConfig,
-    Limits,
-    default_memory_budget,
-    default_num_workers,
-    parse_size,
-    read_toml,
-)
+from teleloader_server.config import ConfigError, DatasetConfig, parse_size, read_toml
+from teleloader_server.limits import MAX_DEFAULT_MEMORY_BUDGET, Limits, default_memory_budget, default_num_workers
 
 Write = Callable[[str], Path]
 
@@ -359,7 +351,7 @@ def test_the_default_budget_keeps_to_a_containers_limit(monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "read_text", lambda self: said[str(self)] if str(self) in said else _absent())
     assert default_memory_budget() == 2**24
     said["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert default_memory_budget() == config.MAX_DEFAULT_MEMORY_BUDGET
+    assert default_memory_budget() == MAX_DEFAULT_MEMORY_BUDGET
 
 
 def _absent() -> str:

@@ -21,8 +21,9 @@ import pytest
 import uvloop
 
 from teleloader_server import serve
-from teleloader_server.config import ClientLimits, ConfigError, Limits
+from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import ClientLimits, Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ANYONE
 from teleloader_server.web.app import Server, bind, url_of

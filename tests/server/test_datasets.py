@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.config import ConfigError, DatasetConfig, default_num_workers
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.collate import Stack
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory, open_dataset, open_datasets, resolve
 from tests.conftest import label, need

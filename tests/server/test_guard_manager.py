@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from teleloader_server.auth.authenticator import Authenticator
-from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.quotas import Quota
+from teleloader_server.limits import ClientLimits
 from teleloader_server.web.guard_manager import CONNECTION_BYTES, ConnectionManager
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from teleloader_server.config import ClientLimits
+from teleloader_server.limits import ClientLimits
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard_rules import (
     MAX_URL_BYTES,

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_server.auth.rate_limit import TOGETHER, FairQueue
-from teleloader_server.config import ClientLimits, Limits
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER
 from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, BodyBudget, Quota, Quotas
 from teleloader_server.dispatch.records import Epoch
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import ClientLimits, Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ALL_SCOPES, Principal
 from teleloader_server.workers.factory import ObjectPools

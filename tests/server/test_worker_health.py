@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.config import Limits
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
+from teleloader_server.limits import Limits
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.health import (
     CHECK_INTERVAL,

@@ -9,8 +9,8 @@ import click
 
 from teleloader_server import logs
 from teleloader_server.auth.token_file import format_tokens
-from teleloader_server.config import default_num_workers
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import default_num_workers
 from teleloader_server.web.app import Server
 from teleloader_shared.units import counted, size
 from teleloader_shared.version import VERSION

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from teleloader_server.cli.probe import Checked, Problem
-from teleloader_server.config import DatasetConfig, Limits
+from teleloader_server.config import DatasetConfig
+from teleloader_server.limits import Limits
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part
 from teleloader_shared.units import counted, number, seconds, size

@@ -26,21 +26,23 @@ from teleloader_server.cli import check as checking
 from teleloader_server.cli.banner import announce
 from teleloader_server.cli.reload import Reloader
 from teleloader_server.config import (
-    DEFAULT_BATCH_TIMEOUT,
     DEFAULT_HOST,
-    DEFAULT_LIMITS,
     DEFAULT_PORT,
     DEFAULT_SHUTDOWN_GRACE,
-    ClientLimits,
     ConfigError,
     DatasetConfig,
-    Limits,
-    default_memory_budget,
-    default_num_workers,
     parse_size,
     read_toml,
 )
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import (
+    DEFAULT_BATCH_TIMEOUT,
+    DEFAULT_LIMITS,
+    ClientLimits,
+    Limits,
+    default_memory_budget,
+    default_num_workers,
+)
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools

@@ -25,9 +25,10 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from teleloader_server.config import ConfigError, DatasetConfig, Limits
+from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector

@@ -1,4 +1,4 @@
-"""Per-principal quotas: limits on memory, request rate and consumers, as pure functions of counts and times.
+"""Per-principal quotas, which count the resources in use and enforce `limits.ClientLimits` without I/O.
 
 A principal is the owner of a token; without tokens all clients form one principal. Resources are counted per principal,
 so that requests of a principal that exceeds its share are rejected without affecting others.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from typing import Any, Final
 
-from teleloader_server.config import ClientLimits
+from teleloader_server.limits import ClientLimits
 from teleloader_server.permissions import ANYONE, Principal
 from teleloader_shared.errors import ServerUnavailable
 

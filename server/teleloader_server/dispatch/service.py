@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from teleloader_server.config import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.dispatch.counters import Counters, ServerTotals
 from teleloader_server.dispatch.engine import BatchStream, Engine
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
+from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
 from teleloader_server.workers.factory import PoolFactory

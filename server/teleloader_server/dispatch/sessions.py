@@ -7,10 +7,11 @@ from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any, Final, NamedTuple
 
-from teleloader_server.config import ClientLimits, ConfigError
+from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.counters import Counters, EngineSource
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
+from teleloader_server.limits import ClientLimits
 from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.messages import DatasetInfo

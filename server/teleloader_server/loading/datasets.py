@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from teleloader_server.config import ConfigError, DatasetConfig, IndexKind, default_num_workers
+from teleloader_server.config import ConfigError, DatasetConfig, IndexKind
+from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.collate import default_convert, lazy_collate, path_to_uncollatable
 from teleloader_shared.messages import DatasetInfo
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.config import default_num_workers
 from teleloader_server.dispatch.counters import (
     ConsumerCounters,
     DatasetCounters,
@@ -25,6 +24,7 @@ from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import default_num_workers
 from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState

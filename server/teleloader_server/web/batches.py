@@ -16,12 +16,12 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import Receive, Scope, Send
 
-from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.engine import BatchStream
 from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.dispatch.tracing import RequestTrace
+from teleloader_server.limits import ClientLimits
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from teleloader_server.auth.authenticator import Authenticator
-from teleloader_server.config import ClientLimits, ConfigError
+from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.quotas import BodyBudget, Quota
+from teleloader_server.limits import ClientLimits
 from teleloader_shared.units import counted
 
 OWN_FILES: Final = 64

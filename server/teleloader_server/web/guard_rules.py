@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from teleloader_server.config import ClientLimits
+from teleloader_server.limits import ClientLimits
 from teleloader_server.problems import HttpProblem
 from teleloader_shared.messages import STREAM_PATH
 

@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
-from teleloader_server.config import ClientLimits
 from teleloader_server.dispatch.engine import BatchStream
 from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import ClientLimits
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from teleloader_server.config import DatasetConfig, IndexKind, Limits
+from teleloader_server.config import DatasetConfig, IndexKind
+from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.inprocess import InProcessPool

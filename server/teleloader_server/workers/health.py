@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from teleloader_server.config import Limits
+from teleloader_server.limits import Limits
 from teleloader_server.loading.tasks import Task
 from teleloader_shared.codec import Address
 from teleloader_shared.units import counted

@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
-from teleloader_server.config import Limits
+from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState

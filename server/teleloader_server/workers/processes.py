@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from teleloader_server.config import ConfigError, Limits
+from teleloader_server.config import ConfigError
+from teleloader_server.limits import Limits
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Mapping as SlotMapping
