@@ -30,7 +30,7 @@ class DatasetConfig:
     """Configuration of one hosted dataset.
 
     Raises:
-        ConfigError: At construction, naming the field and its value.
+        ConfigError: If a field is invalid; raised at construction, with the field and its value.
     """
 
     name: str
@@ -91,7 +91,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
     """Read the ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
 
     Raises:
-        ConfigError: The file cannot be read, or an entry is unknown or invalid.
+        ConfigError: If the file cannot be read, or an entry is unknown or invalid.
     """
     try:
         tables = tomllib.loads(path.read_text())
@@ -117,7 +117,7 @@ def parse_size(text: str) -> int:
     """Parse a size such as ``"512MiB"`` or ``"4096"`` to bytes; the units K, M, G and T are powers of 1024.
 
     Raises:
-        ConfigError: The text is not a size.
+        ConfigError: If the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

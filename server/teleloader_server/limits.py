@@ -68,7 +68,7 @@ class ClientLimits:
     All clients with the same token form one principal. On a server without tokens, all clients form one principal.
 
     Raises:
-        ConfigError: At construction, naming the field and its value.
+        ConfigError: If a field is invalid; raised at construction, with the field and its value.
     """
 
     max_connections: int = 10_000
@@ -141,7 +141,7 @@ class ClientLimits:
         """Parse a ``[limits]`` table, in which sizes may be strings such as ``64MiB``; missing limits get defaults.
 
         Raises:
-            ConfigError: An entry is unknown or a value invalid.
+            ConfigError: If an entry is unknown, or a value is invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         check_keys("[limits]", table, names)

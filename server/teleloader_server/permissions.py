@@ -51,7 +51,7 @@ class Principal(NamedTuple):
             dataset: Dataset that the operation uses; None if it uses none.
 
         Raises:
-            Forbidden: The scopes do not permit the operation.
+            Forbidden: If the scopes do not permit the operation.
         """
         if allows(self.scopes, need, dataset):
             return self
@@ -77,8 +77,8 @@ class Caller(Protocol):
             dataset: Dataset that the operation uses; None if it uses none.
 
         Raises:
-            Unauthorized: The request has no token, or its token is not valid any more.
-            Forbidden: The scopes do not permit the operation.
+            Unauthorized: If the request has no token, or its token is no longer valid.
+            Forbidden: If the scopes do not permit the operation.
         """
 
 
@@ -106,7 +106,7 @@ def need_of(endpoint: object) -> str:
     """Return the scope that an endpoint declares with `needs`.
 
     Raises:
-        LookupError: The endpoint was not decorated with `needs`.
+        LookupError: If the endpoint was not decorated with `needs`.
     """
     need = getattr(endpoint, "needs", None)
     if not isinstance(need, str):

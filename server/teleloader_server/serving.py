@@ -82,8 +82,8 @@ def serve(
         The server's URL.
 
     Raises:
-        ConfigError: The object is not a dataset, or `host_address` is non-loopback without `token` and `insecure`.
-        OSError: The address is in use or not available.
+        ConfigError: If the object is not a dataset, or `host_address` is non-loopback without `token` and `insecure`.
+        OSError: If the address is in use or not available.
     """
     token = None if token is None else Secret(token)  # first: tracebacks that show local variables must not show it
     of_workers = Limits(

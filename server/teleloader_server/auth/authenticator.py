@@ -68,7 +68,7 @@ class Authenticator:
         allowed_hosts: Further host names of the server.
 
     Raises:
-        ConfigError: Two tokens, or two token names, are equal.
+        ConfigError: If two tokens, or two token names, are equal.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Authenticator:
             scope: ASGI scope of the request.
 
         Raises:
-            Unauthorized: The request has no valid token or session cookie.
+            Unauthorized: If the request has no valid token or session cookie.
         """
         if not self.has_tokens:
             return ANYONE
@@ -153,7 +153,7 @@ class Authenticator:
         """Open a browser session; return its principal and a Set-Cookie header value.
 
         Raises:
-            Unauthorized: The token is not valid.
+            Unauthorized: If the token is not valid.
         """
         found = self._valid(token.encode(errors="replace"))
         name = secrets.token_urlsafe(32)
@@ -208,7 +208,7 @@ class Authenticator:
             headers: Headers of the request that `RequestCaller` selected.
 
         Raises:
-            HttpProblem: With status 421 for the Host header, or 403 for a cross-site request.
+            HttpProblem: If the Host header names another server (status 421), or the request is cross-site (403).
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if host and _NO_PAGE not in headers and not is_known_host(host, self._hosts):
@@ -309,9 +309,9 @@ class RequestCaller:
             The client's principal; `ANYONE` for an endpoint without a required token.
 
         Raises:
-            HttpProblem: The Host header names another server, or a page of another site caused the request.
-            Unauthorized: The request has no valid token.
-            Forbidden: The token's scopes do not permit the request.
+            HttpProblem: If the Host header names another server, or the request is cross-site.
+            Unauthorized: If the request has no valid token.
+            Forbidden: If the token's scopes do not permit the request.
         """
         try:
             self._authenticator.check_site(self._scope.get("method", "GET"), self._headers)

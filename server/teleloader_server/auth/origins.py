@@ -21,7 +21,8 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
         insecure: True if the operator disabled authentication explicitly.
 
     Raises:
-        ConfigError: Clients on other machines could load data without a token.
+        ConfigError: If `address` is not a loopback address, and authentication is neither enabled nor explicitly
+            disabled.
     """
     if has_tokens or insecure or is_loopback(address):
         return

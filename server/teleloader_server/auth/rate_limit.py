@@ -42,7 +42,7 @@ class RateLimiter:
         Stores the principal's quota in the ASGI scope of the request.
 
         Raises:
-            HttpProblem: With status 429, if the delay would exceed `PATIENCE`.
+            HttpProblem: If the delay would exceed `PATIENCE` (status 429).
         """
         quota = self._quotas.of(principal)
         note(scope, quota)
@@ -76,7 +76,7 @@ class AddressLimit:
             address: IP address of the client.
 
         Raises:
-            HttpProblem: With status 429, if the delay would exceed `PATIENCE`.
+            HttpProblem: If the delay would exceed `PATIENCE` (status 429).
         """
         network = self._network(address)
         now = time.monotonic()
@@ -104,7 +104,7 @@ async def _hold(seconds: float, sentence: str) -> None:
     """Delay a request that exceeds its rate limit, by at most `PATIENCE`.
 
     Raises:
-        HttpProblem: With status 429 and the detail `sentence`, if the delay would be longer.
+        HttpProblem: If `seconds` exceeds `PATIENCE` (status 429); `sentence` is the detail.
     """
     if seconds:
         # rejections are delayed as well: otherwise a client would retry at once

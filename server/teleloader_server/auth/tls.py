@@ -20,7 +20,7 @@ class TlsFiles:
     """Paths of the TLS certificate and private key, in fields named like uvicorn's options.
 
     Raises:
-        ConfigError: At construction, if the files are unreadable, invalid or do not match.
+        ConfigError: If the files are unreadable or invalid, or do not match; raised at construction.
     """
 
     certfile: Path
@@ -40,7 +40,7 @@ class TlsFiles:
         """Load certificate, key and CAs into an SSL context, without affecting established connections.
 
         Raises:
-            ConfigError: The files are unreadable, invalid or do not match.
+            ConfigError: If the files are unreadable or invalid, or do not match.
         """
         for path in self.paths():
             try:

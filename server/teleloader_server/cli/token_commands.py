@@ -57,7 +57,7 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
         """Validate a command-line argument against the pattern, and return it.
 
         Raises:
-            click.BadParameter: The value does not match.
+            click.BadParameter: If the value does not match.
         """
         if not self._pattern.fullmatch(str(value)):
             self.fail(f"{value!r}: expected {self._rule}", param, ctx)

@@ -98,7 +98,7 @@ class Dispatcher:
             now: Current time.
 
         Raises:
-            ServerUnavailable: The principal has too many consumers with open requests.
+            ServerUnavailable: If the principal has too many consumers with open requests.
         """
         run, start, stop = (request.key, request.epoch), request.start, request.stop
         consumer = self._consumers.get((quota.name, request.consumer, run))

@@ -116,7 +116,7 @@ class Engine:
         """Start the worker pool, which constructs the datasets, and return the dataset descriptions.
 
         Raises:
-            ConfigError: A dataset cannot be constructed.
+            ConfigError: If a dataset cannot be constructed.
         """
         return await self._pool.start(self)
 
@@ -148,7 +148,7 @@ class Engine:
             authorize: Function that raises an error if the request's caller is not authorized any more.
 
         Raises:
-            ServerUnavailable: The principal has too many consumers.
+            ServerUnavailable: If the principal has too many consumers.
         """
         now = time.monotonic()
         ask = self._dispatcher.ask(quota, request, loader, now)

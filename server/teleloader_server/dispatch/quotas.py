@@ -178,7 +178,7 @@ class BodyBudget:
         """Context manager that counts bytes of a principal until exit; yields a function that counts further bytes.
 
         Raises:
-            ServerUnavailable: The bytes exceed the budget.
+            ServerUnavailable: If the bytes exceed the budget.
         """
         held = 0
 

@@ -90,7 +90,7 @@ class LoaderService:
         """Start the background tasks and the shared workers; the workers construct the configured datasets.
 
         Raises:
-            ConfigError: A dataset cannot be constructed.
+            ConfigError: If a dataset cannot be constructed.
         """
         if self._host.infos() is None:
             await self.engines.shared()
@@ -144,11 +144,11 @@ class LoaderService:
             caller: Caller of the request.
 
         Raises:
-            AccessDenied: The caller may not use the dataset, or may not load in the server process itself.
-            UnknownDataset: The dataset is not hosted.
-            DatasetChanged: The fingerprint of the hosted dataset differs from the spec's.
-            InvalidSpec: The dataset does not support the spec.
-            ServerUnavailable: There are too many sessions, or the server is shutting down.
+            AccessDenied: If the caller may not use the dataset, or may not load in the server process itself.
+            UnknownDataset: If the dataset is not hosted.
+            DatasetChanged: If the fingerprint of the hosted dataset differs from the spec's.
+            InvalidSpec: If the dataset does not support the spec.
+            ServerUnavailable: If there are too many sessions, or the server is shutting down.
         """
         self.refuse_when_draining()
         info = self.dataset(caller, spec.dataset)
@@ -177,8 +177,8 @@ class LoaderService:
             caller: Caller of the request.
 
         Raises:
-            AccessDenied: The caller may not use the loader's dataset.
-            UnknownLoader: No loader with this key is registered.
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If no loader with this key is registered.
         """
         loader, engine, length, *_ = self._resolve(caller, key)
         engine.touch()
@@ -227,8 +227,8 @@ class LoaderService:
         """End a session of the caller and stop its workers; do nothing for an unknown session.
 
         Raises:
-            AccessDenied: The caller may not use the loader's dataset.
-            UnknownLoader: The session belongs to another principal.
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If the session belongs to another principal.
         """
         if key in self._loaders:
             self._resolve(caller, key)
@@ -264,7 +264,7 @@ class LoaderService:
         """Return the descriptions of the datasets that a caller may use.
 
         Raises:
-            AccessDenied: The caller may not use any dataset.
+            AccessDenied: If the caller may not use any dataset.
         """
         scopes = caller.authorize(READ).scopes
         return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
@@ -277,8 +277,8 @@ class LoaderService:
             name: Name of the dataset.
 
         Raises:
-            AccessDenied: The caller may not use a dataset with this name.
-            UnknownDataset: The dataset is not hosted.
+            AccessDenied: If the caller may not use a dataset with this name.
+            UnknownDataset: If the dataset is not hosted.
         """
         caller.authorize(READ, name)
         datasets = self.datasets
@@ -311,9 +311,9 @@ class LoaderService:
             batches: Batch numbers to check.
 
         Raises:
-            AccessDenied: The caller may not use the loader's dataset.
-            UnknownLoader: No loader with this key is registered.
-            BatchOutOfRange: A batch number is out of range.
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If no loader with this key is registered.
+            BatchOutOfRange: If a batch number is out of range.
         """
         loader = self._resolve(caller, key).loader
         for k in batches:
@@ -333,7 +333,7 @@ class LoaderService:
         """Raise an error if the server is shutting down.
 
         Raises:
-            ServerUnavailable: The server is shutting down.
+            ServerUnavailable: If the server is shutting down.
         """
         if self.draining:
             raise ServerUnavailable("the server is stopping: use another server, or retry later")
@@ -347,11 +347,12 @@ class LoaderService:
             request: The request.
 
         Raises:
-            AccessDenied: The caller may not use the loader's dataset; raised later in place of a batch as well.
-            UnknownLoader: No loader with this key is registered.
-            BatchOutOfRange: A batch number is out of range.
-            InvalidSpec: The loader's order requires index lists and the request has none, or vice versa.
-            ServerUnavailable: The server is shutting down, or the principal has too many consumers.
+            AccessDenied: If the caller may not use the loader's dataset, or loses this permission before the last
+                batch.
+            UnknownLoader: If no loader with this key is registered.
+            BatchOutOfRange: If a batch number is out of range.
+            InvalidSpec: If the loader's order requires index lists and the request has none, or vice versa.
+            ServerUnavailable: If the server is shutting down, or the principal has too many consumers.
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
@@ -379,7 +380,7 @@ class LoaderService:
         These bytes count toward the principal's unread responses, not toward the memory budget.
 
         Raises:
-            AccessDenied: The caller is not authorized any more.
+            AccessDenied: If the caller is no longer authorized.
         """
         of.authorize()
         consumer, quota = of.consumer, of.consumer.principal_share.quota
@@ -424,7 +425,7 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
     """Check that a spec is valid for the kind of its dataset (map-style or iterable-style).
 
     Raises:
-        InvalidSpec: The spec is not valid for this kind.
+        InvalidSpec: If the spec is invalid for this kind of dataset.
     """
     if info.kind == "map":
         for field in ("shard_states", "delivered"):

@@ -58,7 +58,7 @@ class Engines:
         """Return the shared engine, starting it on the first call.
 
         Raises:
-            ConfigError: A dataset cannot be constructed.
+            ConfigError: If a dataset cannot be constructed.
         """
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
             self._shared = _apart(self._start_shared())
@@ -79,7 +79,7 @@ class Engines:
             quota: Quota of the client's principal.
 
         Raises:
-            ServerUnavailable: There are too many sessions, or the workers cannot be started.
+            ServerUnavailable: If there are too many sessions, or the workers cannot be started.
         """
         own = self._host.own_pool(spec, info)
         if own is None:

@@ -107,8 +107,8 @@ def default_collate(samples: Sequence[Any]) -> Any:
     becomes a list of columns).
 
     Raises:
-        RuntimeError: Arrays or lists differ in size.
-        TypeError: A sample contains a value of another type.
+        RuntimeError: If arrays or lists differ in size.
+        TypeError: If a sample contains a value of another type.
     """
     return _collate(samples, _NOW)
 

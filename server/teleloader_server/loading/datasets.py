@@ -89,7 +89,7 @@ def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
     """Construct all configured datasets.
 
     Raises:
-        ConfigError: A dataset cannot be constructed; for an error in user code, the message contains the traceback.
+        ConfigError: If a dataset cannot be constructed; for an error in user code, the message contains the traceback.
     """
     opened = {}
     for config in configs:
@@ -131,7 +131,7 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
     """Import and construct a configured dataset. Exceptions raised by user code propagate unchanged.
 
     Raises:
-        ConfigError: The dataset cannot be imported, or the imported object is not a dataset.
+        ConfigError: If the dataset cannot be imported, or the imported object is not a dataset.
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
@@ -172,7 +172,7 @@ def host(
     indices (`DatasetConfig.indices`).
 
     Raises:
-        ConfigError: The object is not a dataset, or a function is not callable.
+        ConfigError: If the object is not a dataset, or a function is not callable.
     """
     functions = functions or {}
     for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
@@ -235,7 +235,7 @@ def resolve(target: str, what: str) -> Any:
         what: Description of the setting, for error messages.
 
     Raises:
-        ConfigError: The module does not exist, or does not define the name.
+        ConfigError: If the module does not exist, or does not define the name.
     """
     module_name, _, path = target.partition(":")
     try:

@@ -108,7 +108,7 @@ class DirectEpoch:
                 iterable-style dataset.
 
         Raises:
-            BaseException: Exceptions of the dataset and of the collate function, unchanged.
+            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
         """
         task = Task(self._spec, 0, Address("", self._epoch, number))
         if self._spec.order == "client" and self._spec.batch_size is None:
@@ -198,7 +198,7 @@ def load(dataset: Any, name: str) -> DirectLoader:
         name: Name of the dataset in error messages.
 
     Raises:
-        ConfigError: The dataset defines neither ``__getitem__`` nor ``__iter__``.
+        ConfigError: If the dataset defines neither ``__getitem__`` nor ``__iter__``.
     """
     loader = DirectLoader(dataset, name)
     loader.info  # noqa: B018 - raises an error for an object that is not a dataset

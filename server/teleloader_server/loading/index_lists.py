@@ -59,7 +59,7 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
         single: True if the frame contains one index in place of a list.
 
     Raises:
-        InvalidSpec: The list has more than 2**20 indices.
+        InvalidSpec: If the list has more than 2**20 indices.
     """
     content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
     if single:
@@ -78,7 +78,7 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
         dataset: Name of the dataset, for the error message.
 
     Raises:
-        IndexError: An index is negative, or not less than the length.
+        IndexError: If an index is negative, or not less than the length.
     """
     if not indices:
         return
@@ -119,7 +119,7 @@ class IndexMemory(codec.Bits):
         """Decode an array: a tensor as a list of integers, other arrays unchanged.
 
         Raises:
-            InvalidSpec: The tensor has more than 2**20 elements.
+            InvalidSpec: If the tensor has more than 2**20 elements.
         """
         bits = super().leaf(offset, dtype_name, shape, kind)
         if kind != "tensor":
@@ -141,7 +141,7 @@ def checked_address(frame: bytes, rules: Rules) -> Address:
     """Validate a frame with an index list, and return the batch ID.
 
     Raises:
-        InvalidSpec: The frame is not a valid index list.
+        InvalidSpec: If the frame is not a valid index list.
     """
     try:
         listed = _parse(frame)
@@ -197,7 +197,7 @@ def _small(packed: bytes, limit: int) -> object:
     """Parse a msgpack value whose size permits parsing in the event loop.
 
     Raises:
-        ProtocolError: The value is larger than `limit` bytes, or is not msgpack.
+        ProtocolError: If the value is larger than `limit` bytes, or is not msgpack.
     """
     if len(packed) > limit:
         raise ProtocolError(

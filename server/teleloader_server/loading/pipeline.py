@@ -110,7 +110,7 @@ class Loading:
             indices: Indices of its samples; empty for an iterable-style dataset.
 
         Raises:
-            BaseException: Exceptions of the dataset and of the collate function, unchanged.
+            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
         """
         batch = Batch(task, _new_buffer, enumerate(self._stages), [0.0] * len(self._stages), indices, has_indices=True)
         batch.hosted = self._hosted[task.spec.dataset]

@@ -49,7 +49,7 @@ def set_random_state(state: RandomState) -> None:
     """Restore the states of all global random generators.
 
     Raises:
-        StateMismatch: The state is invalid; it may come from a client.
+        StateMismatch: If the state, which a client may have sent, is invalid.
     """
     try:
         python, legacy, torch_state = state

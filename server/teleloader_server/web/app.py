@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         tls: Certificate and key; None serves plain HTTP.
 
     Raises:
-        ConfigError: The limit of open files is too low, or the installed uvicorn lacks a required member.
+        ConfigError: If the limit on open files is too low, or the installed uvicorn lacks a required member.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Create a bound but not yet listening socket, so that its port is known before the server starts.
 
     Raises:
-        OSError: The address is in use or not available.
+        OSError: If the address is in use or not available.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -60,7 +60,7 @@ def _check_query(scope: Scope) -> None:
     """Reject a long query string, whose parsing would block the event loop.
 
     Raises:
-        HttpProblem: With status 414.
+        HttpProblem: If the query string exceeds `MAX_QUERY_BYTES` (status 414).
     """
     if (nbytes := len(scope["query_string"])) > MAX_QUERY_BYTES:
         raise HttpProblem(
@@ -74,7 +74,7 @@ class GuardedRoute(APIRoute):
     """FastAPI route that authorizes each request by the scope declared with `needs` on the endpoint.
 
     Raises:
-        LookupError: At construction, if the endpoint declares no scope.
+        LookupError: If the endpoint declares no scope; raised at construction.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -99,9 +99,9 @@ async def enter(connection: HTTPConnection, need: str) -> None:
         need: Declared requirement of its endpoint.
 
     Raises:
-        HttpProblem: The Host header is not allowed, the request is cross-site, or the rate limit is exceeded.
-        Unauthorized: The request has no valid token.
-        Forbidden: The token's scopes do not permit the request.
+        HttpProblem: If the Host header is not allowed, the request is cross-site, or the rate limit is exceeded.
+        Unauthorized: If the request has no valid token.
+        Forbidden: If the token's scopes do not permit the request.
     """
     rate_limiter: RateLimiter = connection.app.state.rate_limiter
     await rate_limiter.acquire(connection.scope, caller_of(connection).admit(need))

@@ -148,7 +148,7 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
         The result of the coroutine.
 
     Raises:
-        ClientDisconnect: The client disconnected.
+        ClientDisconnect: If the client disconnected.
     """
     working = asyncio.create_task(work)
     try:
@@ -411,8 +411,8 @@ class BodyReader:
             name: Field of `ClientLimits` that limits the body's size.
 
         Raises:
-            HttpProblem: The body exceeds its size limit.
-            ServerUnavailable: The bodies of all principals, or of this principal, exceed the budget.
+            HttpProblem: If the body exceeds its size limit.
+            ServerUnavailable: If the bodies of all principals, or of this principal, exceed the budget.
         """
         limit = getattr(self._limits, name)
         too_large = HttpProblem(
@@ -445,7 +445,7 @@ def parsed_spec(body: bytes) -> LoaderSpec:
     """Parse a request body that contains a loader spec in JSON.
 
     Raises:
-        InvalidSpec: The body is not a valid loader spec.
+        InvalidSpec: If the body is not a valid loader spec.
     """
     return LoaderSpec.from_json(_parsed_json(body))
 
@@ -457,7 +457,7 @@ def _parsed_json(body: bytes) -> object:
     loop, so its strings are counted first, and the size of the rest is checked.
 
     Raises:
-        InvalidSpec: The text is not JSON, or has more values than a spec.
+        InvalidSpec: If the text is not JSON, or has more values than a spec.
     """
     rest, strings = _STRING.subn(b"", body, MAX_STRINGS)
     if strings == MAX_STRINGS or len(rest) > MAX_BESIDES_STRINGS:

@@ -226,7 +226,7 @@ def connections_for(num_workers: int) -> int:
     """Return the maximum connection count that leaves enough file descriptors for the rest of the server.
 
     Raises:
-        ConfigError: The limit of open files is too low.
+        ConfigError: If the limit on open files is too low.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

@@ -54,7 +54,7 @@ def check_head(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]],
         limits: Limits of the server.
 
     Raises:
-        HttpProblem: The request is invalid or exceeds a limit.
+        HttpProblem: If the request is invalid or exceeds a limit.
     """
     if version not in _VERSIONS:
         raise HttpProblem(505, "HttpVersionNotSupported", f"HTTP/{version} is not supported: send HTTP/1.1")
@@ -218,7 +218,7 @@ class RequestProgress:
         """Count received bytes of request body content.
 
         Raises:
-            HttpProblem: The body is too large, or its chunks are too small.
+            HttpProblem: If the body is too large, or its chunks are too small.
         """
         self._framing = 0
         self.received += nbytes

@@ -36,7 +36,7 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
         The ID of the first batch, and the frames by batch number.
 
     Raises:
-        InvalidSpec: The lists are invalid, out of order or too many.
+        InvalidSpec: If the lists are invalid, out of order or too many.
     """
     found: dict[int, bytes] = {}
     first: Address | None = None

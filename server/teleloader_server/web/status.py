@@ -153,7 +153,7 @@ async def _stats_for(collector: StatsCollector, caller: RequestCaller, limit: in
     """Collect the statistics for a caller, and authorize the caller again afterwards.
 
     Raises:
-        AccessDenied: The caller's token was revoked, has expired or has lost the scope meanwhile.
+        AccessDenied: If the caller's token was revoked, has expired or has lost the scope meanwhile.
     """
     records = await collector.stats(limit, offset)
     caller.authorize(STATS)

@@ -52,7 +52,7 @@ def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
     """Parse a WebSocket message that requests a range of batches in seeded order.
 
     Raises:
-        InvalidSpec: The message is not a valid request.
+        InvalidSpec: If the message is not a valid request.
     """
     if len(message) > MAX_RANGE_BYTES:
         raise InvalidSpec(f"invalid request of {len(message):,} bytes: expected a msgpack array of three integers")
@@ -72,7 +72,7 @@ async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRan
     """Parse a WebSocket message that requests batches by their index lists (client-side sampler).
 
     Raises:
-        InvalidSpec: The message is not a valid request.
+        InvalidSpec: If the message is not a valid request.
     """
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:

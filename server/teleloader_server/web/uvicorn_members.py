@@ -40,7 +40,7 @@ def check_members() -> None:
     """Check that all `MEMBERS` exist in the installed versions of uvicorn and websockets.
 
     Raises:
-        ConfigError: A member is missing; the message names the member.
+        ConfigError: If a member is missing; the message names the member.
     """
     for owner, names in MEMBERS.items():
         known = members_of(owner)

@@ -58,7 +58,7 @@ class Arena:
         """Allocate a slot of at least `nbytes` bytes: the smallest free slot up to twice that size, else a new slot.
 
         Raises:
-            OSError: The system is out of memory.
+            OSError: If the system is out of memory.
         """
         size = _rounded(nbytes)
         slot = self._reuse(min((free for free in self._free if size <= free <= 2 * size), default=0))

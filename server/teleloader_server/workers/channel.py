@@ -59,8 +59,8 @@ class Channel:
         """Receive complete messages and return them; the list can be empty.
 
         Raises:
-            EOFError: The other end is closed, or its process has ended.
-            BlockingIOError: No data is available, and the socket does not block.
+            EOFError: If the other end is closed, or its process has exited.
+            BlockingIOError: If no data is available, and the socket is non-blocking.
         """
         try:
             data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
@@ -78,7 +78,7 @@ class Channel:
         """Return the file descriptor received with the current message; the caller must close it.
 
         Raises:
-            OSError: The limit of open files prevented receiving it.
+            OSError: If the descriptor was dropped because of the limit on open files.
         """
         found = self._fds.popleft() if self._fds else None
         if found is None:

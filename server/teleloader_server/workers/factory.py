@@ -38,7 +38,7 @@ class PoolFactory(Protocol):
         """Create a pool of private workers for a loader; return None if the loader uses the shared pool.
 
         Raises:
-            InvalidSpec: The loader names a function that it may not use.
+            InvalidSpec: If the spec names a function that is not allowed, or a disabled way of loading.
         """
 
 

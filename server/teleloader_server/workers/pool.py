@@ -74,7 +74,7 @@ class Pool(Protocol):
         """Construct the datasets and return the dataset descriptions, then start the workers in the background.
 
         Raises:
-            ConfigError: A dataset cannot be constructed; all processes have ended.
+            ConfigError: If a dataset cannot be constructed; all processes have then exited.
         """
 
     def submit(self, worker: int, task: Task) -> None:

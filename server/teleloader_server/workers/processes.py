@@ -166,7 +166,7 @@ class ProcessPool:
         """Fork the fork server for another pool, with the datasets in their state after construction.
 
         Raises:
-            ConfigError: The fork server is being restarted.
+            ConfigError: If the fork server is being restarted.
         """
         if self._supervisor.current.channel.fileno() == -1:
             raise ConfigError("the fork server is restarting: retry later")

@@ -50,8 +50,8 @@ class Supervisor:
         If the fork server is killed meanwhile (by the OOM killer, for example), another one is started.
 
         Raises:
-            ConfigError: The datasets cannot be constructed, or three consecutive fork servers were killed.
-            OSError: A resource of the machine is exhausted.
+            ConfigError: If the datasets cannot be constructed, or three consecutive fork servers were killed.
+            OSError: If a resource of the machine is exhausted.
         """
         self._loop = asyncio.get_running_loop()
         for attempt in itertools.count(1):

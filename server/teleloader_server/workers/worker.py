@@ -134,7 +134,7 @@ class Worker:
         """Process tasks until the server closes the channel.
 
         Raises:
-            EOFError: The server closed the channel.
+            EOFError: If the server closed the channel.
         """
         self._share_notes()
         self._initialise()
