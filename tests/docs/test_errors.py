@@ -380,7 +380,7 @@ def _() -> str:
         return logged_by("--demo", "--port", str(taken.getsockname()[1]))
 
 
-@meets("Limit of open files too low")
+@meets("Limit on open files too low")
 def _() -> str:
     program = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); {SERVER}"
     done = piped(program, "--demo", "--port", "0")
@@ -511,7 +511,7 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sharding="data"))
 
 
-@meets("Invalid limit of page-locked memory")
+@meets("Invalid limit on page-locked memory")
 def _(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(pinned, "_budget", None)
     monkeypatch.setenv(pinned.MAX_PINNED_BYTES_VARIABLE, "4GiB")
