@@ -570,7 +570,9 @@ def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, n
     assert len({pid for _, pid, _ in found}) >= 60 / 15
     assert stats["server"]["worker_restarts"] == stats["datasets"][0]["batches_retried"] == 0
     assert not any("starting a new worker" in line for line in server.log)
-    server.await_line(r"worker 0 \(pid \d+\) has reached the limit of 5 batches: replacing the worker")
+    server.await_line(
+        r"worker 0 \(pid \d+\) has reached the limit of 5 batches \(--max-batches-per-worker\): replacing the worker"
+    )
 
 
 def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer) -> None:

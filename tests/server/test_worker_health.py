@@ -180,7 +180,7 @@ def test_a_worker_is_recycled_after_its_last_batch() -> None:
     health.submitted = 1
     assert health.reason_to_recycle(limits, 0) is None
     health.submitted = 2
-    assert health.reason_to_recycle(limits, 0) == "has reached the limit of 2 batches"
+    assert health.reason_to_recycle(limits, 0) == "has reached the limit of 2 batches (--max-batches-per-worker)"
     health.recycling = True
     assert health.reason_to_recycle(limits, 0) is None
 
@@ -192,7 +192,8 @@ def test_a_worker_with_too_much_memory_is_recycled_once_it_has_completed_somethi
     assert health.reason_to_recycle(limits, 2**21) is None
     health.completed = 1
     assert health.reason_to_recycle(limits, 2**20) is None
-    assert health.reason_to_recycle(limits, 2**21) == "has 2 MiB of resident memory"
+    reason = health.reason_to_recycle(limits, 2**21)
+    assert reason == "has 2 MiB of resident memory, and the limit is 1 MiB (--max-worker-memory)"
     assert health.reason_to_recycle(LIMITS, 2**40) is None
 
 

@@ -52,7 +52,8 @@ class EngineSource:
     session: str | None
     """Key of the loader to which the workers belong; None for shared workers."""
     setting: str
-    """Setting of the number of workers as shown to users, with ``{}`` in place of the number."""
+    """Setting for the number of workers as shown to users, such as ``--num-workers {}``; ``{}`` stands for the number.
+    """
 
 
 @dataclass(frozen=True, slots=True)

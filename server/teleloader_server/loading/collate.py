@@ -102,9 +102,13 @@ class TensorStack:
 def default_collate(samples: Sequence[Any]) -> Any:
     """Collate samples into a batch as ``torch.utils.data.default_collate`` does, without requiring torch.
 
-    Arrays are stacked to a `Tensor`, a NumPy array that clients receive as a torch tensor; torch tensors are stacked to
-    torch tensors. Numbers become int64, float64 or bool arrays, strings stay lists, containers keep their type (a tuple
-    becomes a list of columns).
+    NumPy arrays are stacked to a `Tensor`, a NumPy array that clients receive as a torch tensor. Torch tensors are
+    stacked to a torch tensor. Python numbers become a `Tensor` of dtype int64, float64, bool or complex64. Strings are
+    not collated. The items of mappings, sequences and namedtuples are collated separately, and the result has the same
+    type, except that tuples become lists.
+
+    Args:
+        samples: Samples with the same structure; not empty.
 
     Raises:
         RuntimeError: If arrays or lists differ in size.
@@ -122,7 +126,7 @@ def lazy_collate(samples: Sequence[Any]) -> Any:
 
 
 def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
-    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``, or None.
+    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``; None if none.
 
     Args:
         sample: A sample, or a part of it.
@@ -287,7 +291,7 @@ def _numbers(column: Sequence[Any]) -> Tensor:
         try:
             return np.array(column, np.int64).view(Tensor)
         except OverflowError:
-            raise ValueError("Overflow when unpacking long long") from None
+            raise ValueError("Overflow when unpacking long long") from None  # torch's message, as all in this module
     dtype = _promoted({_type_of_number(number): None for number in column})
     if dtype == np.int64 and any(type(number) is int and not -(2**63) <= number < 2**63 for number in column):
         raise ValueError("Overflow when unpacking long long")

@@ -1,4 +1,4 @@
-"""Construction of configured datasets, and the record of a hosted dataset."""
+"""Construction of configured datasets, and the record `HostedDataset`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class HostedDataset:
     indices: IndexKind = "any"
     """See `DatasetConfig.indices`."""
     default_collate: Callable[[list[Any]], Any] = lazy_collate
-    """Default function that collates samples to a batch."""
+    """Function that collates samples into a batch if no other function is selected."""
     default_convert: Callable[[Any], Any] = default_convert
-    """Default function that converts a single sample for ``batch_size=None``."""
+    """Function that converts a single sample (``batch_size=None``) if no other function is selected."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
         """Collate samples into a batch.
 
         Args:
-            samples: The samples.
-            name: Collate function that the client selected; None uses the dataset's.
+            samples: Samples of the batch; not empty.
+            name: Name of the collate function that the client selected; None for the dataset's own.
         """
         collate = self.collate if name is None else self.functions[name]
         if collate is not None:
@@ -75,13 +75,13 @@ class HostedDataset:
 
         Args:
             sample: The sample.
-            name: Collate function that the client selected; None uses the dataset's.
+            name: Name of the collate function that the client selected; None for the dataset's own.
         """
         collate = self.collate if name is None else self.functions[name]
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """Return the worker-init function with the given name; for None, the dataset's default function."""
+        """Return the worker-init function with a name, or the dataset's own if `name` is None; None if it has none."""
         return self.worker_init if name is None else self.functions[name]
 
 

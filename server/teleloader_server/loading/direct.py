@@ -50,7 +50,7 @@ class DirectLoader:
     def beginning(self, epoch: int) -> str | None:
         """Return the dataset's current state, for resuming at the start of an epoch.
 
-        None for a map-style dataset, and for a dataset without a state.
+        Returns None for a map-style dataset, and for a dataset without a state.
         """
         return None if self.info.kind == "map" else state_of_beginning(self._dataset, epoch)
 
@@ -62,7 +62,8 @@ class DirectLoader:
             epoch: The epoch.
             seeded: True to seed random generators per batch, as in a worker, and to restore the generators of this
                 process after each batch. False to use the generators of this process, as torch's ``num_workers=0``.
-            torch: True to collate with torch's ``default_collate`` and ``default_convert``, False with this package's.
+            torch: True to collate with torch's ``default_collate`` and ``default_convert``, False to use the functions
+                of this package.
         """
         hosted = replace(self._hosted, functions={} if spec.collate is None else {spec.collate: _lent(spec.collate)})
         if torch:
@@ -98,7 +99,7 @@ class DirectEpoch:
                 seed_worker(spec.seed, 0)
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch, and the subsequent state of a stateful iterable-style dataset.
+        """Load a batch; return the batch and, for a stateful iterable-style dataset, the state after it (else None).
 
         After the last batch of an iterable-style dataset, returns an `End` in place of a batch.
 
@@ -136,7 +137,7 @@ class DirectWorkers:
         Args:
             address: ID of the batch.
             indices: Frame with the index list of a client-side sampler; None in seeded order.
-            error: Exception to report in place of the batch; None loads it.
+            error: Exception to write as a failure frame in place of the batch; None to load the batch.
         """
         task = Task(self._spec, self._length, address, indices)
         return self._workers[address.batch % len(self._workers)].frame(task, error)

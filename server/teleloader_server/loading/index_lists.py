@@ -52,7 +52,7 @@ class _List(NamedTuple):
 
 
 def read(frame: bytes, *, single: bool) -> list[Any]:
-    """Decode the indices of a batch, in a worker.
+    """Decode the indices of a batch; called in a worker.
 
     Args:
         frame: Frame with the index list of one batch.
@@ -74,7 +74,7 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
 
     Args:
         indices: Integer indices.
-        length: Length of the dataset; None permits all non-negative indices.
+        length: Length of the dataset; None permits all indices in [0, 2**63).
         dataset: Name of the dataset, for the error message.
 
     Raises:
@@ -131,7 +131,7 @@ class IndexMemory(codec.Bits):
 
 
 def _too_many(count: int) -> InvalidSpec:
-    return InvalidSpec(f"too many indices in a batch: got {count:,}, and the limit is {MAX_BATCH_SIZE:,}")
+    return InvalidSpec(f"batch of {count:,} indices exceeds the limit of {MAX_BATCH_SIZE:,}: reduce the batch size")
 
 
 # -- in the event loop
@@ -162,9 +162,12 @@ def _parse(frame: bytes) -> _List:
         case [str(loader), int(epoch), int(batch)] if 0 <= epoch < MAX_EPOCH and 0 <= batch < MAX_EPOCH:
             address = Address(loader, epoch, batch)
         case _:
-            raise ProtocolError("the header must contain loader, epoch and batch")
+            raise ProtocolError(
+                "the header must contain loader (a string), epoch and batch (integers in [0, 2**62)), got "
+                f"{named!r:.200}"
+            )
     if "tree" not in fields:
-        raise ProtocolError("the header must contain a tree")
+        raise ProtocolError("the header has no field 'tree': it must contain the encoded indices")
     return _List(address, envelope, fields["tree"])
 
 
@@ -175,11 +178,13 @@ def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
     try:
         count = unpacker.read_map_header()
         if count > MAX_FIELDS:
-            raise ProtocolError(f"the header has {count:,} fields, and the limit is {MAX_FIELDS}")
+            raise ProtocolError(
+                f"the header has {count:,} fields, and the limit is {MAX_FIELDS}: omit additional fields"
+            )
         for _ in range(count):
             name = _small(_skipped(unpacker, header), MAX_FIELD_BYTES)
             if not isinstance(name, str):
-                raise ProtocolError("the name of each field in the header must be a string")
+                raise ProtocolError(f"field names in the header must be strings, got {name!r:.80}")
             yield name, _skipped(unpacker, header)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
@@ -201,7 +206,7 @@ def _small(packed: bytes, limit: int) -> object:
     """
     if len(packed) > limit:
         raise ProtocolError(
-            f"{len(packed):,} bytes exceed the limit of {limit:,} bytes. Encode the indices as an array"
+            f"a header field of {len(packed):,} bytes exceeds the limit of {limit:,} bytes. Encode indices as an array"
         )
     try:
         found: object = msgpack.unpackb(packed)

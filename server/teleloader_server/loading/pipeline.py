@@ -22,9 +22,9 @@ class Loading:
         hosted: Datasets by name.
         worker: ID of the worker; -1 in the server process itself.
         max_batch_bytes: Maximum size of a frame in bytes.
-        torch_loaded: Callback, called if a dataset imports torch while it loads a batch.
-        skipped: Callback, called for each batch of an iterable-style dataset that is iterated only to reach a later
-            one.
+        torch_loaded: Callback, called if a dataset imports torch while loading a batch.
+        skipped: Callback, called for each batch of an iterable-style dataset that is computed only to reach a later
+            batch.
         began: Callback, called when a pass over an iterable-style dataset starts.
         seeds: True to seed random generators as a function of the batch ID; False to seed none.
         stages: Stages of each batch, in order.
@@ -83,11 +83,11 @@ class Loading:
         return len(batch.frame), Report(batch.count, False, batch.seconds)
 
     def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
-        """Load a batch and return its frame, in newly allocated memory, and the report.
+        """Load a batch into newly allocated memory; return its frame and the report.
 
         Args:
-            task: The batch.
-            error: Exception to report in place of the batch; None loads it.
+            task: Batch to load.
+            error: Exception to write as a failure frame in place of the batch; None to load the batch.
         """
         buffers: list[NDArray[np.uint8]] = []
 
@@ -99,7 +99,7 @@ class Loading:
         return buffers[-1][:nbytes], report
 
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
-        """Write a failure frame in place of a batch; return frame size and report, as `load` does."""
+        """Write a failure frame in place of a batch; return the frame's size in bytes and a report, as `load` does."""
         return self._write_failure(task, error, [], place), Report(0, True, [0.0] * len(self._stages))
 
     def run(self, task: Task, indices: Indices) -> Batch:
@@ -107,7 +107,7 @@ class Loading:
 
         Args:
             task: Batch to load.
-            indices: Indices of its samples; empty for an iterable-style dataset.
+            indices: Indices of the batch's samples; empty for an iterable-style dataset.
 
         Raises:
             BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
@@ -130,8 +130,8 @@ def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
 def _check_placed(batch: Batch, buffer: NDArray[np.uint8]) -> None:
     if not np.may_share_memory(batch.frame, buffer):
         raise RuntimeError(
-            f"cannot send {batch.task.address}: its frame is outside of the buffer for it. A stage must copy the frame "
-            "to the buffer that Batch.place() returns, and set Batch.frame to a slice of this buffer"
+            f"cannot send {batch.task.address}: its frame is outside of the buffer that Batch.place() returned. A "
+            "stage must copy the frame to this buffer, and set Batch.frame to a slice of the buffer"
         )
 
 

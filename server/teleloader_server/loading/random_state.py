@@ -21,7 +21,7 @@ _WORDS: Final = 624
 
 
 def seed_all(seed: int, *, torch_too: bool = True) -> None:
-    """Seed `random`, NumPy's legacy generator and, if torch is imported, torch's CPU generator."""
+    """Seed `random`, NumPy's legacy generator and, if `torch_too` and torch is imported, torch's CPU generator."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
@@ -31,7 +31,7 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
 
 
 def seed_worker(base_seed: int, worker: int) -> None:
-    """Seed all generators like a torch worker: with base seed + worker ID; NumPy's with torch's derived seed."""
+    """Seed all generators as torch does in its workers: by `base_seed` + worker ID, NumPy's by torch's derived seed."""
     seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils.worker import _generate_state
@@ -109,22 +109,22 @@ class WorkerRandomNumbers(RandomNumbers):
         self._initial = initial
 
     def begin(self, saved: Any) -> None:
-        """Prepare the generators before the dataset is iterated."""
+        """Prepare the generators before the dataset is iterated, by calling `prepare` with `saved`."""
         self._prepare(saved)
 
     def restore(self, saved: Any) -> None:
-        """Restore the saved states of the generators."""
+        """Restore generator states returned by `state`; do nothing if `saved` is None."""
         if saved is not None:
             set_random_state(saved)
 
     def state(self) -> Any:
-        """Return the states of all generators; None if the states equal the initial state of each worker."""
+        """Return the states of all generators, or None if they equal the initial state of each worker with this ID."""
         now = random_state()
         return None if self._initial is not None and _are_equal(now, self._initial) else now
 
 
 class CallersRandomNumbers(WorkerRandomNumbers):
-    """Random generators of a training process that loads without workers, saved and restored by the loader."""
+    """Random generators of a training process that loads without workers; the loader saves and restores their state."""
 
     _before: Any = None
 
@@ -134,12 +134,12 @@ class CallersRandomNumbers(WorkerRandomNumbers):
         super().begin(saved)
 
     def restore(self, saved: Any) -> None:
-        """Restore the generator states that were saved before the dataset was iterated again."""
+        """Restore the generator states of the time before `begin`, if it was called; `saved` is ignored."""
         if self._before is not None:
             set_random_state(self._before)
 
     def passed(self) -> None:
-        """Restore the generator states that were saved before batches were skipped."""
+        """Restore the generator states of the time before `begin`, after batches were skipped."""
         set_random_state(self._before)
 
     def state(self) -> Any:

@@ -45,7 +45,7 @@ class Context:
     seeds: bool
     """True to seed random generators as a function of the batch ID; False to seed none."""
     torch_loaded: Callable[[], None]
-    """Callback, called if a dataset imports torch while it loads a batch."""
+    """Callback, called if a dataset imports torch while loading a batch."""
     torch_is_seeded: bool = False
     """True if a worker-init function has seeded torch: batches then do not seed it, as in torch's workers."""
 
@@ -59,7 +59,7 @@ class Batch:
     remaining: Iterator[tuple[int, Stage]]
     """Stages that have not run yet, with their positions."""
     seconds: list[float]
-    """Time of each stage in seconds, excluding nested stages that it ran with `run_remaining`."""
+    """Time of each stage in seconds, excluding the stages that it ran with `run_remaining`."""
     indices: Indices = field(default_factory=list)
     """Indices of the samples; empty for an iterable-style dataset."""
     has_indices: bool = False
@@ -67,11 +67,11 @@ class Batch:
     hosted: HostedDataset = field(init=False)
     padding: int = 0
     samples: list[Any] | None = None
-    """Fetched samples; None after the last batch of an iterable-style dataset."""
+    """Fetched samples; None before `Fetch`, and after the last batch of an iterable-style dataset."""
     pass_: Pass | None = None
     """Pass over an iterable-style dataset; None for a map-style dataset."""
     state: str | None = None
-    """Shard state of an iterable-style dataset after the batch, if it has one."""
+    """Shard state after the batch; None for a dataset without a state."""
     content: Any = None
     """Collated batch; an `End` after the last batch of an iterable-style dataset."""
     count: int = 0
@@ -104,9 +104,9 @@ class Batch:
 class Stage(ABC):
     """Base class of loading stages, which read and set attributes of a `Batch`.
 
-    On a hit, a cache calls `Batch.place`, copies the frame to the start of the returned buffer, and sets `Batch.frame`
-    to this slice of the buffer; a frame in other memory fails the batch. On a miss, it calls `Batch.run_remaining` and
-    stores the frame.
+    For example, a stage that caches frames calls `Batch.place` on a hit, copies the frame to the start of the returned
+    buffer, and sets `Batch.frame` to this slice of the buffer; a frame in other memory fails the batch. On a miss, the
+    stage calls `Batch.run_remaining`, and stores the frame.
     """
 
     name: ClassVar[str]

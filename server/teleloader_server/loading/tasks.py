@@ -19,14 +19,15 @@ Indices = NDArray[np.int64] | list[Any]
 
 
 class Task(NamedTuple):
-    """Worker task: one batch to load. In seeded order, the worker computes the indices."""
+    """Worker task: one batch to load."""
 
     spec: LoaderSpec
     length: int
     """Length of the dataset; 0 if unknown."""
     address: Address
     indices: bytes | None = None
-    """Frame with the index list of a client-side sampler; None in seeded order."""
+    """Frame with the index list of a client-side sampler; None in seeded order, in which workers compute the indices.
+    """
 
 
 class Report(NamedTuple):

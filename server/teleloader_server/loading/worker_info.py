@@ -1,4 +1,4 @@
-"""Implementation of ``get_worker_info()`` without torch; if torch is imported, torch's function works as well."""
+"""Implementation of ``get_worker_info()`` without torch; if torch is imported, torch's function returns the same."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _TELLS_SHARDS_APART: Final = ("id", "num_workers", "seed", "dataset")
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Return information about the current worker; None outside worker processes (also with ``num_workers=0``).
+    """Return information about the current worker, or None outside worker processes and with ``num_workers=0``.
 
-    For datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()`` returns the same.
+    For datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()`` returns the same
+    information.
     """
     return _current
 
@@ -58,7 +59,7 @@ class WorkerScope:
     Args:
         id_: Worker ID.
         num_workers: Number of workers.
-        seed: Seed of the worker's random numbers.
+        seed: Seed of the worker's random generators.
         dataset: The worker's replica of the dataset.
     """
 

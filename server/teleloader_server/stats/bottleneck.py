@@ -101,7 +101,8 @@ class PoolLoad(NamedTuple):
     consumers: int
     """Number of active consumers."""
     setting: str
-    """Setting of the number of workers as shown to users, with ``{}`` in place of the number."""
+    """Setting for the number of workers as shown to users, such as ``--num-workers {}``; ``{}`` stands for the number.
+    """
     cpus: int
     """Number of CPUs of the server."""
     cpu: float

@@ -1,11 +1,11 @@
 """Shared-memory slots for frames, written by a worker and sent by the server without copying.
 
-A slot is one anonymous memory file (memfd), without a name, without the limit of /dev/shm, and released when both
-processes have ended. Small frames are sent through the channel instead.
+A slot is an anonymous memory file (memfd): it needs no name, is not subject to the size limit on /dev/shm, and is
+released when both processes have exited. Small frames are sent through the channel instead.
 
-The worker creates and recycles slots, because only it knows a frame's size. The server maps each slot once, hands out
-its bytes as leases, and reports when a slot is free again. Recycling is essential for throughput: writing to fresh
-pages takes 1.7 times as long as writing to used pages.
+The worker creates and recycles slots, because only the worker knows a frame's size. The server maps each slot once,
+hands out its bytes as leases, and reports when a slot is free again. Recycling is essential for throughput: writing to
+fresh pages takes 1.7 times as long as writing to used pages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Arena:
         self._made = 0
         self._used: dict[int, Slot] = {}
         self._free: OrderedDict[int, deque[Slot]] = OrderedDict()
-        """Free slots by size; sizes and the slots of each size in order of last use, oldest first."""
+        """Free slots by size. Sizes, and the slots of each size, are in order of last use, oldest first."""
         self._free_bytes = 0
 
     def take(self, nbytes: int) -> Slot:
@@ -120,8 +120,8 @@ class Mapping:
     def lease(self, nbytes: int, released: Callable[[], None]) -> NDArray[np.uint8]:
         """Return the first `nbytes` bytes as a read-only array; call `released` when the array and its views are freed.
 
-        The event loop's transport holds a view of the bytes that it has not sent yet, so a slot is never overwritten
-        while it is being sent. There is one lease at a time: a worker does not write to a slot that is not free.
+        The event loop's transport holds a view of unsent bytes, so a slot is never overwritten while it is being sent.
+        A slot has one lease at a time, because a worker writes only to free slots.
         """
         lease = np.frombuffer(self._memory, np.uint8, nbytes)
         self._watch = weakref.ref(lease, lambda _: released())

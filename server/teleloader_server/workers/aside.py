@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 async def aside(function: Callable[[], object]) -> None:
-    """Call a blocking function, which waits for a process or a thread, without blocking the event loop."""
+    """Call a function that blocks until a process or thread ends, without blocking the event loop."""
     loop = asyncio.get_running_loop()
     try:
         ended = loop.run_in_executor(None, function)

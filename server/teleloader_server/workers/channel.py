@@ -40,19 +40,19 @@ class Channel:
         """Reused, because each new Packer allocates 256 KiB, which the C library may return to the kernel each time."""
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
-        """Received file descriptors, in order; None for one that exceeded the limit of open files."""
+        """Received file descriptors, in order; None for a descriptor dropped because of the limit on open files."""
         self._unsent: deque[memoryview] = deque()
         _open_channels.add(self)
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """Create a non-blocking channel; return the channel and the socket of its other end, for another process."""
+        """Create a non-blocking channel for this process, and the socket of the other end for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         return Channel(ours), theirs
 
     def fileno(self) -> int:
-        """Return the file descriptor of the socket; -1 if it is closed."""
+        """Return the file descriptor of the socket, or -1 if the channel is closed."""
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
@@ -86,7 +86,7 @@ class Channel:
         return found
 
     def put(self, message: Any) -> None:
-        """Queue a message for the next `flush`, without copying a large bytes object at the end of a list."""
+        """Queue a message for the next `flush`. A large bytes object is not copied if it is the last item of a list."""
         if type(message) is list and message and type(message[-1]) is bytes and len(message[-1]) >= _LARGE_BYTES:
             *items, last = message
             head = self._packer.pack_array_header(len(message)) + b"".join(map(self._packer.pack, items))
@@ -117,7 +117,7 @@ class Channel:
     def flush(self) -> bool:
         """Send queued messages; return False if messages remain until the socket is writable.
 
-        Messages to a process that has ended are dropped, because `receive` reports the end.
+        Messages to a process that has exited are not sent, and cause no error: `receive` reports the exit.
         """
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
@@ -148,7 +148,7 @@ class Channel:
 def close_inherited(keep: Channel) -> None:
     """Close inherited channels and network sockets in a forked process, except the channel `keep`.
 
-    Otherwise the forked process would keep client connections open after the server's death, and the listening socket
+    Otherwise the forked process would keep client connections open after the server's exit, and the listening socket
     would accept connections that no process serves.
     """
     for channel in list(_open_channels):

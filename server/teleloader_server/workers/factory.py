@@ -23,19 +23,19 @@ class PoolFactory(Protocol):
     """Interface of worker pool factories."""
 
     setting: str
-    """Setting of the number of shared workers as shown to users, with ``{}`` in place of the number."""
+    """Setting for the number of shared workers as shown to users, with ``{}`` in place of the number."""
 
     def infos(self) -> list[DatasetInfo] | None:
-        """Return the dataset descriptions; None if the shared pool reports the descriptions at start-up."""
+        """Return the dataset descriptions, or None if only the started shared pool can provide them."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the index kind that client-side samplers may send for a dataset."""
+        """Return the kind of indices that client-side samplers may send for a dataset."""
 
     def shared_pool(self) -> Pool:
         """Create the pool shared by all loaders without private workers."""
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers for a loader; return None if the loader uses the shared pool.
+        """Create a pool of private workers for a loader, or return None if the loader uses the shared pool.
 
         Raises:
             InvalidSpec: If the spec names a function that is not allowed, or a disabled way of loading.
@@ -43,7 +43,7 @@ class PoolFactory(Protocol):
 
 
 class ConfiguredPools:
-    """Worker pool factory for configured datasets, which the fork server constructs once."""
+    """Worker pool factory for configured datasets, which a fork server constructs once for all workers."""
 
     setting = "--num-workers {}"
 
@@ -53,21 +53,24 @@ class ConfiguredPools:
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
-        """Return None, because the shared pool reports the dataset descriptions at start-up."""
+        """Return None, because `Pool.start` of the shared pool returns the dataset descriptions."""
 
     def index_kind(self, dataset: str) -> IndexKind:
         """Return the configured index kind of a dataset."""
         return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
-        """Create the shared pool, whose workers are forked from a clean process that constructs the datasets."""
+        """Create the shared pool, whose workers are forked from a new process that constructs the datasets."""
         if self._limits.num_workers == 0:
             return InProcessPool(lambda: open_datasets(self._configs), self._limits)
         self._processes = ProcessPool(lambda: ForkServer.spawn(self._configs), self._limits)
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool with one private worker per shard, for an iterable-style dataset."""
+        """Create a pool with one private worker per shard of an iterable-style dataset, or a thread for `in_process`.
+
+        Returns None for other loaders of map-style datasets, which use the shared pool.
+        """
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
                 raise InvalidSpec(
@@ -100,7 +103,7 @@ class ConfiguredPools:
 class ObjectPools:
     """Worker pool factory for dataset objects of the calling process.
 
-    Workers are forked from this process and have the objects' state at that time.
+    Workers are forked from this process, and see the objects in their state at the time of the fork.
 
     Args:
         datasets: Function that returns the hosted datasets, whose lengths may change.
@@ -122,11 +125,15 @@ class ObjectPools:
         return "any"
 
     def shared_pool(self) -> Pool:
-        """Create the shared pool, whose workers use the current state of the dataset objects."""
+        """Create the shared pool, with the datasets that the server currently hosts."""
         return self._pool(self._datasets(), self._limits, None)
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool of private workers with the loader's worker count or, if that is 0, the server's."""
+        """Create a pool of private workers for a loader with a session; return None for other loaders.
+
+        If the loader requests 0 workers, the pool has the server's number of workers (at most 1 for an iterable-style
+        dataset); with `in_process`, it is a thread.
+        """
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)
         for name in (spec.collate, spec.worker_init):
@@ -136,7 +143,8 @@ class ObjectPools:
                 functions[name] = function
             elif name is not None and name not in functions:
                 raise InvalidSpec(
-                    f"unknown function {name!r}: pass the function to serve(), or use the process of the server"
+                    f"unknown function {name!r}: pass the function to serve(), or create the loader in the process "
+                    "that called serve()"
                 )
         if spec.session is None:
             return None

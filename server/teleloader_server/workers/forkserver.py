@@ -46,16 +46,19 @@ class ForkServer:
         self.pid: int | None = None
         """Process ID; None for a fork server created by `split` until it reports `Built`."""
         self.end = -1
-        """pidfd, readable once the process has ended: a process that user code forked may keep its channel open."""
+        """pidfd of the process, readable once the process has exited; -1 if it is not open.
+
+        End of file on the channel is not sufficient, because a process that user code forked may keep the channel open.
+        """
         self.exit_code: int | None = None
-        """Exit code as of `subprocess.Popen.returncode`, once reaped; None after `split`, which creates no child."""
+        """Exit code in the format of `subprocess.Popen.returncode`; None until reaped, and if created by `split`."""
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:
             self.is_process(pid)
 
     def is_process(self, pid: int) -> None:
-        """Set the process ID of the fork server; the process must be alive."""
+        """Set the process ID of the fork server, and open its pidfd; do nothing if the process is already known."""
         if self.end == -1:
             self.pid, self.end = pid, os.pidfd_open(pid)
 
@@ -83,7 +86,7 @@ class ForkServer:
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
-        """Fork this fork server for another pool, with the datasets in their state after construction."""
+        """Fork this fork server for another pool; the new fork server has the datasets as they were constructed."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])

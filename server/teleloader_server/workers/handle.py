@@ -98,11 +98,11 @@ class WorkerHandle:
     # -- notes in shared memory
 
     def take_notes(self, file: int) -> None:
-        """Store the file descriptor of the worker's notes, a file in shared memory (see `messages`)."""
+        """Take ownership of the file descriptor of the worker's notes, a file in shared memory (see `messages`)."""
         self._notes = file
 
     def current_task(self) -> Task | None:
-        """Return the task in progress, which need not be the first task, because results are reported in groups."""
+        """Return the task in progress, or None. It need not be the first task: results are reported in groups."""
         return self.health.tasks.get(self._begun())
 
     def _begun(self) -> int:
@@ -112,7 +112,7 @@ class WorkerHandle:
         return int(begun)
 
     def queued(self) -> list[Task]:
-        """Return the tasks that are not in progress."""
+        """Return the open tasks other than the task in progress."""
         begun = self._begun()
         return [task for task_id, task in self.health.tasks.items() if task_id != begun]
 
@@ -125,7 +125,7 @@ class WorkerHandle:
             del self.health.tasks[task_id]
 
     async def stacks(self) -> str:
-        """Return the stack traces of the worker's threads, or in parentheses the reason why they are unavailable."""
+        """Return the stack traces of the worker's threads, or the reason in parentheses if they are unavailable."""
         if self._notes is None or self.pid is None:
             return "(the worker had not started)"
         try:

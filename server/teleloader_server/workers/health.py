@@ -27,7 +27,7 @@ MIN_CHECK_INTERVAL: Final = 0.02
 STOP_TIMEOUT: Final = 3.0
 """Seconds after which a process with tasks that is stopped (SIGSTOP) is killed."""
 MAX_FAILED_STARTS: Final = 3
-"""Number of consecutive failed starts after which waiting requests get an error; starting is still retried."""
+"""Number of consecutive failed starts after which waiting requests get an error, while starting is still retried."""
 
 Attribution = Address | Literal["unknown", "nobody", "machine"]
 """Cause of a worker's exit. Attributions with their causes and consequences:
@@ -44,13 +44,13 @@ Attribution = Address | Literal["unknown", "nobody", "machine"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """Exit of a worker, with its cause."""
+    """Exit of a worker process, with its cause."""
 
     reason: str
     """Sentence about the worker, without a full stop."""
     attribution: Attribution = "unknown"
     stack: str = ""
-    """Stacks of the worker's threads, if it was unresponsive."""
+    """Stacks of the worker's threads if the worker was unresponsive, else empty."""
     overdue: frozenset[Address] = frozenset()
     """Batches for which a resource was unavailable for longer than `batch_timeout`; they are not retried."""
 
@@ -82,7 +82,7 @@ def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
     """Describe the exit of a process, for example "was killed by signal SIGKILL (Killed)".
 
     Args:
-        status: Exit status of ``os.waitpid``.
+        status: Exit status in the format of ``os.waitpid``.
         out_of_memory: True if the kernel's OOM killer has killed a process since the last exit.
     """
     if not os.WIFSIGNALED(status):
@@ -149,7 +149,7 @@ class WorkerHealth:
         self.last_progress = min(now, self.last_progress + seconds)
 
     def is_overdue(self, seconds: float, now: float) -> bool:
-        """Return True if the worker has tasks, but has made no progress for longer than `seconds`."""
+        """Return True if the worker has work, but has made no progress for longer than `seconds`."""
         return self.has_work and now - self.last_progress > seconds
 
     def is_unresponsive(self, limits: Limits, now: float) -> bool:
@@ -183,10 +183,13 @@ class WorkerHealth:
         if self.recycling:
             return None
         if self.submitted == limits.max_batches_per_worker != 0:
-            return f"has reached the limit of {counted(self.submitted, 'batch', 'batches')}"
+            return f"has reached the limit of {counted(self.submitted, 'batch', 'batches')} (--max-batches-per-worker)"
         # a worker that is too large from the start must complete a task first: otherwise no task would ever complete
         if self.completed and 0 < limits.max_worker_memory < resident_bytes:
-            return f"has {resident_bytes / 2**20:,.0f} MiB of resident memory"
+            return (
+                f"has {resident_bytes / 2**20:,.0f} MiB of resident memory, and the limit is "
+                f"{limits.max_worker_memory / 2**20:,.0f} MiB (--max-worker-memory)"
+            )
         return None
 
 
@@ -199,18 +202,18 @@ class Restarts:
     last_duration: float | None = None
     """Seconds from the last exit until the next process was ready."""
     failures: int = 0
-    """Number of consecutive processes that ended before they completed a task."""
+    """Number of consecutive processes that exited before they completed a task."""
     failed_starts: int = 0
-    """Number of consecutive processes that ended before they were ready, although no resource was exhausted."""
+    """Number of consecutive processes that exited before they were ready, although no resource was exhausted."""
     exited_at: float | None = None
     """Time of the last exit; None while a process is ready."""
     lacking_since: float | None = None
-    """Time since which a resource to start a process has been unavailable; None if it is available."""
+    """Time at which a resource to start a process became unavailable; None while the resources are available."""
 
     def exited(self, loss: WorkerExit, health: WorkerHealth, now: float) -> float:
         """Record an exit; return the delay before the next start, in seconds.
 
-        A worker that ends before it has completed a task is likely to do so again: backoff limits the load.
+        A worker that exits before it has completed a task is likely to do so again: backoff limits the load.
         """
         self.count += 1
         self.last_exit = loss.reason

@@ -21,7 +21,7 @@ from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
 LAST_WORDS: Final = 2.0
-"""Grace period in seconds for the current batch when the server stops."""
+"""Grace period in seconds for submitted batches when the server stops."""
 
 
 class InProcessPool:
@@ -39,7 +39,7 @@ class InProcessPool:
         self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
         """Tasks, keys of loaders to forget, and None at the end."""
         self._pending: dict[int, Task] = {}
-        """Tasks that are not done, by `id`."""
+        """Open tasks by ``id(task)``."""
         self._at_hand: tuple[Task | None, float] = None, 0.0
         """Task in progress, and the time of its start."""
         # a daemon thread, because user code that never returns must not prevent the process from exiting
@@ -92,7 +92,7 @@ class InProcessPool:
         return 0
 
     async def close(self) -> None:
-        """Stop the thread, after waiting for the current task for at most `LAST_WORDS` seconds."""
+        """Stop the thread after the submitted tasks, or stop waiting for the thread after `LAST_WORDS` seconds."""
         self._tasks.put(None)
         await aside(lambda: self._thread.join(LAST_WORDS))
 

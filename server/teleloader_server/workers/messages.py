@@ -27,7 +27,7 @@ class Build(NamedTuple):
 
 
 class ForkWorker(NamedTuple):
-    """Message to the fork server: fork a worker; sent with the descriptor of the worker's end of its channel."""
+    """Message to the fork server: fork a worker; sent with the worker's end of a channel (file descriptor)."""
 
     worker: int
     """Worker ID."""
@@ -38,13 +38,13 @@ class ForkWorker(NamedTuple):
     session: Mapping[str, Any] | None
     """Spec of the loader to which a private worker belongs, as JSON; None for a shared worker."""
     began: Sequence[Any] | None
-    """`Began` of the replaced worker, if any."""
+    """Last `Began` of the worker that this one replaces; None if there was none."""
     reached: Sequence[Any] | None
-    """`Reached` of the replaced worker, if any."""
+    """Last `Reached` of the worker that this one replaces; None if there was none."""
 
 
 class Split(NamedTuple):
-    """Message to the fork server: fork another fork server; sent with the descriptor of one end of a channel."""
+    """Message to the fork server: fork another fork server; sent with its end of a channel (file descriptor)."""
 
 
 # -- fork server to server
@@ -83,14 +83,14 @@ class Exited(NamedTuple):
 
     pid: int
     status: int
-    """Exit status as of ``os.waitpid``."""
+    """Exit status in the format of ``os.waitpid``."""
 
 
 # -- server to worker
 
 
 class AddLoader(NamedTuple):
-    """Message to a worker that defines a loader; sent before the loader's first task."""
+    """Message to a worker: definition of a loader, sent before the loader's first task."""
 
     loader: str
     """Key of the loader."""
@@ -108,7 +108,8 @@ class Load(NamedTuple):
     epoch: int
     batch: int
     indices: bytes | None
-    """Frame with the index list of a client-side sampler; the last field, because `Channel` then does not copy it."""
+    """Frame with the index list of a client-side sampler; None in seeded order. `Channel` does not copy the last field.
+    """
 
 
 class ForgetLoader(NamedTuple):
@@ -127,35 +128,35 @@ class FreeSlots(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Message from a worker whose process has started to initialize; sent with the descriptor of the worker's notes."""
+    """Message from a worker: its process has started to initialize; sent with the descriptor of the worker's notes."""
 
     pid: int
 
 
 class Ready(NamedTuple):
-    """Message from a worker that is initialized and accepts tasks."""
+    """Message from a worker: it is initialized and accepts tasks."""
 
 
 class Progress(NamedTuple):
-    """Message from a worker that makes progress, but has no result yet."""
+    """Message from a worker: progress without a result, while batches are skipped."""
 
 
 class PassStarted(NamedTuple):
-    """Message from a worker that started a pass over its shard of an iterable-style dataset."""
+    """Message from a worker: a pass over its shard of an iterable-style dataset has started."""
 
     began: Sequence[Any]
-    """`Began`, which the server sends to a replacement of the worker with `ForkWorker`."""
+    """`Began`, which the server sends to a replacement of the worker."""
 
 
 class SlotCreated(NamedTuple):
-    """Message from a worker that created a shared-memory slot; sent with the slot's descriptor."""
+    """Message from a worker: a shared-memory slot was created; sent with the slot's file descriptor."""
 
     slot: int
     nbytes: int
 
 
 class SlotRemoved(NamedTuple):
-    """Message from a worker that returned a free slot to the system."""
+    """Message from a worker: a free slot was returned to the system, and the server must unmap it."""
 
     slot: int
 
@@ -169,11 +170,11 @@ class Result(NamedTuple):
     nbytes: int
     report: Report
     reached: Sequence[Any] | None
-    """`Reached`, which the server sends to a replacement of the worker with `ForkWorker`."""
+    """`Reached`, which the server sends to a replacement of the worker; None for a map-style dataset."""
 
 
 class Done(NamedTuple):
-    """Message from a worker with the results of one or more completed tasks."""
+    """Message from a worker: results of one or more completed tasks."""
 
     results: Sequence[Result]
 

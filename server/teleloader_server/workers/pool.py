@@ -18,32 +18,35 @@ from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
-"""Read-only bytes of a frame; the memory is reused when the array and all its views are freed."""
+"""Read-only bytes of a frame; the memory is reused once the array and all its views are freed."""
 
 
 class PoolListener(Protocol):
     """Interface for receiving the events of a worker pool; called in the event loop."""
 
     def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Handle the event that a worker accepts tasks; `tasks` is the pool's list of the worker's open tasks."""
+        """Start submitting tasks to a worker; `tasks` contains the worker's open tasks, and is updated by the pool."""
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Handle a completed task and its frame."""
+        """Handle a completed task; if the task failed, its frame contains the failure."""
 
     def no_worker_starts(self, reason: str) -> None:
-        """Raise an error in waiting requests, because no worker starts; the pool keeps retrying."""
+        """Raise an error in waiting requests, because no worker starts; the pool continues to retry."""
 
     def worker_recycling(self, worker: int) -> None:
         """Stop submitting tasks to a worker, which is replaced once its tasks are completed."""
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Reassign the tasks queued behind a slow task to other workers; return False to leave them queued."""
+        """Reassign `tasks`, which are queued behind a slow task, to other workers; return False to leave them queued.
+
+        If True is returned, the pool revokes the tasks, and the worker gets no tasks until `worker_resumed`.
+        """
 
     def worker_resumed(self, worker: int) -> None:
-        """Handle the event that a stalled worker accepts tasks again."""
+        """Resume submitting tasks to a worker that had stalled."""
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Requeue the tasks of a worker that exited; a replacement will be ready soon."""
+        """Requeue the open tasks of a worker that exited; `worker_ready` reports when its replacement accepts tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +57,43 @@ class WorkerState:
     pid: int | None
     ready: bool
     restarts: int
+    """Number of unexpected exits of processes with this worker ID."""
     recycled: int
+    """Number of planned replacements."""
     last_exit: str | None
+    """Description of the last unexpected exit; None before the first."""
     last_restart: float | None
+    """Seconds from the last unexpected exit until the next process was ready; None before the first restart."""
     task: Task | None
     """Task in progress."""
     working_for: float
-    """Approximate seconds since the start of `task`; 0 without a task."""
+    """Approximate seconds since the start of `task`; 0 if the worker has no tasks."""
 
 
 class Pool(Protocol):
-    """Interface of a worker pool."""
+    """Interface of a worker pool, used in one event loop; methods other than `start` require a started pool."""
 
     @property
     def num_workers(self) -> int:
         """Number of worker processes; 0 for a thread of the server process."""
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
-        """Construct the datasets and return the dataset descriptions, then start the workers in the background.
+        """Construct the datasets, start the workers in the background, and return the dataset descriptions.
 
         Raises:
             ConfigError: If a dataset cannot be constructed; all processes have then exited.
+            OSError: If the machine lacks memory, processes or file descriptors.
         """
 
     def submit(self, worker: int, task: Task) -> None:
-        """Submit a task to a ready worker, which queues the task."""
+        """Submit a task to a ready worker, which computes its tasks in the order of submission."""
 
     def take(self, worker: int, reason: str) -> None:
         """Preempt a worker: kill its process, and start a replacement. Threads are not killed.
 
         Args:
             worker: Worker ID.
-            reason: Reason for the log, which completes "worker 0 was killed: ".
+            reason: Reason for the log, to complete the message "worker 0 (pid 123) was killed: ".
         """
 
     def workers(self) -> list[WorkerState]:
@@ -95,7 +103,7 @@ class Pool(Protocol):
         """Release the state of a loader in all workers; the loader's tasks can still be submitted."""
 
     def pids(self) -> list[int]:
-        """Return the IDs of all processes in the pool."""
+        """Return the process IDs of all processes in the pool."""
 
     def mapped_bytes(self) -> int:
         """Return the size of the shared memory for frames in bytes, both used and free."""

@@ -128,7 +128,7 @@ class ProcessPool:
             self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
-        """Preempt a worker: kill its process, and requeue its tasks without counting the exit against the tasks."""
+        """Preempt a ready worker: kill its process, and requeue its tasks without counting the exit against them."""
         process = self._places[worker].process
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
@@ -163,7 +163,7 @@ class ProcessPool:
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
-        """Fork the fork server for another pool, with the datasets in their state after construction.
+        """Fork the fork server for another pool; the new fork server has the datasets as they were constructed.
 
         Raises:
             ConfigError: If the fork server is being restarted.

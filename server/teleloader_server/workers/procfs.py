@@ -25,12 +25,12 @@ NO_MEMORY: Final = Memory(0, 0)
 
 
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
-    """Measure the resident memory of processes (None: this process) in bytes; 0 for exited processes.
+    """Measure the resident memory of processes by PID (None for this process); exited processes have `NO_MEMORY`.
 
     The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
     event loop.
     """
-    import psutil  # here, because `serve` must be importable without the extra `server`, to report that it is missing
+    import psutil  # here, because `serve` must be importable without the extra `server`, to report the missing extra
 
     found = {}
     for pid in pids:
@@ -43,7 +43,7 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident set size of a process in bytes; 0 for an exited process. Cheaper than `memory`."""
+    """Return the resident set size of a process in bytes, or 0 if the process has exited. Cheaper than `memory`."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -51,7 +51,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP), False if stopped by a debugger."""
+    """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP); False if it is traced or has exited."""
     try:
         # the program's name, in parentheses, may contain spaces and parentheses
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -60,7 +60,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return the CPU time of a process (None: this process) in seconds; 0 for an exited process."""
+    """Return the CPU time of a process (None for this process) in seconds, or 0 if the process has exited."""
     if pid is None:
         return time.process_time()
     try:
@@ -73,7 +73,7 @@ def cpu_seconds(pid: int | None) -> float:
 class CpuUse:
     """Recent CPU usage of a group of processes, excluding exited processes.
 
-    Reads one file per process: call it in the event loop only every few seconds.
+    `sample` and `rate` read one file per process: call them in the event loop only every few seconds.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class CpuUse:
         self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
 
     def rate(self, pids: Iterable[int | None]) -> float:
-        """Return the mean number of CPUs that processes have used since the second-to-last sample."""
+        """Return the mean number of CPUs used by processes since the second-to-last sample."""
         then, before = self._samples[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Supervisor:
-    """Supervisor of one fork server, which restarts the fork server after an exit."""
+    """Supervisor that starts a fork server, and replaces it after an exit."""
 
     make: Callable[[], ForkServer]
     """Function that starts a fork server: `ForkServer.spawn` or `ForkServer.fork` with its arguments."""
@@ -33,7 +33,7 @@ class Supervisor:
     restarted: Callable[[], object]
     """Callback, called when a new fork server has replaced one that exited with all its workers."""
     failed: Callable[[str], object]
-    """Callback, called with the reason when the third attempt to restart fails, and each later one."""
+    """Callback, called with the reason when a restart fails for the third time or more in succession."""
     current: ForkServer = field(init=False)
     """Fork server that was started last."""
     _stop_timer: StopTimer = field(default_factory=StopTimer, init=False)
@@ -47,7 +47,7 @@ class Supervisor:
     async def start(self) -> list[DatasetInfo]:
         """Start a fork server, wait until the datasets are constructed, and return the dataset descriptions.
 
-        If the fork server is killed meanwhile (by the OOM killer, for example), another one is started.
+        If the fork server is killed before that (by the OOM killer, for example), another one is started.
 
         Raises:
             ConfigError: If the datasets cannot be constructed, or three consecutive fork servers were killed.
@@ -67,7 +67,7 @@ class Supervisor:
         return self._infos
 
     def check(self, now: float) -> None:
-        """Resume the fork server (SIGCONT) if the process has been stopped for too long."""
+        """Resume the fork server (SIGCONT) if the process has been stopped for more than `STOP_TIMEOUT` seconds."""
         pid = self.current.pid
         if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > STOP_TIMEOUT:
             # not replaced like a worker: all workers would end with it, and all datasets would be constructed again
@@ -76,7 +76,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGCONT)
 
     async def close(self) -> None:
-        """Stop the fork server and its workers, and wait for its exit."""
+        """Stop the fork server, which also ends its workers, and wait until the fork server has exited."""
         if self._restarting is not None:
             self._restarting.cancel()
             with suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Worker process: receives tasks, writes frames to shared memory, and reports results, without asyncio."""
+"""Worker process that receives tasks, writes frames to shared memory, and reports results, without asyncio."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def _replica(hosted: HostedDataset) -> HostedDataset:
 
 
 def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> int:
-    """Run a worker process until the server ends it.
+    """Run a worker process until the server closes the channel, or user code exits the process.
 
     Returns:
         Exit code of the process: 0 if the server closed the channel.
