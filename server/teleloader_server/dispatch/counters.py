@@ -1,6 +1,6 @@
 """Counters of datasets, loaders, consumers and workers, from which `stats` computes recent rates.
 
-Updating them costs a few additions per batch.
+Updating the counters takes a few additions per batch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DatasetCounters:
         self.left.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
-        """Record a batch among the slowest batches if its fetch time is at least `slow_from`."""
+        """Record the fetch time of a batch, and keep only the `SLOWEST` slowest batches."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
         self._slowest.append(_Slow(seconds, task))
@@ -174,7 +174,7 @@ class LoaderCounters:
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
-        """Return the mean seconds per batch for each stage, over recent batches or, without these, over all batches."""
+        """Return the mean seconds per batch of each stage, over recent batches or, if there are none, all batches."""
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
@@ -183,10 +183,10 @@ class LoaderCounters:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Counters of one worker ID, including earlier processes with this ID."""
+    """Counters of one worker ID, over all processes with this ID."""
 
     window: RateWindow
-    """Window of `busy`, including the current task."""
+    """Window of `busy` plus the time of the current task."""
     batches: int = 0
     busy: float = 0.0
 
@@ -195,7 +195,7 @@ class Recent(NamedTuple):
     """Recent rates of a training loop, all measured over the same time window."""
 
     span: float
-    """Length of the period in seconds."""
+    """Length of the time window in seconds."""
     batches: float
     """Sent batches/s."""
     nbytes: float
@@ -205,15 +205,15 @@ class Recent(NamedTuple):
     sending: float
     """Fraction of time for which a response was being sent."""
     loop_waiting: float | None
-    """Fraction of time for which the training loop waited for data; None if its client does not report it."""
+    """Fraction of time for which the training loop waited for data; None if the client does not report it."""
 
 
 class LoopCounters:
     """Counters of one training loop over all its iterations, because a single epoch may be too short for rates.
 
-    If the client reports its measurements, recent rates are computed over the time that the client reports. Then the
-    fractions of both sides refer to the same period, and time between two iterations (validation, for example) does not
-    count.
+    If the client reports its measurements, recent rates are computed over the time that the client reports. The
+    client's and the server's fractions then refer to the same period, and time between two iterations (validation, for
+    example) does not count.
     """
 
     def __init__(self, now: float) -> None:
@@ -244,7 +244,7 @@ class LoopCounters:
         if self._said is not None and report.elapsed < self._said_last[0]:
             if self._said_at is not None and now - self._said_at < OVERTAKEN:
                 return False
-            self._said = None  # another process with the same name starts its own count
+            self._said = None  # another client process with the same name starts to count at 0
         self._said_at = now
         if not report.taken:
             return True
@@ -394,15 +394,15 @@ class PoolCounters:
                 _log(task, content)
 
     def retried(self, dataset: str) -> None:
-        """Count a batch that is recomputed after the death of its worker."""
+        """Count a batch that is recomputed after the exit of its worker."""
         self._metrics.dataset(dataset).retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that killed its workers or hung and is not retried; the failure was already logged."""
+        """Count a batch that is not retried, because it hung or ended its workers; the failure was already logged."""
         self._metrics.dataset(dataset).fail(failure)
 
     def worker_lost(self) -> None:
-        """Count a worker that died."""
+        """Count a worker exit that was not a planned replacement."""
         self._metrics.worker_restarts += 1
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
@@ -414,7 +414,7 @@ class PoolCounters:
     # -- reading
 
     def of(self, consumer: Consumer) -> ConsumerCounters:
-        """Return the counters of a known consumer."""
+        """Return the counters of a consumer that was passed to `consumer` before."""
         return self._consumers[_who(consumer)]
 
     def marked(self) -> list[Marked]:
@@ -428,14 +428,14 @@ class Counters:
     def __init__(self) -> None:
         self.datasets: dict[str, DatasetCounters] = {}
         self.worker_restarts = 0
-        """Number of workers that died."""
+        """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
         """Training loops by principal, common prefix of their consumers' names, and dataset.
 
         Weak references, because each consumer keeps the counters of its training loop alive.
         """
         self._kept: list[LoopCounters] = []
-        """Training loops with recent requests, also without consumers: a session ends with its epoch."""
+        """Training loops with recent requests, including loops without a consumer: a session ends with its epoch."""
 
     def dataset(self, name: str) -> DatasetCounters:
         """Return the counters of a dataset, creating them if necessary."""

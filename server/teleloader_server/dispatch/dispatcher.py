@@ -39,11 +39,11 @@ from teleloader_server.workers.health import WorkerExit
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
-"""Number of workers that a batch may kill before it is replaced by an error."""
+"""Number of worker exits that a batch may cause before it is replaced by an error."""
 MAX_ASKED: Final = 256
 """Maximum number of batches of a request that are computed beyond the one for which its client waits."""
 MAX_BEHIND: Final = 4096
-"""Maximum number of batches sent beyond one that the consumer did not request, before its position skips that one."""
+"""Maximum number of batches sent out of order to a consumer; above it, the consumer's position moves past them."""
 FORGET_AFTER: Final = 60.0
 """Seconds after its last request until a consumer is removed."""
 QUEUE_SECONDS: Final = 0.01
@@ -52,11 +52,11 @@ MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
 """Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
 LOSS_SECONDS: Final = 1.0
-"""Seconds charged for the death of a worker, which must be replaced."""
+"""Seconds charged for the exit of a worker, which must be replaced."""
 
 
 Begin = Callable[[int, Batch], object]
-"""Submits a batch to a worker, given by its ID."""
+"""Callback, called with the worker ID and each batch that the worker must compute."""
 
 
 class Dispatcher:
@@ -94,7 +94,7 @@ class Dispatcher:
         Args:
             quota: Quota of the client's principal.
             request: The request.
-            loader: The requested loader, for which costs are measured.
+            loader: Loader of the requested batches.
             now: Current time.
 
         Raises:
@@ -219,14 +219,14 @@ class Dispatcher:
         self._stalled.discard(worker)
 
     def worker_lost(self, worker: int, lost: Sequence[Address], loss: WorkerExit) -> list[Address]:
-        """Requeue the batches of a worker that died, except batches that hung or killed too many workers.
+        """Requeue the batches of an exited worker, except those that hung, caused too many exits or lacked resources.
 
         A batch that hung is not retried: it would probably hang again, until the timeout each time.
 
         Args:
             worker: Worker ID.
             lost: Batches of the worker.
-            loss: Cause of the death.
+            loss: Exit of the worker, with its cause.
 
         Returns:
             The batches that are not retried; the caller passes failures in their place to `finished`.
@@ -277,13 +277,13 @@ class Dispatcher:
         return self._consumers.values()
 
     def is_busy(self, worker: int) -> bool:
-        """Return True if at least one batch is assigned to the worker."""
+        """Return True if at least one batch is assigned to a worker."""
         return bool(self._queues.get(worker))
 
     # -- decisions
 
     def decide(self, begin: Begin) -> None:
-        """Start batches on available workers; evict failures that were sent, and cached batches beyond the limit."""
+        """Start batches on available workers by calling `begin`; evict sent failures and excess cached batches."""
         store = self.store
         store.evict_told()
         self._begin(begin)
@@ -399,14 +399,15 @@ class Dispatcher:
     def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
         """Charge slow batches to their principals, and select a worker to preempt for a waiting consumer.
 
-        A worker is preempted if a consumer waits that has none, while all workers compute slow batches and another
-        consumer or principal uses several of them. The latter is capped from then on: it leaves one worker to others.
+        A worker is preempted if all workers compute slow batches, another consumer or principal uses several of these
+        workers, and the waiting consumer uses none. The other consumer or principal is capped from then on: it leaves
+        one worker to others.
 
         Args:
             working: Slow batches in progress by worker, with their computing time so far in seconds.
 
         Returns:
-            The worker to kill, through no fault of its batch; None if no worker is preempted.
+            ID of the worker to kill, whose batch must be recomputed; None if no worker is preempted.
         """
         at = {worker: self.store.batch(address) for worker, (address, _) in working.items()}
         for worker, batch in at.items():

@@ -44,10 +44,10 @@ class BatchStream:
     trace: RequestTrace | None
     """Spans of the request; None if it is not traced."""
     authorize: Callable[[], object]
-    """Function that raises an error if the request's caller is not authorized any more."""
+    """Function that raises an error if the request's caller is no longer authorized."""
     request_id: str | None
     _arrived: asyncio.Future[None] | None = None
-    """Future that is done when the batch for which the request waits is ready."""
+    """Future of the batch for which the request waits; None before the first wait."""
 
     def end(self, error: TeleloaderError) -> None:
         """Raise an error in the request if it waits for a batch."""
@@ -70,7 +70,7 @@ class BatchStream:
         return self._ask.next >= self._ask.stop
 
     async def take(self) -> ReadyFrame:
-        """Wait for the next batch and return its frame."""
+        """Wait for the next batch and return its frame, or raise the error that was passed to `end`."""
         return await self._engine._take(self)
 
     def take_ready(self) -> ReadyFrame | None:
@@ -145,7 +145,7 @@ class Engine:
             loader: A loader of this engine.
             quota: Quota of the client's principal.
             request: The request.
-            authorize: Function that raises an error if the request's caller is not authorized any more.
+            authorize: Function that raises an error if the request's caller is no longer authorized.
 
         Raises:
             ServerUnavailable: If the principal has too many consumers.
@@ -216,7 +216,7 @@ class Engine:
         self._decide_soon()
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Store a computed batch, and wake the requests that wait for it."""
+        """Store the frame of a computed batch, and wake the requests that wait for the batch."""
         if self._end is not None:
             return
         if report.failed:
@@ -243,7 +243,7 @@ class Engine:
         self._dispatcher.worker_recycling(worker)
 
     def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
-        """Reassign the batches queued behind a slow batch; return False if they must stay."""
+        """Reassign the batches queued behind a slow batch; return False if they must stay queued."""
         self._decide_soon()
         return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
 
@@ -253,7 +253,7 @@ class Engine:
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Requeue the batches of a worker that died, except batches that hung or killed several workers: these fail."""
+        """Requeue the batches of an exited worker; batches that the dispatcher does not retry fail."""
         self.tally.worker_lost()
         given_up = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
         for task in tasks:
@@ -269,7 +269,7 @@ class Engine:
         self._decide_soon()
 
     def no_worker_starts(self, reason: str) -> None:
-        """Raise an error in all waiting requests, because workers die before they accept a batch."""
+        """Raise an error in all waiting requests, because no worker can be started."""
         self.give_up(WorkerDied(f"the server cannot start a worker: {reason}. See the log of the server"))
 
     # -- execution
@@ -308,7 +308,7 @@ class Engine:
         self._decide_soon()
 
     def preempt(self) -> None:
-        """Preempt one of several workers with slow batches of the same client, if another client waits for a worker."""
+        """Preempt a worker if a client uses several workers for slow batches, and another client waits for a worker."""
         working = {
             state.worker: (state.task.address, state.working_for)
             for state in self._pool.workers()
@@ -329,7 +329,7 @@ class Engine:
         return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
-        """Return the state of each worker, together with True if a batch is assigned to this worker."""
+        """Return the state of each worker, and True for each worker to which a batch is assigned."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:
@@ -344,7 +344,7 @@ class Engine:
         return self._pool.num_workers
 
     def pids(self) -> list[int]:
-        """Return the process IDs of the worker pool, including the ID of the fork server."""
+        """Return the process IDs of the workers and their fork server."""
         return self._pool.pids()
 
     @property

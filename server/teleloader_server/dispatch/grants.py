@@ -36,13 +36,13 @@ class Grants:
     def hold(
         self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
     ) -> Iterator[None]:
-        """Context manager that calls `end` if the caller's token expires, is revoked or loses the scope before exit.
+        """Context manager that calls `end` if the caller's token expires, is revoked or loses the scope meanwhile.
 
         Args:
             caller: Caller of the request.
             need: Required scope.
             dataset: Dataset in use, if any.
-            end: Callback, called with the error.
+            end: Callback, called with the error; it must end the request.
         """
         grant = _Grant(caller, need, dataset, end)
         self._grants.add(grant)

@@ -18,11 +18,11 @@ from teleloader_shared.errors import ServerUnavailable
 PATIENCE: Final = 1.0
 """Maximum seconds for which a request beyond the rate limit is delayed; beyond it, the request is rejected."""
 MIN_SENDING: Final = 64 * 2**20
-"""Minimum limit of a principal's unread responses in bytes, however small its memory share is."""
+"""Limit on a principal's unread responses in bytes if the principal's memory share is smaller."""
 
 
 UNREAD_FACTOR: Final = 2.0
-"""Multiple of the limit of unread bytes above which no batches are computed for any consumer of the principal."""
+"""Multiple of the limit on unread bytes above which no batches are computed for any consumer of the principal."""
 
 
 class Memory:
@@ -45,9 +45,9 @@ class Quota:
 
     Args:
         name: Name of the principal.
-        memory: Maximum memory of its frames, in bytes.
-        max_consumers: Maximum number of its consumers.
-        is_alone: True on a server without tokens, whose clients form this only principal.
+        memory: Maximum memory of the principal's frames, in bytes.
+        max_consumers: Maximum number of the principal's consumers.
+        is_alone: True on a server without tokens, where all clients form one principal.
     """
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Quota:
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Return the timeout in seconds within which the principal's clients must read at least one byte."""
+        """Return the maximum time in seconds in which a client of the principal may read no byte of its response."""
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
@@ -89,7 +89,7 @@ class Quota:
         return not (self.frames or self.sending or self.consumers or self.loaders or self.sessions)
 
     def delay(self, now: float, rate: float) -> float:
-        """Count a request toward the rate limit; return the request's delay in seconds, see `delayed`."""
+        """Count a request toward the rate limit; return the request's delay in seconds (see `delayed`)."""
         wait, self.due = delayed(self.due, now, rate)
         return wait
 
@@ -152,8 +152,8 @@ class BodyBudget:
 
     Args:
         limit: Maximum bytes of all principals together.
-        shared: Function that returns True if there are several principals. Each principal must then leave at least as
-            much free as it holds.
+        shared: Function that returns True if there are several principals. A principal's bytes may then not exceed the
+            free rest of the budget.
         what: Name of the content, for error messages.
         option: Name of the limit, for error messages.
     """
@@ -169,13 +169,13 @@ class BodyBudget:
         """Held bytes by principal name."""
 
     def has_room(self, name: str, nbytes: int) -> bool:
-        """Return True if the budget has room for `nbytes` additional bytes of a principal."""
+        """Return True if the budget has room for `nbytes` additional bytes of the principal with the given name."""
         left = self._limit - self._held.total() - nbytes
         return left >= 0 and (self._held[name] + nbytes <= left or not self._shared())
 
     @contextmanager
     def hold(self, name: str, nbytes: int = 0) -> Iterator[Callable[[int], None]]:
-        """Context manager that counts bytes of a principal until exit; yields a function that counts further bytes.
+        """Context manager that counts bytes of a principal until its exit; yields a function to count further bytes.
 
         Raises:
             ServerUnavailable: If the bytes exceed the budget.
@@ -203,7 +203,7 @@ class BodyBudget:
 
 
 def quota_of(scope: Mapping[str, Any]) -> Quota | None:
-    """Return the quota of a request's principal; None if the request is not authenticated."""
+    """Return the quota of a request's principal, or None if the request is not authenticated."""
     found: Quota | None = scope.get(_KEY)
     return found
 

@@ -43,7 +43,7 @@ class RateWindow:
         return tuple((value - then) / span if span > 0 else 0.0 for value, then in zip(values, before, strict=True))
 
     def span(self, now: float) -> float:
-        """Return the length of the window in seconds."""
+        """Return the seconds from the oldest sample in the window until `now`."""
         return now - self._marks[0][0]
 
 
@@ -76,5 +76,5 @@ class Stopwatch:
         return over
 
     def until(self, now: float) -> float:
-        """Return the total duration in seconds."""
+        """Return the total duration in seconds, including events in progress."""
         return self._seconds + (now - self._since if self._count else 0.0)

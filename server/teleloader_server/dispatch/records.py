@@ -39,7 +39,7 @@ class ReadyFrame(NamedTuple):
     failed: bool
     """True for an exception in place of the batch, which is sent once and not kept, because a retry may succeed."""
     made: Made | None = None
-    """Times and worker of the computation; None without tracing."""
+    """Times and worker of the computation; None if tracing is disabled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +202,7 @@ class EpochState:
     batches: dict[int, Batch] = field(default_factory=dict)
     consumers: list[Consumer] = field(default_factory=list)
     waiters: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
-    """Callbacks of the requests that wait for a batch, by batch number, also for batches that are not started yet."""
+    """Callbacks of the requests that wait for a batch, by batch number, including batches that are not started yet."""
 
     def frame(self, k: int) -> ReadyFrame | None:
         """Return the frame of batch k if it is ready, else None."""

@@ -1,4 +1,4 @@
-"""HTTP-independent loader service: implements the endpoints for datasets, loaders and batches, with authorization."""
+"""Loader service: operations on datasets, loaders and batches, with authorization but without HTTP."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class _Known(NamedTuple):
     quota: Quota
     """Quota of the principal that registered the loader."""
     held: ExitStack
-    """Context whose exit releases the quota's resources."""
+    """Context manager stack that releases the resources counted in the quota."""
 
 
 class LoaderService:
-    """HTTP-independent service that registers loaders and streams batches; used in one event loop.
+    """Service that registers loaders and streams batches, without HTTP; used in one event loop.
 
     Args:
         host: Factory of worker pools, which describes the datasets.
@@ -120,7 +120,7 @@ class LoaderService:
         return self._draining.is_set()
 
     async def drained(self) -> None:
-        """Wait until shutdown of the server begins."""
+        """Wait until the server starts shutting down."""
         await self._draining.wait()
 
     @property
@@ -302,7 +302,7 @@ class LoaderService:
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
-        """Return a registered loader, after checking that the requested batch numbers are in the range of the epoch.
+        """Return a registered loader, and check that the requested batch numbers are in the range of the epoch.
 
         Args:
             caller: Caller of the request.

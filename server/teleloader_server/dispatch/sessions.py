@@ -70,12 +70,12 @@ class Engines:
         return engine
 
     async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
-        """Return the engine of a loader, which is shared or belongs to its session; start the engine on the first call.
+        """Return the engine of a loader: the shared engine, or the engine of its session, started on the first call.
 
         Args:
             key: Key of the loader.
             spec: Specification of the loader.
-            info: Description of its dataset.
+            info: Description of the loader's dataset.
             quota: Quota of the client's principal.
 
         Raises:
@@ -161,7 +161,7 @@ class Engines:
         }
 
     def sources(self) -> dict[Engine, EngineSource]:
-        """Return the running engines, each with the owner of its workers."""
+        """Return the running engines, each with the owner of the engine's workers."""
         shared = EngineSource(None, self._host.setting)
         of_session = {engine: key for key, engine in self.started_sessions().items()}
         return {

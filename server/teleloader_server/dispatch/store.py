@@ -19,7 +19,7 @@ from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochStat
 from teleloader_shared.codec import Address
 
 CACHE_SHARE: Final = 1 / 8
-"""Fraction of the memory budget up to which unwanted batches are kept, for consumers that lag behind.
+"""Fraction of the memory budget that unwanted batches may use; they are kept for consumers that lag behind.
 
 A larger fraction would slow all other consumers: memory that is reused immediately is in the CPU cache, and writing a
 large batch to fresh memory takes four times as long.
@@ -29,7 +29,7 @@ MAX_BATCHES: Final = 16384
 
 
 class Store:
-    """Batch store of one engine, which evicts batches when memory is full.
+    """Store of one engine's batches, which evicts batches when memory is full.
 
     Args:
         memory: Memory budget, shared with other stores.
@@ -54,12 +54,12 @@ class Store:
         self.active: dict[Consumer, None] = {}
         """Consumers that may need a batch, so that decisions need not examine many idle consumers."""
         self.deaths: dict[Address, int] = {}
-        """Batches of dead workers, with the number of deaths that they caused with certainty."""
+        """Number of worker exits that each batch caused with certainty, for batches of exited workers."""
 
     # -- batches
 
     def batch(self, address: Address) -> Batch:
-        """Return a batch that is stored or being computed."""
+        """Return a batch, which must be stored or in progress."""
         return self._runs[address.loader, address.epoch].batches[address.batch]
 
     def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
@@ -90,7 +90,7 @@ class Store:
             self._told[batch] = None
 
     def remove(self, batch: Batch) -> None:
-        """Remove a batch, which is recomputed if consumers want it."""
+        """Remove a batch; it will be recomputed if a consumer wants it."""
         address = batch.address
         run = (address.loader, address.epoch)
         state = self._runs[run]
@@ -214,7 +214,7 @@ class Store:
             nbytes: Estimated size of the new batch.
             distance: Number of batches that its consumer needs before it.
             principal_share: Principal of its consumer.
-            at_any_price: True to evict all batches for which no client waits, even if that does not suffice.
+            at_any_price: True to evict batches for which no client waits, even if that does not free enough memory.
         """
         for quota in (principal_share.quota, None):
             if self._lacks(nbytes, quota):
@@ -270,7 +270,7 @@ class Store:
         return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
 
     def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield ready batches that are needed later than `distance`; at any price, also those without an open request.
+        """Yield ready batches that are needed later than `distance`, and at any price all without an open request.
 
         The consumers of batches without an open request are idle, and may be disconnected.
         """

@@ -57,9 +57,9 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Record the spans of batch k: time in the queue and in each stage, even if before the request.
+        """Record spans for the time of batch k in the queue and in each stage, which may have begun before the request.
 
-        Failures that the server created itself (`made` is None) have no spans.
+        Does nothing if `made` is None, for failures that the server created itself.
         """
         if made is None:
             return

@@ -206,7 +206,7 @@ def _small(packed: bytes, limit: int) -> object:
     """
     if len(packed) > limit:
         raise ProtocolError(
-            f"a header field of {len(packed):,} bytes exceeds the limit of {limit:,} bytes. Encode indices as an array"
+            f"a header field has {len(packed):,} bytes, and the limit is {limit:,}. Encode the indices as an array"
         )
     try:
         found: object = msgpack.unpackb(packed)

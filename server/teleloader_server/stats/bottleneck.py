@@ -31,9 +31,9 @@ CPUS_BUSY: Final = 0.8
 MIN_SECONDS: Final = 2.0
 """Loading time in seconds before the first diagnosis."""
 MIN_TRAINING_FRACTION: Final = 0.05
-"""Fraction of time spent on training below which a training loop consumes batches as fast as they arrive.
+"""Fraction of time spent on training below which a training loop counts as consuming batches as fast as they arrive.
 
-The demand of such a loop is unknown, so that no number of workers can be recommended.
+The demand of such a loop is unknown, so no number of workers can be recommended.
 """
 MIN_BATCH_RATE: Final = 0.01
 """Batches/s below which a consumer counts as receiving no batches."""
@@ -53,7 +53,7 @@ class ConsumerRates(NamedTuple):
     """Measurements of one consumer: recent rates, and recent fractions of time by activity."""
 
     known_for: float
-    """Total duration of the consumer's iterations in seconds."""
+    """Length of the measurement period in seconds."""
     idle: float
     """Seconds since the consumer's last request; 0 while a request is open."""
     batch_rate: float
@@ -93,7 +93,7 @@ class PoolLoad(NamedTuple):
     """Load of a consumer's worker pool and of the server."""
 
     workers: int
-    """Number of worker processes; 0 if the server process itself loads."""
+    """Number of worker processes; 0 if batches are loaded in the server process itself."""
     busy: float
     """Recent busy fraction of the workers."""
     demand: float
@@ -112,7 +112,7 @@ class PoolLoad(NamedTuple):
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """Return the total demand of consumers in workers; consumers that share the batches of an epoch count once.
+    """Return the total demand of consumers in workers; of consumers that share an epoch, only the largest counts.
 
     Args:
         demands: Epoch and demand of each consumer.

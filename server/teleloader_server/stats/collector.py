@@ -40,11 +40,11 @@ DEFAULT_CONSUMERS: Final = 100
 MARK_EVERY: Final = 1.0
 """Seconds between two samples of the totals; the delay of samples measures the event loop lag."""
 MARKS_PER_CPU: Final = 5
-"""Number of samples of the totals per sample of CPU times, which reads one file per process."""
+"""Number of samples of the totals per sample of CPU times, which are rarer because they read one file per process."""
 SLICE: Final = 64
 """Number of consumers processed per iteration of the event loop; each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
-"""Maximum share of one CPU for measuring memory, which is slow in the kernel: results are cached accordingly."""
+"""Maximum fraction of one CPU for measuring memory, which is slow in the kernel: results are cached accordingly."""
 
 _Item = TypeVar("_Item")
 
@@ -83,7 +83,7 @@ class StatsCollector:
     # -- sampling
 
     async def run(self) -> None:
-        """Sample the totals periodically for recent rates, until cancelled."""
+        """Sample the totals of all counters periodically, until cancelled."""
         for number in itertools.count():
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)

@@ -29,22 +29,22 @@ from teleloader_shared.stats import Bottleneck, ServerStats, Stats
 _GAUGES: Final = {
     "uptime": ("uptime_seconds", "Time since the server's start."),
     "cpus": ("processors", "CPUs available to the server."),
-    "cpu": ("processors_busy", "CPUs that server and workers use."),
+    "cpu": ("processors_busy", "CPUs in use by the server and its workers."),
     "memory_budget": ("memory_budget_bytes", "Memory budget of computed batches."),
-    "memory_used": ("memory_used_bytes", "Memory of computed batches, incomplete ones included."),
-    "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, used or free."),
+    "memory_used": ("memory_used_bytes", "Memory of computed batches, and estimated memory of batches in progress."),
+    "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, both used and free."),
     "memory_sending": ("memory_sending_bytes", "Memory of responses in transit."),
-    "pss": ("memory_resident_bytes", "Memory of server and workers, shared pages counted once."),
+    "pss": ("memory_resident_bytes", "Memory of the server and its workers (PSS), with shared pages counted once."),
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
     "draining": ("draining", "State of shutdown: 1 while the server is stopping, else 0."),
 }
 """Metric names and descriptions by field of `ServerStats`."""
 _OF_DATASETS: Final = {
-    "computed": ("batches_computed", "Computed batches, failed ones included."),
+    "computed": ("batches_computed", "Computed batches, including failed batches."),
     "sent": ("batches_sent", "Batches sent to consumers."),
     "failed": ("batches_failed", "Batches replaced by an exception."),
-    "retried": ("batches_retried", "Batches restarted because their worker died."),
+    "retried": ("batches_retried", "Batches recomputed because their worker exited."),
     "samples": ("samples_computed", "Samples in computed batches."),
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
@@ -81,7 +81,12 @@ class _Now(Collector):
     def _of_workers(self) -> Iterator[Metric]:
         shared = [worker for worker in self._stats.workers if worker.loader is None]
         states = Counter(worker.state for worker in self._stats.workers)
-        yield _gauge("workers", "Worker processes, private ones included.", "state", {s: states[s] for s in _STATES})
+        yield _gauge(
+            "workers",
+            "Worker processes, including private workers, by state.",
+            "state",
+            {s: states[s] for s in _STATES},
+        )
         number = {worker.worker: str(worker.worker) for worker in shared}
         for name, text, values in (
             ("worker_busy_seconds", "Time that a shared worker spent on computed batches.", [w.busy for w in shared]),

@@ -57,13 +57,13 @@ class WorkerState:
     pid: int | None
     ready: bool
     restarts: int
-    """Number of unexpected exits of processes with this worker ID."""
+    """Number of exits of processes with this worker ID, without planned replacements."""
     recycled: int
     """Number of planned replacements."""
     last_exit: str | None
-    """Description of the last unexpected exit; None before the first."""
+    """Description of the last of these exits; None before the first."""
     last_restart: float | None
-    """Seconds from the last unexpected exit until the next process was ready; None before the first restart."""
+    """Seconds from the last of these exits until the next process was ready; None before the first restart."""
     task: Task | None
     """Task in progress."""
     working_for: float
