@@ -40,11 +40,11 @@ class DatasetConfig:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of the factory."""
     collate: str | None = None
-    """``module:function`` that collates a list of samples to a batch; None is torch's default_collate."""
+    """``module:function`` that collates a list of samples to a batch; None for torch's default_collate."""
     worker_init: str | None = None
-    """``module:function`` that each worker calls with its worker ID before its first batch."""
+    """``module:function`` that each worker calls with its worker ID before its first batch; None calls no function."""
     functions: Sequence[str] = ()
-    """Further ``module:function`` that clients may specify as ``collate_fn`` or ``worker_init_fn``."""
+    """Further functions (``module:function``) that clients may specify as ``collate_fn`` or ``worker_init_fn``."""
     version: str = ""
     """Version of the data. Change it whenever the data change: clients never mix batches of different versions."""
     seeding: Literal["batch", "sample"] = "batch"
@@ -88,7 +88,7 @@ class DatasetConfig:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetConfig]]:
-    """Read the ``[server]`` and ``[limits]`` tables and the datasets of a configuration file.
+    """Read a configuration file; return the ``[server]`` table, the ``[limits]`` table and the datasets.
 
     Raises:
         ConfigError: If the file cannot be read, or an entry is unknown or invalid.

@@ -30,15 +30,15 @@ class Limits:
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES
     """Maximum size of an encoded batch, in bytes."""
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT
-    """Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds it is killed; 0
-    disables the timeout.
+    """Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the timeout is killed;
+    0 disables the timeout.
     """
     max_batches_per_worker: int = 0
     """Number of batches after which a worker process is replaced, for datasets that leak memory; 0 disables this."""
     max_worker_memory: int = 0
-    """Resident memory in bytes at which a worker process is replaced; 0 disables this."""
+    """Resident memory in bytes above which a worker process is replaced; 0 disables this."""
     debug: bool = False
-    """Allow clients to load batches in the server process itself, where loading blocks all other requests."""
+    """True to permit loading batches in the server process itself, where loading blocks all other requests."""
 
     def __post_init__(self) -> None:
         """Validate the fields."""
@@ -72,15 +72,15 @@ class ClientLimits:
     """
 
     max_connections: int = 10_000
-    """Maximum open connections, reduced if the limit of open files (``RLIMIT_NOFILE``) requires it."""
+    """Maximum number of open connections; reduced if the limit on open files (``RLIMIT_NOFILE``) is too low."""
     max_connections_per_address: int = 4096
-    """Maximum open connections from one IP address."""
+    """Maximum number of open connections from one IP address."""
     max_header_bytes: int = 64 * 2**10
     """Maximum size of a request line with its headers, in bytes."""
     max_headers: int = 128
     """Maximum number of header fields of a request."""
     max_unauthenticated_bytes: int = 128 * 2**20
-    """Maximum memory of all unauthenticated connections together, in bytes; beyond it the oldest of them is closed."""
+    """Maximum memory of all unauthenticated connections, in bytes; above it, the oldest of them are closed."""
     header_timeout: float = 10.0
     """Timeout in seconds for receiving a request line and its headers."""
     max_body_bytes: int = 64 * 2**20
@@ -102,9 +102,10 @@ class ClientLimits:
     max_unauthenticated_requests_per_second: float = 100.0
     """Maximum rate of requests without a valid token from one IP address, in requests/s."""
     max_batches_per_request: int = 4096
-    """Maximum number of batches whose indices a request lists, or that it prefetches."""
+    """Maximum number of batches to prefetch per request, in a request with index lists, or outstanding on a WebSocket.
+    """
     max_consumers: int = 4096
-    """Maximum number of consumers of one principal with an open request; idle consumers beyond it are forgotten."""
+    """Maximum number of one principal's consumers with open requests; idle consumers above it are removed."""
     max_loaders: int = 4096
     """Maximum number of registered loaders of one principal; the least recently used ones are evicted."""
     max_sessions: int = 256
@@ -120,7 +121,7 @@ class ClientLimits:
     pressure_send_timeout: float = 2.0
     """Value of `send_timeout` while the principal's unread responses exceed its memory share, in seconds."""
     pressure_min_send_rate: float = 64 * 2**10
-    """Minimum rate at which a client must read while `pressure_send_timeout` applies, in bytes/s."""
+    """Minimum rate in bytes/s at which a client must read its response while `pressure_send_timeout` applies."""
     lingering_time: float = 2.0
     """Time in seconds for which a connection stays open after an error response, so that the client can read it."""
 

@@ -28,7 +28,7 @@ def new_id() -> str:
 
 
 def current() -> str | None:
-    """Return the ID of the request being processed in this context; None outside of requests."""
+    """Return the ID of the request that is processed in this context, or None outside of requests."""
     return _current.get()
 
 

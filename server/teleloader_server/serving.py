@@ -60,17 +60,19 @@ def serve(
         dataset: A map-style or iterable-style dataset, a function or class that returns one, or a mapping from names
             to datasets.
         name: Name of the dataset for clients; ignored for a mapping.
-        num_workers: Number of worker processes; 0 loads in a thread of this process, for debugging. The thread shares
-            the global random generators with a training loop in this process: pass the object to `DataLoader` instead.
-        collate_fn: Function that collates a list of samples to a batch, called in the workers; None is torch's
+        num_workers: Number of worker processes; 0 loads in a thread of this process, for debugging. This thread shares
+            the global random generators with a training loop in this process: to train without workers, pass the
+            dataset to `DataLoader` instead.
+        collate_fn: Function that collates a list of samples to a batch, called in the workers; None for torch's
             default_collate.
         worker_init_fn: Function that each worker calls with its worker ID before its first batch.
         version: Version of the data; see `DatasetConfig.version`.
         seeding: See `DatasetConfig.seeding`.
-        memory_budget: Memory for computed batches, in bytes; None is 2 GiB, or a quarter of the memory if that is less.
+        memory_budget: Memory for computed batches, in bytes; None for 2 GiB, or a quarter of the machine's memory if
+            that is less.
         max_batch_bytes: Maximum size of an encoded batch, in bytes.
-        batch_timeout: Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds it is
-            killed, and its batch fails. 0 disables the timeout; ``num_workers=0`` has none.
+        batch_timeout: Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the
+            timeout is killed, and its batch fails. 0 disables the timeout, which ``num_workers=0`` does not support.
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
         token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such

@@ -254,7 +254,7 @@ DataLoader([1, 2, 3], num_workers=1, output="numpy")
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("teleloader.TeleloaderError: cannot host a dataset of type list in this")
-    assert "the limit of open files (RLIMIT_NOFILE) is 100" in last
+    assert "the limit on open files (RLIMIT_NOFILE) is 100" in last
 
 
 # --- What multiprocessing does at births and ends ------------------------------------------------------------------

@@ -62,10 +62,10 @@ class Authenticator:
     """Authentication of all requests to a server.
 
     Args:
-        sources: Token files. Without `sources` and `fixed`, authentication is disabled.
+        sources: Token files. If `sources` is empty and `fixed` contains no token, authentication is disabled.
         fixed: Tokens that do not come from a file.
         host: Name or IP address on which the server listens.
-        allowed_hosts: Further host names of the server.
+        allowed_hosts: Further host names to accept in the Host header.
 
     Raises:
         ConfigError: If two tokens, or two token names, are equal.
@@ -119,7 +119,7 @@ class Authenticator:
             self.on_change()
 
     def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
-        """Return the principal of a request, identified by the token or session cookie in its headers.
+        """Return the principal identified by the token or session cookie of a request; `ANYONE` without tokens.
 
         Args:
             headers: Headers of the request that `RequestCaller` selected.
@@ -150,7 +150,7 @@ class Authenticator:
     # -- sessions of browsers, which store a cookie and not the token
 
     def sign_in(self, token: str, scope: Scope) -> tuple[Principal, str]:
-        """Open a browser session; return its principal and a Set-Cookie header value.
+        """Open a browser session for a token; return the token's principal and the value of the Set-Cookie header.
 
         Raises:
             Unauthorized: If the token is not valid.
@@ -167,7 +167,7 @@ class Authenticator:
         return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
 
     def sign_out(self, scope: Scope) -> str:
-        """End the browser session of a request, if any; return the Set-Cookie header that deletes the cookie."""
+        """End the browser session of a request, if any; return the Set-Cookie header value that deletes the cookie."""
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
         return self._cookie(scope, "", 0)
@@ -285,7 +285,7 @@ class RequestCaller:
 
     @property
     def principal(self) -> Principal | None:
-        """Current principal of the client: `ANYONE` on a server without tokens, None without a valid token."""
+        """Current principal of the client; `ANYONE` on a server without tokens, None if the token is not valid."""
         try:
             return self._authenticator.authenticate(self._headers, self._scope)
         except Unauthorized:

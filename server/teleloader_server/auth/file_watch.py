@@ -13,7 +13,7 @@ class FileWatch:
     later poll reports the files again.
 
     Args:
-        paths: Files to watch. The caller reads them for the first time after it created this object.
+        paths: Files to watch. The caller must create this object before it reads the files for the first time.
     """
 
     def __init__(self, *paths: Path) -> None:

@@ -30,7 +30,7 @@ class TlsFiles:
     keyfile_password: str | None = None
     """Password of an encrypted key."""
     ca_certs: Path | None = None
-    """CA certificates for mutual TLS: clients must then present a certificate of one of them. None disables it."""
+    """CA certificates for mutual TLS: clients must present a certificate issued by one of them. None disables this."""
 
     def __post_init__(self) -> None:
         """Validate the files."""
@@ -46,7 +46,7 @@ class TlsFiles:
             try:
                 path.open("rb").close()
             except OSError as error:
-                raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+                raise ConfigError(f"cannot read {path} (TLS certificate, key or CAs): {error.strerror}") from None
         try:
             # always pass a password: otherwise OpenSSL prompts for it in the terminal
             context.load_cert_chain(self.certfile, self.keyfile, lambda: self.keyfile_password or "")
@@ -82,7 +82,9 @@ class TlsFiles:
             given = "is wrong" if self.keyfile_password else "is missing"
             return f"the key in {key} is encrypted, and the password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:
-            return f"{self.certfile} must contain a certificate and a key in PEM format. Or use --ssl-keyfile"
+            return (
+                f"{self.certfile} must contain a certificate and a key in PEM format, or pass the key as --ssl-keyfile"
+            )
         return f"{self.certfile} must contain a certificate, and {key} a key, both in PEM format ({error.reason})"
 
 

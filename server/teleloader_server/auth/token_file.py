@@ -27,8 +27,8 @@ class TokenFile:
 
     Args:
         path: Path of the file.
-        parse: Function that parses the content of the file (first argument); the second argument is the file's name,
-            for error messages.
+        parse: Function that parses the file's content (first argument); the second argument is the file's name, for
+            error messages.
 
     Raises:
         ConfigError: If the file is missing, unreadable or invalid, or lists no tokens.
@@ -108,9 +108,9 @@ def read_text(path: Path) -> TokenText:
     except OSError as error:
         raise ConfigError(f"cannot read token file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"invalid token file {path}: not UTF-8 text") from None
+        raise ConfigError(f"invalid token file {path}: expected UTF-8 text") from None
     if len(content) > MAX_TOKENS_BYTES:
-        raise ConfigError(f"invalid token file {path}: larger than {MAX_TOKENS_BYTES:,} bytes")
+        raise ConfigError(f"invalid token file {path}: expected at most {MAX_TOKENS_BYTES:,} bytes")
     return TokenText(content, is_public)
 
 

@@ -19,7 +19,7 @@ DEFAULT_SCOPES: Final = (READ, STATS)
 
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""Valid tokens: the characters that RFC 6750 allows, and at least 16 of them, against guessing."""
+"""Pattern of valid tokens: the characters that RFC 6750 allows, and at least 16 of them, against guessing."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -59,7 +59,7 @@ class Tokens:
     """True if the source contains tokens in plain text."""
 
     def find(self, token: bytes) -> Token | None:
-        """Return the entry of a token in constant time; None if the token is unknown."""
+        """Return the entry of a token, or None if the token is unknown, in time independent of the token."""
         digest = hashlib.sha256(token).digest()
         found = None
         for entry in self.entries:
@@ -68,7 +68,7 @@ class Tokens:
         return found
 
     def has(self, digest: bytes) -> Token | None:
-        """Return the entry of the token with a SHA-256 digest, or None."""
+        """Return the entry of the token with the given SHA-256 digest, or None if the digest is unknown."""
         return next((entry for entry in self.entries if entry.digest == digest), None)
 
 

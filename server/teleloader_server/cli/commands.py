@@ -177,7 +177,7 @@ def _listener_options(command: _Command) -> _Command:
             "because other users can read command lines.",
         ),
         click.option(
-            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate of one."
+            "--ssl-ca-certs", type=_FILE, help="CAs (PEM) for mutual TLS. Clients must present a certificate of a CA."
         ),
     )):  # fmt: skip
         command = option(command)
@@ -248,17 +248,17 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=DEFAULT_BATCH_TIMEOUT, show_default=True, type=click.FloatRange(0),
-    help="Timeout in seconds of a batch, and of the start of a worker. The server then kills the worker, and the batch "
-    "fails with the worker's stack; 0 disables the timeout.",
+    help="Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the timeout is "
+    "killed, and its batch fails with the worker's stack. 0 disables the timeout.",
 )  # fmt: skip
 @click.option(
     "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
-    help="Replace a worker by a new process after this number of batches, for datasets that leak. Workers of "
+    help="Replace a worker by a new process after this number of batches, for datasets that leak memory. Workers of "
     "iterable-style datasets are never replaced, because their position in the stream would be lost.",
 )  # fmt: skip
 @click.option(
     "--max-worker-memory", default=0, show_default="never", type=Size(),
-    help="Replace a worker when its resident memory, shared pages included, exceeds this size.",
+    help="Replace a worker when its resident memory, including shared pages, exceeds this size.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
@@ -272,7 +272,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 @click.option(
     "--debug",
     is_flag=True,
-    help="Let admin clients load batches in the server's own process (teleloader peek --debug).",
+    help="Permit clients with the scope admin to load batches in the server process (teleloader peek --debug).",
 )
 @click.option(
     "--reload/--no-reload", help="For development: restart the server when Python files of the datasets or the "

@@ -98,12 +98,12 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Result of loading some batches: decoded batches, first failure, total size and stage times."""
+    """Result of a pass over some batches: decoded batches, first failure, total size and stage times."""
 
     batches: dict[int, Any]
     """Decoded batches by batch number; arrays are replaced by `ArrayLeaf` objects."""
     failure: Failure | None
-    """Exception that ended the pass."""
+    """Exception that ended the pass; None if no batch failed."""
     nbytes: int
     """Total size of the frames in bytes."""
     stages: Mapping[str, Latency]

@@ -26,8 +26,8 @@ class Digits:
     """Map-style dataset of (image, label) pairs: float32 images of shape (8, 8) in [0, 1], and int labels in [0, 9].
 
     With ``jitter``, a random quarter of the images is moved by one pixel up, down, left or right. The moves are drawn
-    from NumPy's global generator, which the worker seeds before each batch: a batch of an epoch has the same content
-    in whichever worker it is computed.
+    from NumPy's global generator, which workers seed before each batch, so a batch of an epoch has the same content on
+    every worker.
     """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], *, jitter: bool = False) -> None:

@@ -131,7 +131,7 @@ class IndexMemory(codec.Bits):
 
 
 def _too_many(count: int) -> InvalidSpec:
-    return InvalidSpec(f"batch of {count:,} indices exceeds the limit of {MAX_BATCH_SIZE:,}: reduce the batch size")
+    return InvalidSpec(f"a batch has {count:,} indices, and the limit is {MAX_BATCH_SIZE:,}: use smaller batches")
 
 
 # -- in the event loop

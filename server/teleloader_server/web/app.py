@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         port: Port of the listening socket.
         grace: Seconds to complete pending requests at shutdown.
         authenticator: The server's authenticator; None disables authentication.
-        tls: Certificate and key; None serves plain HTTP.
+        tls: Certificate and key; None for plain HTTP.
 
     Raises:
         ConfigError: If the limit on open files is too low, or the installed uvicorn lacks a required member.

@@ -207,7 +207,9 @@ class Connection(asyncio.Protocol):
             return
         limit = self._limits.max_headers
         if len(self._headers) == limit:
-            raise HttpProblem(431, "HeadTooLarge", f"the headers exceed the limit of {limit:,} fields (max_headers)")
+            raise HttpProblem(
+                431, "HeadTooLarge", f"more than {limit:,} header fields (max_headers): send fewer headers"
+            )
         self._manager.charge(self, FIELD_BYTES)
         self._headers.append((name.lower(), value))
 
@@ -354,7 +356,7 @@ class Connection(asyncio.Protocol):
             self._uvicorn.shutdown()  # the response then has the header `Connection: close`
 
     def check(self, now: float) -> None:
-        """Enforce timeouts and minimum rates."""
+        """Close the connection if the client reads too slowly; reject a request that arrives too slowly."""
         quota, progress = self.quota, self._progress
         patience = self._limits.send_timeout if quota is None else quota.patience(self._limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self._transport), patience):

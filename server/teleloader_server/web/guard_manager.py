@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ManagedConnection(Protocol):
-    """Interface of HTTP and WebSocket connections for the `ConnectionManager`."""
+    """Interface of HTTP and WebSocket connections for the `ConnectionManager`, used in the event loop."""
 
     @property
     def is_responding(self) -> bool:
@@ -43,7 +43,7 @@ class ManagedConnection(Protocol):
 
     @property
     def has_requested(self) -> bool:
-        """True if the client has sent a request; otherwise, the first request may be in transit."""
+        """True if the manager may close the connection at shutdown; False if the first request may be in transit."""
 
     @property
     def address(self) -> str:
@@ -54,7 +54,11 @@ class ManagedConnection(Protocol):
         """Quota of the last request's principal; None if that request was not authenticated."""
 
     def check(self, now: float) -> None:
-        """Enforce timeouts and minimum rates."""
+        """Reject the request or close the connection if a timeout or minimum rate is violated.
+
+        Args:
+            now: Current time of the event loop's clock.
+        """
 
     def shutdown(self) -> None:
         """Close the connection after responses to all pending requests."""
@@ -235,7 +239,7 @@ def connections_for(num_workers: int) -> int:
     reserved = max(OWN_FILES + FILES_PER_WORKER * num_workers, limit // 8)
     if limit - reserved < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the limit of open files (RLIMIT_NOFILE) is {limit}, but a server with {counted(num_workers, 'worker')} "
+            f"the limit on open files (RLIMIT_NOFILE) is {limit}, but a server with {counted(num_workers, 'worker')} "
             f"requires {reserved + MIN_CONNECTIONS}: increase the limit with ulimit -n"
         )
     return limit - reserved

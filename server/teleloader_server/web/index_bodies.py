@@ -76,5 +76,7 @@ def _size(waiting: bytearray) -> int:
     except ProtocolError as error:
         raise InvalidSpec(f"invalid body: {error}") from None
     if size > MAX_FRAME_BYTES:
-        raise InvalidSpec(f"an index list of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,} bytes")
+        raise InvalidSpec(
+            f"index list of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}: encode the indices as an array"
+        )
     return size

@@ -95,7 +95,7 @@ class Problem(Response):
 
 
 def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:
-    """Encode the body of an error response; `request` is the request ID, which log lines include as well."""
+    """Encode the body of an error response; `request` is the request ID, or None outside of requests."""
     if len(detail) > MAX_DETAIL:
         detail = detail[:MAX_DETAIL] + " ..."
     content = {

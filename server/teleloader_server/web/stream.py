@@ -55,13 +55,15 @@ def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
         InvalidSpec: If the message is not a valid request.
     """
     if len(message) > MAX_RANGE_BYTES:
-        raise InvalidSpec(f"invalid request of {len(message):,} bytes: expected a msgpack array of three integers")
+        raise InvalidSpec(
+            f"invalid request of {len(message):,} bytes: expected a msgpack array of epoch, start and stop"
+        )
     try:
         epoch, start, stop = numbers = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException):
         raise InvalidSpec("invalid request: expected a msgpack array of epoch, start and stop") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
-        raise InvalidSpec(f"invalid request {numbers!r:.200}: expected integers from 0 to 2**62 - 1")
+        raise InvalidSpec(f"invalid request {numbers!r:.200}: expected integers in [0, 2**62)")
     most = limits.max_batches_per_request
     if not start < stop <= start + most:
         raise InvalidSpec(f"invalid range [{start}, {stop}): request 1 to {most:,} batches (max_batches_per_request)")

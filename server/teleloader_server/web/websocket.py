@@ -251,11 +251,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def has_requested(self) -> bool:
-        """False: the application, not the connection manager, closes the WebSocket at shutdown."""
+        """Always False, so that the connection manager leaves closing the WebSocket at shutdown to the application."""
         return False
 
     def check(self, now: float) -> None:
-        """Enforce timeouts and minimum rates."""
+        """Close the connection if the client reads too slowly; reject a message that arrives too slowly."""
         quota, limits = self.quota, self._manager.limits
         patience = limits.send_timeout if quota is None else quota.patience(limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self.transport), patience):
