@@ -30,7 +30,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """Format a log record as one line of text, without traceback."""
+        """Format a log record as one line of text, without its traceback."""
         about = " ".join(f"{name}={value}" for name, value in _about(record).items())
         return super().formatMessage(record) + (f" [{about}]" if about else "")
 

@@ -343,7 +343,7 @@ class Dispatcher:
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the consumer's first batch with an urgency that is not started yet, or None."""
+        """Return the consumer's first batch of this urgency that is not started yet, or None if all are started."""
         batches = consumer.state.batches
         if self._in_turn and urgency is not Urgency.AHEAD:
             return self._next_in_turn(consumer, urgency)

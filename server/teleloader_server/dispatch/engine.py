@@ -229,7 +229,7 @@ class Engine:
         self._decide_soon()
 
     def _request_for(self, address: Address) -> str | None:
-        """Return the ID of a request for the batch; None for a prefetched batch."""
+        """Return the ID of a request for the batch, or None if the batch is only prefetched."""
         loader, epoch, k = address
         wanting = (
             stream.request_id
@@ -290,7 +290,7 @@ class Engine:
         self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
-        """Remove idle consumers, and some loaders without consumers."""
+        """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):

@@ -111,7 +111,7 @@ class PendingRange:
     """Index lists of the request, see `RangeRequest`."""
 
     def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
-        """Return the first batch of the request before batch `stop` that is not started yet, or None.
+        """Return the first batch of the request that is not started yet, or None if all before `stop` are started.
 
         Args:
             batches: Batches of the epoch that are computed or being computed.
@@ -178,7 +178,7 @@ class Consumer:
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
-        """Return the number of batches that the consumer needs before batch k; None if batch k is not wanted."""
+        """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k."""
         # a request may start before the position, if another connection of the consumer requested the same batches
         found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
@@ -186,7 +186,7 @@ class Consumer:
         return found
 
     def index_list(self, k: int) -> bytes | None:
-        """Return the index list of batch k from an open request; None in seeded order (workers compute the indices)."""
+        """Return the index list of batch k from an open request, or None in seeded order (computed by workers)."""
         return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
 
     def wants(self, k: int) -> bool:
@@ -210,7 +210,7 @@ class EpochState:
         return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
-        """Return the minimum distance of batch k over all consumers; None if no consumer wants batch k."""
+        """Return the minimum distance of batch k over all consumers, or None if no consumer wants batch k."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
 
     def wants(self, k: int) -> bool:

@@ -92,7 +92,7 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
 
 
 def first_integers(frame: bytes, count: int) -> list[int]:
-    """Return the first `count` integers of an index list, for error messages; [] for indices of other types."""
+    """Return the first `count` integers of an index list, for error messages, or [] for indices of other types."""
     try:
         listed = _parse(frame)
         match _small(listed.tree, MAX_PLAIN_BYTES):

@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return the integers among the first `count` indices of a batch; [] for iterable-style datasets."""
+    """Return the integers among the first `count` indices of a batch, or [] for an iterable-style dataset."""
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:

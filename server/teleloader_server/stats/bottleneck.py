@@ -147,7 +147,7 @@ def diagnose(consumer: ConsumerRates, pool: PoolLoad) -> Diagnosis:
 
 
 def _needed(pool: PoolLoad) -> int | None:
-    """Return the number of workers that meets the demand; None if it is unknown or above `MAX_WORKERS`."""
+    """Return the number of workers that meets the demand, or None if the demand is unknown or above `MAX_WORKERS`."""
     # a data wait below MIN_DATA_WAIT counts as keeping up
     needed = max(1, math.ceil(pool.demand * (1 - MIN_DATA_WAIT)))
     return needed if pool.demand > 0 and needed <= MAX_WORKERS else None

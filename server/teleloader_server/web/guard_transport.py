@@ -30,7 +30,7 @@ def break_off(transport: asyncio.Transport) -> None:
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of sent bytes that the peer has not acknowledged; 0 if the transport's buffer is empty.
+    """Return the number of sent bytes that the peer has not acknowledged, or 0 if the transport's buffer is empty.
 
     Includes the kernel's send buffer, which shows the progress of a slow peer while the transport's buffer is constant.
     """
