@@ -105,7 +105,7 @@ class ClientLimits:
     """Maximum number of batches to prefetch per request, in a request with index lists, or outstanding on a WebSocket.
     """
     max_consumers: int = 4096
-    """Maximum number of one principal's consumers with open requests; idle consumers above it are removed."""
+    """Maximum number of one principal's consumers with open requests; idle consumers above this number are removed."""
     max_loaders: int = 4096
     """Maximum number of registered loaders of one principal; the least recently used ones are evicted."""
     max_sessions: int = 256

@@ -65,8 +65,8 @@ class Principal(NamedTuple):
 class Caller(Protocol):
     """Interface for authorizing the client that sent a request.
 
-    Code that waits keeps the caller and not its principal: a token can expire, be revoked or lose a scope meanwhile,
-    and `authorize` looks it up again on each call.
+    Code that waits must store the caller and not the principal: a token can expire, be revoked or lose a scope
+    meanwhile, and `authorize` checks the token on each call.
     """
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import Final
 
 RETRY_AFTER: Final = "1"
-"""Seconds until a client may retry."""
+"""Value of the Retry-After header, in seconds."""
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 

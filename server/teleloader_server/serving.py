@@ -72,12 +72,12 @@ def serve(
             that is less.
         max_batch_bytes: Maximum size of an encoded batch, in bytes.
         batch_timeout: Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the
-            timeout is killed, and its batch fails. 0 disables the timeout, which ``num_workers=0`` does not support.
+            timeout is killed, and its batch fails. 0 disables the timeout; ``num_workers=0`` has no timeout.
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
         token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such
             as ``secrets.token_urlsafe()``. None disables authentication, which requires a loopback address.
-        insecure: Disable authentication on a non-loopback `host_address`.
+        insecure: True to permit a non-loopback `host_address` without a token.
         limits: Resource limits for clients.
 
     Yields:

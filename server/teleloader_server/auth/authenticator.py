@@ -34,7 +34,7 @@ SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Maximum number of browser sessions; a further sign-in ends the oldest session."""
 MAX_SESSIONS_PER_TOKEN: Final = 128
-"""Maximum number of browser sessions of one token; a further sign-in ends the oldest of them."""
+"""Maximum number of browser sessions of one token; a further sign-in ends the token's oldest session."""
 LOG_EVERY: Final = 10.0
 """Minimum seconds between two log lines about rejected requests, because a client can send millions."""
 
@@ -119,7 +119,7 @@ class Authenticator:
             self.on_change()
 
     def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
-        """Return the principal identified by the token or session cookie of a request; `ANYONE` without tokens.
+        """Return the principal identified by a request's token or cookie; `ANYONE` on a server without tokens.
 
         Args:
             headers: Headers of the request that `RequestCaller` selected.

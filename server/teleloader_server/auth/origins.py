@@ -40,15 +40,15 @@ def is_loopback(address: str) -> bool:
 
 
 def known_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Normalize host names for `is_known_host`: lower case, without trailing dot."""
+    """Normalize host names for `is_known_host`: lower case, without a trailing dot."""
     return frozenset(name.lower().rstrip(".") for name in names if name)
 
 
 def is_known_host(header: str, known: frozenset[str]) -> bool:
     """Return True if a Host header names this server (protection against DNS rebinding).
 
-    If evil.example resolves to this server's IP address, a browser sends the header ``Host: evil.example`` with the
-    requests of pages from there. IP addresses are always accepted, because they are not resolved.
+    If evil.example resolves to this server's IP address, its pages can send requests to this server, with the header
+    ``Host: evil.example``. IP addresses are always accepted, because they are not resolved.
 
     Args:
         header: Value of the Host header, with or without a port.

@@ -16,9 +16,12 @@ from teleloader_server.problems import HttpProblem
 from teleloader_shared.units import number
 
 TOGETHER: Final = 16
-"""Requests started per iteration of the event loop while one principal is active; with several, one per principal."""
+"""Maximum number of requests started per event loop iteration while only one principal is active.
+
+While several principals are active, one request of each principal is started.
+"""
 MAX_NETWORKS: Final = 4096
-"""Maximum number of networks with a counter of their own; further networks share one, which bounds the memory."""
+"""Maximum number of networks with a counter of their own; all others share a counter, which bounds the memory."""
 RECENT: Final = 1.0
 """Seconds for which a principal counts as active after its last request."""
 

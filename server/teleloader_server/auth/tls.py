@@ -30,7 +30,9 @@ class TlsFiles:
     keyfile_password: str | None = None
     """Password of an encrypted key."""
     ca_certs: Path | None = None
-    """CA certificates for mutual TLS: clients must present a certificate issued by one of them. None disables this."""
+    """CA certificates for mutual TLS: clients must present a certificate issued by one of these CAs. None disables
+    mutual TLS.
+    """
 
     def __post_init__(self) -> None:
         """Validate the files."""

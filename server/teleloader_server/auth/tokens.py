@@ -41,7 +41,7 @@ _ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
 
 
 class Token(NamedTuple):
-    """Token table entry: principal, expiry, and the digest of the token, which itself is not stored."""
+    """Token table entry: principal, expiry, and the digest of the token; the token itself is not stored."""
 
     principal: Principal
     digest: bytes
@@ -59,7 +59,7 @@ class Tokens:
     """True if the source contains tokens in plain text."""
 
     def find(self, token: bytes) -> Token | None:
-        """Return the entry of a token, or None if the token is unknown, in time independent of the token."""
+        """Return the entry of a token, or None if the token is unknown. Takes the same time for all tokens."""
         digest = hashlib.sha256(token).digest()
         found = None
         for entry in self.entries:

@@ -310,7 +310,7 @@ def server(
     """Host datasets and the worker processes that compute their batches.
 
     A DATASET is module:name, where name is a dataset or a function that returns one. The module must be installed or
-    importable from the current folder. Clients use the same name; NAME=module:name chooses another one.
+    importable from the current folder. Clients select the dataset by name; NAME=module:name specifies another name.
 
     \b
       teleloader-server --demo

@@ -78,7 +78,7 @@ class Checked:
     pickled: int | None = None
     """Size of the pickled dataset; None if the dataset cannot be pickled."""
     sample: Latency | None = None
-    """Time in which a worker fetches one sample."""
+    """Time for fetching one sample in a worker."""
     batch_size: int | None = None
     batch_bytes: int | None = None
     """Mean size of an encoded batch."""

@@ -98,11 +98,11 @@ class DatasetCounters:
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
         self.made = RateWindow(now, 0)
-        """Window of computed samples."""
+        """Sliding window of the number of computed samples."""
         self.left = RateWindow(now, 0, 0)
-        """Window of sent batches and bytes."""
+        """Sliding window of the numbers of sent batches and bytes."""
         self.slow_from = 0.0
-        """Minimum fetch time in seconds of the slowest batches."""
+        """Fetch time in seconds above which a batch is one of the `SLOWEST` slowest batches."""
         self._slowest: list[_Slow] = []
         self._errors: dict[str, _Error] = {}
         self.stages = {stage.name: Histogram() for stage in STAGES}
@@ -186,7 +186,7 @@ class WorkerCounters:
     """Counters of one worker ID, over all processes with this ID."""
 
     window: RateWindow
-    """Window of `busy` plus the time of the current task."""
+    """Sliding window of `busy` plus the time of the current task."""
     batches: int = 0
     busy: float = 0.0
 
@@ -228,7 +228,7 @@ class LoopCounters:
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._said: RateWindow | None = None
-        """Window of data wait and of the server's totals, by the client's clock; None before the first report."""
+        """Sliding window of data wait and the server's totals, by the client's clock; None before the first report."""
         self._said_last: tuple[float, ...] = ()
         self._said_at: float | None = None
 

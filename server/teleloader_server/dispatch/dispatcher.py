@@ -41,18 +41,18 @@ from teleloader_shared.codec import Address
 MAX_ATTEMPTS: Final = 3
 """Number of worker exits that a batch may cause before it is replaced by an error."""
 MAX_ASKED: Final = 256
-"""Maximum number of batches of a request that are computed beyond the one for which its client waits."""
+"""Maximum number of a request's batches that are computed ahead of the batch for which the client waits."""
 MAX_BEHIND: Final = 4096
 """Maximum number of batches sent out of order to a consumer; above it, the consumer's position moves past them."""
 FORGET_AFTER: Final = 60.0
-"""Seconds after its last request until a consumer is removed."""
+"""Seconds after a consumer's last request until the consumer is removed."""
 QUEUE_SECONDS: Final = 0.01
 """Seconds of work that are queued for a busy worker, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
-"""Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
+"""Seconds without requests of others after which a capped principal or consumer may use all workers again."""
 LOSS_SECONDS: Final = 1.0
-"""Seconds charged for the exit of a worker, which must be replaced."""
+"""Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
 
 Begin = Callable[[int, Batch], object]
@@ -192,7 +192,7 @@ class Dispatcher:
     # -- events of workers
 
     def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Add an idle worker, to which batches can be assigned; `tasks` is the pool's list of the worker's tasks."""
+        """Add an idle worker, to which batches can be assigned; the pool updates `tasks`, the worker's open tasks."""
         self._queues[worker] = tasks
         self._recycling.discard(worker)
         self._stalled.discard(worker)
@@ -202,7 +202,7 @@ class Dispatcher:
         self._recycling.add(worker)
 
     def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
-        """Reassign the batches queued behind a slow batch, and assign no further batches to this worker meanwhile.
+        """Reassign the batches queued behind a slow batch, and assign no batches to the worker until `worker_resumed`.
 
         Returns:
             False if nothing changes, because workers that compute batches in turn cannot replace each other.

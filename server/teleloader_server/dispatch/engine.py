@@ -50,7 +50,7 @@ class BatchStream:
     """Future of the batch for which the request waits; None before the first wait."""
 
     def end(self, error: TeleloaderError) -> None:
-        """Raise an error in the request if it waits for a batch."""
+        """Raise an error in `take` if the request waits for a batch; do nothing otherwise."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
 
@@ -329,7 +329,7 @@ class Engine:
         return self._dispatcher.consumers()
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
-        """Return the state of each worker, and True for each worker to which a batch is assigned."""
+        """Return a pair for each worker: its state, and True if a batch is assigned to the worker."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
 
     def mark_workers(self, now: float) -> None:

@@ -16,9 +16,9 @@ from teleloader_server.permissions import ANYONE, Principal
 from teleloader_shared.errors import ServerUnavailable
 
 PATIENCE: Final = 1.0
-"""Maximum seconds for which a request beyond the rate limit is delayed; beyond it, the request is rejected."""
+"""Maximum delay in seconds of a request that exceeds the rate limit; a request that needs more delay is rejected."""
 MIN_SENDING: Final = 64 * 2**20
-"""Limit on a principal's unread responses in bytes if the principal's memory share is smaller."""
+"""Minimum of a principal's limit on unread response bytes, which is otherwise the principal's memory share."""
 
 
 UNREAD_FACTOR: Final = 2.0
@@ -60,7 +60,7 @@ class Quota:
         self.memory = memory
         self.max_consumers = max_consumers
         self.frames = 0
-        """Memory in bytes of kept frames that were computed for the principal, and estimates for those in progress."""
+        """Memory in bytes of the frames computed for the principal, including estimates for batches in progress."""
         self.sending = 0
         """Bytes of responses that are being sent to the principal."""
         self.due = 0.0
@@ -74,11 +74,11 @@ class Quota:
 
     @property
     def unread(self) -> float:
-        """Ratio of unread response bytes to their limit; above 1, the limits for slow readers apply."""
+        """Ratio of unread response bytes to their limit; above 1, stricter limits apply to slow readers."""
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Return the maximum time in seconds in which a client of the principal may read no byte of its response."""
+        """Return the time in seconds after which a client that reads no byte of its response is disconnected."""
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4

@@ -171,7 +171,7 @@ class Consumer:
     def reads_too_little(self) -> bool:
         """True if too many response bytes are unread to start further batches for this consumer.
 
-        Above the principal's limit of unread bytes, this affects consumers with an unread response; above twice the
+        Above the principal's limit on unread bytes, this affects consumers with an unread response; above twice the
         limit, all consumers of the principal.
         """
         quota = self.principal_share.quota

@@ -35,7 +35,7 @@ from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 SESSION_IDLE: Final = 60.0
-"""Seconds without a request or heartbeat after which a session ends; a returning client registers it again."""
+"""Seconds without a request or heartbeat after which a session ends; clients must then register the loader again."""
 HOUSEKEEPING_INTERVAL: Final = 5.0
 
 

@@ -126,14 +126,14 @@ def lazy_collate(samples: Sequence[Any]) -> Any:
 
 
 def path_to_uncollatable(sample: Any, path: str = "sample") -> str | None:
-    """Return the path of the first value that default_collate rejects, such as ``sample['meta'][2]``, or None.
+    """Find the first value that default_collate rejects.
 
     Args:
         sample: A sample, or a part of it.
         path: Path of this part.
 
     Returns:
-        The path, or None if default_collate accepts all values.
+        Path of the value, such as ``sample['meta'][2]``, or None if default_collate accepts all values.
     """
     if isinstance(sample, str | bytes | int | float):
         return None
@@ -194,7 +194,7 @@ def _collate(samples: Sequence[Any], stacking: _Stacking) -> Any:
 
 
 def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None:
-    """Return the function that user code added to torch's ``default_collate_fn_map`` for a type, or None if none."""
+    """Return the function that user code registered in torch's ``default_collate_fn_map`` for a type, or None."""
     torchs = sys.modules.get("torch.utils.data._utils.collate")
     if torchs is None:
         return None

@@ -81,7 +81,7 @@ class HostedDataset:
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """Return the worker-init function with a name, or the dataset's own if `name` is None; None if it has none."""
+        """Return the worker-init function with a name, or the dataset's own function, if any, for None."""
         return self.worker_init if name is None else self.functions[name]
 
 
@@ -166,7 +166,7 @@ def host(
     seeding: Literal["batch", "sample"] = "batch",
     indices: IndexKind = "any",
 ) -> HostedDataset:
-    """Create the hosted dataset record for a dataset object.
+    """Create the `HostedDataset` of a dataset object.
 
     By default, client-side samplers may send any index, as in torch; a configured dataset restricts the type of
     indices (`DatasetConfig.indices`).

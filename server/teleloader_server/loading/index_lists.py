@@ -20,11 +20,11 @@ from teleloader_shared.errors import InvalidSpec, ProtocolError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
 MAX_HEADER_BYTES: Final = 512 * 2**10
-"""Maximum size of a frame's header with an unpacked index list, which is skipped at more than 100 MB/s."""
+"""Maximum size in bytes of a frame's header, whose fields the event loop splits at more than 100 MB/s."""
 MAX_PLAIN_BYTES: Final = 16 * 2**10
-"""Maximum size of an unpacked list of integers, which is parsed in the event loop."""
+"""Maximum size in bytes of a msgpack list of integers, which the event loop parses completely."""
 MAX_FIELD_BYTES: Final = 256
-"""Maximum size of every other field of the header."""
+"""Maximum size in bytes of every other header field."""
 MAX_FIELDS: Final = 16
 OPT_IN: Final = 'To allow other indices, set indices = "any" for the dataset in the configuration of the server'
 

@@ -31,7 +31,7 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
 
 
 def seed_worker(base_seed: int, worker: int) -> None:
-    """Seed all generators as torch does in its workers: by `base_seed` + worker ID, NumPy's by torch's derived seed."""
+    """Seed all generators as torch seeds its workers: with `base_seed` + `worker`, NumPy's with a derived seed."""
     seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils.worker import _generate_state
@@ -134,12 +134,12 @@ class CallersRandomNumbers(WorkerRandomNumbers):
         super().begin(saved)
 
     def restore(self, saved: Any) -> None:
-        """Restore the generator states of the time before `begin`, if it was called; `saved` is ignored."""
+        """Restore the generator states saved by `begin`, if any; ignore `saved`."""
         if self._before is not None:
             set_random_state(self._before)
 
     def passed(self) -> None:
-        """Restore the generator states of the time before `begin`, after batches were skipped."""
+        """Restore the generator states saved by `begin`, after batches were skipped."""
         set_random_state(self._before)
 
     def state(self) -> Any:

@@ -77,8 +77,8 @@ class Batch:
     count: int = 0
     """Number of samples."""
     frame: NDArray[np.uint8] = field(default_factory=lambda: _NO_FRAME)
-    """Encoded batch, at the start of the buffer that `place` returned last; empty until a stage sets it, which is then
-    the last stage that runs."""
+    """Encoded batch, at the start of the buffer that `place` returned last. Empty until a stage sets it; the remaining
+    stages are then skipped."""
     _running: int = 0
     _since: float = field(default_factory=time.perf_counter)
 

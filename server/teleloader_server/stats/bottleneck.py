@@ -21,13 +21,14 @@ from teleloader_shared.units import number, seconds
 MIN_DATA_WAIT: Final = 0.05
 """Data wait, as a fraction of the time, below which data loading does not limit training."""
 MIN_STARVED_SHARE: Final = 0.5
-"""Share of the data wait with unready batches from which the loader is the bottleneck; below it, the network is."""
+"""Minimum fraction of the data wait with unready batches at which the loader, and not the network, is the bottleneck.
+"""
 MAJORITY: Final = 0.5
-"""Fraction of the time from which a cause is the bottleneck if the client reports no data wait."""
+"""Minimum fraction of time at which a cause is the bottleneck if the client reports no data wait."""
 WORKERS_BUSY: Final = 0.8
-"""Busy fraction of workers from which loading and training count as balanced."""
+"""Minimum busy fraction of the workers at which loading and training count as balanced."""
 CPUS_BUSY: Final = 0.8
-"""CPU utilization from which additional workers do not increase throughput."""
+"""CPU utilization above which additional workers would not increase the throughput."""
 MIN_SECONDS: Final = 2.0
 """Loading time in seconds before the first diagnosis."""
 MIN_TRAINING_FRACTION: Final = 0.05
@@ -44,9 +45,9 @@ WORKERS_PER_CPU: Final = 4
 IDLE_GRACE_S: Final = 2.0
 """Seconds without a request after which a consumer counts as inactive."""
 IDLE_GRACE_BATCHES: Final = 20
-"""Number of possibly prefetched batches, whose consumption extends `IDLE_GRACE_S` for slow consumers."""
+"""Number of batches that a client may have prefetched; `IDLE_GRACE_S` is extended to the time for consuming them."""
 SLOW_EVENT_LOOP_S: Final = 0.01
-"""Event loop lag in seconds from which the server's main process is the bottleneck."""
+"""Event loop lag in seconds above which the server's main process is the bottleneck."""
 
 
 class ConsumerRates(NamedTuple):
@@ -106,7 +107,7 @@ class PoolLoad(NamedTuple):
     cpus: int
     """Number of CPUs of the server."""
     cpu: float
-    """Number of CPUs in use, fractional."""
+    """Mean number of CPUs in use."""
     event_loop_lag: float
     """Recent mean lag of the event loop in seconds."""
 

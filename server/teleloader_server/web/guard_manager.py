@@ -20,7 +20,7 @@ OWN_FILES: Final = 64
 FILES_PER_WORKER: Final = 4
 """File descriptors per worker: its channel, and shared memory that is passed through the channel."""
 MIN_CONNECTIONS: Final = 64
-"""Minimum number of connections with which a server starts."""
+"""Minimum number of connections for which file descriptors must be available at start-up."""
 
 CONNECTION_BYTES: Final = 16 * 2**10
 """Estimated memory of an idle connection, rounded up: transport, parsers, protocols and the last request."""
@@ -198,7 +198,10 @@ class ConnectionManager:
         self._closed[reason] += 1
 
     def drain(self) -> None:
-        """Close idle connections now, and all other connections after their responses."""
+        """Close idle connections now, and connections with pending requests after the responses.
+
+        Connections that have sent no request stay open until `abort`, because a request may be in transit.
+        """
         self.draining = True
         for connection in list(self.connections):
             if connection.has_requested:

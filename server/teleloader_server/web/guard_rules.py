@@ -278,7 +278,7 @@ class SlowReader:
         self._limits = limits
         self._unread = 0
         self._since = 0.0
-        """Time at which the number of unread bytes changed."""
+        """Time at which the number of unread bytes last changed."""
         self._interval = (0.0, 0)
         """Start of the interval over which the rate is measured: time, and unread bytes at that time."""
 

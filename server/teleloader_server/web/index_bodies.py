@@ -20,7 +20,7 @@ LISTS_TOGETHER: Final = 64
 
 
 BYTES_TOGETHER: Final = 256 * 2**10
-"""Size of an index list after which the event loop runs other tasks."""
+"""Size of an index list in bytes above which the event loop runs other tasks after validating the list."""
 
 
 async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, dict[int, bytes]]:

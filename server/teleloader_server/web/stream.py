@@ -104,7 +104,7 @@ class Conversation:
         self._consumer = socket.headers.get(CONSUMER_HEADER, "")[:200] or address_of(socket)
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future whose exception is set once the caller is not authorized any more."""
+        """Future whose exception is set once the caller is no longer authorized."""
         self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """Streams to be sent, each with the stack that closes the stream; None after the last stream."""
         self._outstanding = 0

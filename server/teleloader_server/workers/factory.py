@@ -56,7 +56,7 @@ class ConfiguredPools:
         """Return None, because `Pool.start` of the shared pool returns the dataset descriptions."""
 
     def index_kind(self, dataset: str) -> IndexKind:
-        """Return the configured index kind of a dataset."""
+        """Return the configured kind of indices for a dataset."""
         return next(config.indices for config in self._configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
@@ -132,7 +132,7 @@ class ObjectPools:
         """Create a pool of private workers for a loader with a session; return None for other loaders.
 
         If the loader requests 0 workers, the pool has the server's number of workers (at most 1 for an iterable-style
-        dataset); with `in_process`, it is a thread.
+        dataset). With `in_process`, the pool is a thread.
         """
         hosted = self._datasets()[spec.dataset]
         functions = dict(hosted.functions)

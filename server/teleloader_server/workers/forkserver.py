@@ -51,7 +51,7 @@ class ForkServer:
         End of file on the channel is not sufficient, because a process that user code forked may keep the channel open.
         """
         self.exit_code: int | None = None
-        """Exit code in the format of `subprocess.Popen.returncode`; None until reaped, and if created by `split`."""
+        """Exit code in the format of `subprocess.Popen.returncode`; None until reaped, and always after `split`."""
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:

@@ -47,7 +47,7 @@ class WorkerExit:
     """Exit of a worker process, with its cause."""
 
     reason: str
-    """Sentence about the worker, without a full stop."""
+    """Description of the exit, such as "worker 0 (pid 123) was killed by signal SIGKILL (Killed)"."""
     attribution: Attribution = "unknown"
     stack: str = ""
     """Stacks of the worker's threads if the worker was unresponsive, else empty."""

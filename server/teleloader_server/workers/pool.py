@@ -57,7 +57,7 @@ class WorkerState:
     pid: int | None
     ready: bool
     restarts: int
-    """Number of exits of processes with this worker ID, without planned replacements."""
+    """Number of exits of processes with this worker ID, not counting planned replacements."""
     recycled: int
     """Number of planned replacements."""
     last_exit: str | None

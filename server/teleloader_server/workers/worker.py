@@ -270,7 +270,7 @@ class Worker:
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
-        """Exit if this is a process that user code forked and let return: it would use the worker's channel."""
+        """Exit if user code forked this process and let it return: it would use the worker's channel."""
         if os.getpid() != self._pid:
             print("a process forked by the dataset returned to the worker: end it with os._exit()", file=sys.stderr)
             sys.stderr.flush()
