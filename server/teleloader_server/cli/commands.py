@@ -177,7 +177,7 @@ def _listener_options(command: _Command) -> _Command:
             "because other users can read command lines.",
         ),
         click.option(
-            "--ssl-ca-certs", type=_FILE, help="CAs (PEM) for mutual TLS. Clients must present a certificate of a CA."
+            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate from a CA."
         ),
     )):  # fmt: skip
         command = option(command)

@@ -70,7 +70,10 @@ _file = click.option(
     help="The server's token file (--tokens).",
 )  # fmt: skip
 _days = click.option(
-    "--days", type=click.FloatRange(0, MAX_DAYS, min_open=True), metavar="N", help="Days until the token expires."
+    "--days",
+    type=click.FloatRange(0, MAX_DAYS, min_open=True),
+    metavar="N",
+    help="Days until the token expires. Default: never (add), as before (rotate).",
 )
 
 

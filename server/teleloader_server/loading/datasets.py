@@ -135,7 +135,7 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
-        raise ConfigError(f"kwargs of dataset {config.name!r} require a function, but {config.factory} is a dataset")
+        raise ConfigError(f"kwargs of dataset {config.name!r} require a function: {config.factory} is a dataset object")
     dataset = found(**config.kwargs) if is_factory(found) else found
     return host(
         dataset,

@@ -37,7 +37,7 @@ _GAUGES: Final = {
     "pss": ("memory_resident_bytes", "Memory of the server and its workers (PSS), with shared pages counted once."),
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
-    "draining": ("draining", "State of shutdown: 1 while the server is stopping, else 0."),
+    "draining": ("draining", "1 while the server is shutting down, else 0."),
 }
 """Metric names and descriptions by field of `ServerStats`."""
 _OF_DATASETS: Final = {
@@ -109,10 +109,10 @@ class _Now(Collector):
             values = {dataset: getattr(tally, attribute) for dataset, tally in self._counts.items()}
             yield _counter(name, text, "dataset", values)
         errors = CounterMetricFamily(
-            "teleloader_errors", "Exceptions in place of batches, by type.", labels=["dataset", "type"]
+            "teleloader_errors", "Batches replaced by an exception, by exception type.", labels=["dataset", "type"]
         )
         stages = HistogramMetricFamily(
-            "teleloader_stage_seconds", "Time of a batch in each stage of a worker.", labels=["dataset", "stage"]
+            "teleloader_stage_seconds", "Computing time per batch, by stage.", labels=["dataset", "stage"]
         )
         for dataset in self._datasets:
             for error in dataset.errors:

@@ -66,7 +66,7 @@ MUTABLE: Final = {"cache-control": "no-store"}
 """Headers of failed batches and of partial ranges, whose next response may differ."""
 
 Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
-Ahead = Annotated[int, Query(ge=0, description="number of batches after these that the client will request later")]
+Ahead = Annotated[int, Query(ge=0, description="number of batches after the requested ones to prefetch")]
 Consumer = Annotated[
     str, Header(alias=CONSUMER_HEADER, max_length=200, description="name of the client, for /stats and fair sharing")
 ]
@@ -277,7 +277,7 @@ def _add_loaders(router: APIRouter) -> None:
 
     @router.get(
         LOADERS_PATH + "/{key}",
-        summary="Get the registration of a loader, and keep the session alive",
+        summary="Get the registration of a loader, and keep the loader's session alive",
     )
     @needs(READ)
     async def registration(request: Request, key: str) -> Registration:
@@ -466,7 +466,7 @@ def _parsed_json(body: bytes) -> object:
             f"{MAX_BESIDES_STRINGS:,} bytes of other values"
         )
     if (escapes := body.count(b"\\")) > MAX_ESCAPES:
-        raise InvalidSpec(f"the body has {escapes:,} backslashes, and the limit for a loader spec is {MAX_ESCAPES:,}")
+        raise InvalidSpec(f"the body has {escapes:,} backslashes, and the limit is {MAX_ESCAPES:,}: do not escape text")
     try:
         parsed: object = json.loads(body)
     except (ValueError, RecursionError) as error:

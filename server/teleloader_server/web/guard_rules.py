@@ -122,7 +122,7 @@ def check_pipelined(waiting: int, limits: ClientLimits) -> None:
         raise HttpProblem(
             400,
             "BadRequest",
-            f"{waiting} requests of this connection are pending, the limit (max_pipelined): read the responses first",
+            f"{waiting} requests of this connection are pending, the maximum (max_pipelined): read responses first",
         )
 
 

@@ -47,7 +47,9 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
         if address != due:
             raise InvalidSpec(f"invalid body: index list of {address}, expected batch {due.batch}")
         if len(found) == rules.max_lists:
-            raise InvalidSpec(f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request)")
+            raise InvalidSpec(
+                f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request). Send fewer lists"
+            )
         found[due.batch] = frame
         if len(found) % LISTS_TOGETHER == 0 or len(frame) > BYTES_TOGETHER:
             await asyncio.sleep(0)

@@ -31,7 +31,7 @@ MAX_WATCHERS: Final = 16
 """Maximum number of open event streams."""
 
 Limit = Annotated[int, Query(ge=0, le=MAX_CONSUMERS, description="maximum number of consumers in the response")]
-Offset = Annotated[int, Query(ge=0, description="consumers to skip, the most recently active ones first")]
+Offset = Annotated[int, Query(ge=0, description="number of most recently active consumers to skip")]
 
 _records: Final = TypeAdapter(Stats)
 

@@ -80,7 +80,7 @@ class ConfiguredPools:
         mine = [config for config in self._configs if config.name == info.name]
         if spec.in_process:
             if not self._limits.debug:
-                raise InvalidSpec("loading in the main process is disabled: start the server with --debug")
+                raise InvalidSpec("loading in the server process is disabled: start the server with --debug")
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:

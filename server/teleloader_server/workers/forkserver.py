@@ -199,7 +199,7 @@ def _carry_out(
                     control.send(encode(messages.Forked(number, pid)))
         except OSError as error:  # the machine is out of a resource
             reason = shortage(error)
-            print(f"cannot fork: {reason}", file=sys.stderr)
+            print(f"the fork server cannot fork a process: {reason}", file=sys.stderr)
             if isinstance(request, messages.ForkWorker):
                 control.send(encode(messages.ForkFailed(request.worker, reason)))
 

@@ -26,6 +26,7 @@ from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.handle import WorkerHandle
 from teleloader_server.workers.health import (
     MIN_BACKOFF,
+    STOP_TIMEOUT,
     Action,
     Restarts,
     Shortages,
@@ -329,7 +330,7 @@ class ProcessPool:
                         process.revoke(queued)
                         process.health.stalled = True
                 case Action.KILL_STOPPED:
-                    self._kill(process, WorkerExit(f"{process} was killed: stopped by SIGSTOP"))
+                    self._kill(process, WorkerExit(f"{process} was killed: stopped by SIGSTOP for {STOP_TIMEOUT:g} s"))
                 case Action.INSPECT:
                     inspection = self._loop.create_task(self._inspect(process))
                     self._inspections.add(inspection)

@@ -272,7 +272,7 @@ class Worker:
     def _end_if_forked(self) -> None:
         """Exit if user code forked this process and let it return: it would use the worker's channel."""
         if os.getpid() != self._pid:
-            print("a process forked by the dataset returned to the worker: end it with os._exit()", file=sys.stderr)
+            print(f"the dataset forked process {os.getpid()}, which returned: end it with os._exit()", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
 
