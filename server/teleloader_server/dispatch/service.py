@@ -220,7 +220,7 @@ class LoaderService:
     def _drop_loader(self, key: str) -> None:
         known = self._loaders.pop(key)
         known.held.close()
-        if key not in self.engines.sessions:  # workers of a session end with it, and need not release its state
+        if key not in self.engines.sessions:  # the workers of a session end with the session
             known.engine.forget_loader(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:

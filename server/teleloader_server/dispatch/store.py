@@ -230,7 +230,7 @@ class Store:
             self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
                 return
-        # the rest examines every batch: skipped most times for prefetching, and evicts more than one batch's size
+        # the rest examines every batch, so it is usually skipped for prefetching, and evicts more than this batch needs
         if principal_share.scans_to_skip and not at_any_price:
             principal_share.scans_to_skip -= 1
             return

@@ -294,7 +294,9 @@ def _numbers(column: Sequence[Any]) -> Tensor:
         try:
             return np.array(column, np.int64).view(Tensor)
         except OverflowError:
-            raise ValueError("Overflow when unpacking long long") from None  # torch's message, as all in this module
+            raise ValueError(
+                "Overflow when unpacking long long"
+            ) from None  # torch's message, like all messages in this module
     dtype = _promoted({_type_of_number(number): None for number in column})
     if dtype == np.int64 and any(type(number) is int and not -(2**63) <= number < 2**63 for number in column):
         raise ValueError("Overflow when unpacking long long")

@@ -91,7 +91,7 @@ class DirectEpoch:
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec
         self._epoch = epoch
-        stages = STAGES[STAGES.index(Fetch) : STAGES.index(Encode)]  # others handle frames
+        stages = STAGES[STAGES.index(Fetch) : STAGES.index(Encode)]  # the other stages handle frames
         self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded, stages=stages)
         self._random_state: AbstractContextManager[None] = OwnRandomState() if seeded else nullcontext()
         if seeded:

@@ -64,7 +64,7 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
     content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
     if single:
         return [content]
-    if len(content) > MAX_BATCH_SIZE:  # a range has any length
+    if len(content) > MAX_BATCH_SIZE:  # the size of a frame does not limit the length of a range
         raise _too_many(len(content))
     return list(content)
 

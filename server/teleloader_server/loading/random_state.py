@@ -32,7 +32,7 @@ def seed_all(seed: int, *, torch_too: bool = True) -> None:
 
 def seed_worker(base_seed: int, worker: int) -> None:
     """Seed all generators as torch seeds its workers: with `base_seed` + `worker`, NumPy's with a derived seed."""
-    seed_all((base_seed + worker) % 2**63)  # an int64, as torch's
+    seed_all((base_seed + worker) % 2**63)  # an int64, as in torch
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils.worker import _generate_state
 

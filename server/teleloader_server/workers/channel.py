@@ -69,7 +69,9 @@ class Channel:
         if not data:
             raise EOFError
         self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:  # a descriptor was dropped: its message must not get that of the next one
+        if (
+            flags & socket.MSG_CTRUNC
+        ):  # a descriptor was dropped: its message must not get the next message's descriptor
             self._fds.append(None)
         self._unpacker.feed(data)
         return list(self._unpacker)

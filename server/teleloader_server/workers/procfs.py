@@ -30,7 +30,7 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
     The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
     event loop.
     """
-    import psutil  # here, because `serve` must be importable without the extra `server`, to report the missing extra
+    import psutil  # here, because `serve` must be importable without the extra `server`, to report that it is missing
 
     found = {}
     for pid in pids:

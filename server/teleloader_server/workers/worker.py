@@ -206,7 +206,7 @@ class Worker:
     def _worker_seed(self) -> int:
         if self._session is None:
             return derive_seed("worker", self._number)
-        return (self._session.seed + self._id) % 2**63  # an int64, as torch's
+        return (self._session.seed + self._id) % 2**63  # an int64, as in torch
 
     def _adopt_torch(self) -> None:
         """Configure torch as in torch's own workers, if it is imported."""
