@@ -55,9 +55,9 @@ class ForkServer:
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:
-            self.is_process(pid)
+            self.set_process(pid)
 
-    def is_process(self, pid: int) -> None:
+    def set_process(self, pid: int) -> None:
         """Set the process ID of the fork server, and open its pidfd; do nothing if the process is already known."""
         if self.end == -1:
             self.pid, self.end = pid, os.pidfd_open(pid)

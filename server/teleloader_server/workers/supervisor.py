@@ -107,7 +107,7 @@ class Supervisor:
         try:
             message = await self._built
             if isinstance(message, Built):
-                forkserver.is_process(message.pid)
+                forkserver.set_process(message.pid)
         except (asyncio.CancelledError, OSError):
             self._unwatch()
             forkserver.channel.hang_up()
