@@ -19,7 +19,7 @@ from typing import Any
 class Arguments:
     """DataLoader arguments to validate, under torch's names, and properties of the dataset.
 
-    The constructor does not validate collate_fn, pin_memory, worker_init_fn, generator, pin_memory_device and in_order.
+    Arguments that torch's constructor does not validate are omitted, such as `collate_fn` and `pin_memory`.
     """
 
     dataset: Sized
@@ -82,7 +82,7 @@ def check_iteration(num_workers: int, timeout: float, prefetch_factor: int | Non
     """Validate the arguments that torch validates at ``iter()``.
 
     Raises:
-        AssertionError: For a timeout without workers, or a `prefetch_factor` of 0 with workers.
+        AssertionError: If `timeout` is set without workers, or `prefetch_factor` is 0 with workers.
     """
     if num_workers == 0 and timeout != 0:
         raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -95,7 +95,7 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
 
     Args:
         device: The loader's `pin_memory_device` argument.
-        accelerator: The torch.device that torch would pin memory for; None if there is none.
+        accelerator: The torch.device that torch would pin memory for; None if there is no accelerator.
         stacklevel: Stack level of the warnings; by default they point to the caller of the calling method.
     """
     if device:
@@ -123,14 +123,14 @@ def check_ranks(
     """Validate the teleloader-specific arguments `seed`, `rank` and `world_size`.
 
     Raises:
-        ValueError: If they are inconsistent, or combined with a sampler or generator.
+        ValueError: If the arguments are inconsistent, or combined with a sampler or generator.
     """
     drawn = sampler is not None or generator is not None
     if rank and world_size is None:
         raise ValueError(f"rank={rank} requires world_size: pass the number of ranks that share the epoch")
     if seed is not None and drawn:
         raise ValueError(
-            "seed option is mutually exclusive with sampler, batch_sampler and generator: pass only one order"
+            "seed option is mutually exclusive with sampler, batch_sampler and generator: remove seed, or these options"
         )
     if drawn and (rank is not None or world_size is not None):
         raise ValueError(

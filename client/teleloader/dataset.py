@@ -64,7 +64,7 @@ class RemoteDataset:
 
     Raises:
         ServerUnavailable: If no server responded within `reconnect_timeout`.
-        UnknownDataset: If a server hosts no dataset of that name.
+        UnknownDataset: If a server hosts no dataset of that name; with ``name=None``, if it hosts none or several.
         DatasetChanged: If the servers host different data.
         Unauthorized: If a server requires a token, and no token or an invalid one was provided.
         Forbidden: If the token does not permit access to this dataset.

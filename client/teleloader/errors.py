@@ -49,12 +49,12 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
         if getattr(kind, "message", None):
             return kind(**{"message": text})
         return kind(_Message(text) if issubclass(kind, KeyError) else text)
-    except Exception:  # noqa: BLE001 - its constructor takes other arguments
+    except Exception:  # noqa: BLE001 - the constructor takes other arguments
         return RuntimeError(text)
 
 
 def _class_of_this_process(name: str) -> object:
-    """Look up an imported class by its qualified name; used for exceptions of servers in this process."""
+    """Return the imported class with a qualified name, or None; used for exceptions of servers in this process."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         found: object = sys.modules.get(".".join(parts[:i]))
@@ -66,7 +66,7 @@ def _class_of_this_process(name: str) -> object:
 
 
 def known_error(name: str, text: str) -> TeleloaderError | None:
-    """Create the teleloader exception with the given class name; None if no such class exists."""
+    """Create the teleloader exception with the given class name, or return None if no such class exists."""
     kind = vars(errors).get(name)
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)

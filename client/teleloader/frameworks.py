@@ -45,7 +45,7 @@ def integrate_accelerate(kind: type, skip: Callable[[Any, int], SkippedBatches])
 
     Args:
         kind: Class of the loaders.
-        skip: Callback that returns a loader without its first batches.
+        skip: Callback that wraps a loader to skip the given number of batches.
     """
     module = sys.modules.get("accelerate.data_loader")
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)

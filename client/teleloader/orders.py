@@ -51,7 +51,7 @@ class Order(ABC):
         """
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan | None:
-        """Return the plan with the sample indices of each batch in an epoch; None unless `has_plan`.
+        """Return the plan with the sample indices of each batch in an epoch, or None if `has_plan` is False.
 
         Args:
             spec: Parameters of the loader.
@@ -61,11 +61,11 @@ class Order(ABC):
         return None
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int | None, int | None]:
-        """Return the batch count of this rank and the maximum batch count of all ranks; None for unknown counts."""
+        """Return the batch count of this rank and the maximum batch count of all ranks, each None if unknown."""
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
-        """Return an object whose length is the iterator's ``len()``; None for iterators without length.
+        """Return an object whose length is the iterator's ``len()``, or None if the iterator has no length.
 
         Args:
             stop: Number of batches, as far as `extent` knows it.
@@ -82,22 +82,22 @@ class Order(ABC):
         return replace(spec, seed=base_seed)
 
     def global_batch_size(self, spec: LoaderSpec) -> int | None:
-        """Return the number of samples per batch, summed over all ranks; None if saved positions count batches."""
+        """Return the number of samples per batch, summed over all ranks, or None if saved positions count batches."""
         return (spec.batch_size or 1) * spec.world_size if self.has_plan else None
 
     def initial(self, position: Position) -> Position:
-        """Add the initial state of a stateful sampler to a position without sampler state."""
+        """Return `position`, with the initial state of a stateful sampler if it has no sampler state."""
         return position
 
     def resume(self, position: Position) -> None:  # noqa: B027 - only samplers have a state
-        """Advance the sampler to the end-of-epoch state of the epoch before `position`."""
+        """Advance a stateful sampler to its state at the end of the epoch before `position`."""
 
     def index_lists(self, position: Position) -> IndexLists | None:
-        """Return the index lists to send to servers, starting at `position`; None if servers compute the indices."""
+        """Return the index lists to send to servers, starting at `position`, or None if servers compute the indices."""
         return None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck | None:
-        """Create the sample count check of an iterable-style dataset; None for other datasets.
+        """Return the sample count check of an iterable-style dataset, or None for a map-style dataset.
 
         Args:
             num_workers: Number of shards; 0 for one pass without workers.
@@ -188,11 +188,11 @@ class SamplerOrder(Order):
         return replace(spec, seed=base_seed, order="client", shuffle=False, drop_last=False, batch_size=size)
 
     def initial(self, position: Position) -> Position:
-        """Add the initial state of a stateful sampler to a position without sampler state."""
+        """Return `position`, with the initial state of a stateful sampler if it has no sampler state."""
         return position if position.sampler is not None else position._replace(sampler=initial_state(self._sampler))
 
     def resume(self, position: Position) -> None:
-        """Advance the sampler to the end-of-epoch state of the epoch before `position`."""
+        """Advance a stateful sampler to its state at the end of the epoch before `position`."""
         if position.sampler is not None:
             end_epoch(self._sampler, position.sampler)
 
@@ -206,7 +206,8 @@ class StreamOrder(Order):
 
     Args:
         dataset: Iterable-style dataset, remote or an object of this process.
-        may_repeat: Whether to warn if each shard yields the whole dataset; False if a `worker_init_fn` divides it.
+        may_repeat: Whether to warn if each shard yields the whole dataset; False if a `worker_init_fn` may divide the
+            dataset.
     """
 
     name = "iterable"
@@ -227,7 +228,7 @@ class StreamOrder(Order):
         return length // size if spec.drop_last else -(-length // size)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
-        """Return an upper bound for the batch count: each shard reports its end during the epoch."""
+        """Return an upper bound of the batch count, because each shard reports its end only during the epoch."""
         return MAX_EPOCH, None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:
@@ -278,7 +279,7 @@ class Orders:
 
         Args:
             spec: Parameters of the loader.
-            as_torch: Whether samplers determine the order as in torch: without `seed`, and with one rank.
+            as_torch: Whether samplers determine the order, as in torch; False with `seed` or several ranks.
 
         Raises:
             ValueError: If the user changed a sampler although the samplers do not determine the order.

@@ -36,12 +36,12 @@ def make_samplers(
 
     Args:
         dataset: A map-style dataset.
-        batch_size: Argument of the loader, like the following ones.
-        shuffle: Argument of the loader.
-        drop_last: Argument of the loader.
-        sampler: Argument of the loader.
-        batch_sampler: Argument of the loader.
-        generator: Argument of the loader.
+        batch_size: The loader's `batch_size` argument.
+        shuffle: The loader's `shuffle` argument.
+        drop_last: The loader's `drop_last` argument.
+        sampler: The loader's `sampler` argument.
+        batch_sampler: The loader's `batch_sampler` argument.
+        generator: The loader's `generator` argument.
         as_torch: True to create torch's samplers; False to create only a batch sampler for a given sampler.
     """
     batches: Any = Batches
@@ -111,13 +111,13 @@ def is_torchs_own(sampler: object) -> bool:
 
 
 class _Draws:
-    """Iteration of a sampler, with the states of sampler and iterator (torchdata's ``Stateful`` protocol).
+    """Iteration over a sampler; saves the states of sampler and iterator (torchdata's ``Stateful`` protocol).
 
     torch's BatchSampler hides the iterator of the sampler that it batches, so its batching is reimplemented here.
 
     Args:
         sampler: See `IndexLists`.
-        states: Result of `states` from which the sampler resumes; empty to start from the beginning.
+        states: Earlier result of the method `states` to resume from; empty to start from the beginning.
 
     Raises:
         StateMismatch: If there is a saved state, and the sampler has no ``load_state_dict``.
@@ -152,7 +152,7 @@ class _Draws:
             keeper.load_state_dict(self._states[name])
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the sampler and of its iterator, for those with ``state_dict``."""
+        """Return the states of the sampler and its iterator, each only if it is stateful."""
         return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
 
 
@@ -168,17 +168,17 @@ class SamplerStates:
 
     Index lists are drawn before the training loop requests their batches, so the sampler's current state is ahead of
     the training loop. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of the next
-    list) and `draws` (empty in mid-epoch; at the end of an epoch, the numbers of lists that `end_epoch` draws again,
-    one for each iteration).
+    list) and `draws` (empty in mid-epoch; at the end of an epoch, the number of lists that `end_epoch` draws again
+    for each iteration of the sampler).
     """
 
     def __init__(self) -> None:
         self._states: dict[int, dict[str, Any]] = {}
         self.exhausted = False
-        """True if the sampler has ended."""
+        """True if the sampler has yielded its last list."""
 
     def put(self, number: int, state: dict[str, Any] | None) -> None:
-        """Store the sampler's state before index list `number`; None (a sampler without state) is ignored."""
+        """Store the sampler's state before index list `number`; a state of None is ignored."""
         if state is not None:
             self._states[number] = state
 
@@ -189,11 +189,11 @@ class SamplerStates:
                 del self._states[k]
 
     def before(self, number: int) -> dict[str, Any] | None:
-        """Return the sampler's state before index list `number`, or the latest stored state before that."""
+        """Return the latest state at or before index list `number`, or None if no such state is stored."""
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the sampler's state at the end of this epoch, even if the sampler was not iterated to its end.
+        """Return the sampler's state at the end of this epoch, even if iteration stopped early, or None.
 
         The result is the state before the last list, with the number of draws that follow. The state after the last
         list would be wrong: a sampler that counts its indices would start the next epoch at that count.
@@ -206,12 +206,12 @@ class SamplerStates:
 
 
 def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Encode the states before index list `number` as an entry of `SamplerStates`; None without states."""
+    """Return the states before index list `number` as an entry of `SamplerStates`, or None if there are none."""
     return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
 
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
-    """Return the state of a sampler before its first iteration; None if the sampler is not stateful."""
+    """Return the state of a sampler before its first iteration, or None if the sampler is not stateful."""
     source = _source(sampler)
     return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
 
@@ -229,11 +229,11 @@ def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
 class ShownSamplers:
     """Detector of user changes to the `sampler` and `batch_sampler` attributes of a loader in seeded order.
 
-    For compatibility with torch, a loader in seeded order has samplers as attributes, too. If the user changes one, for
-    example ``loader.batch_sampler.batch_size = 8``, the samplers determine the order from then on, as in torch.
+    For compatibility with torch, a loader in seeded order has samplers as attributes, too. If the user changes an
+    attribute of a sampler (``loader.batch_sampler.batch_size = 8``), the samplers determine the order from then on.
 
     Args:
-        samplers: The samplers; None is ignored.
+        samplers: Samplers to watch; None is ignored.
     """
 
     def __init__(self, *samplers: Any) -> None:
@@ -241,7 +241,7 @@ class ShownSamplers:
 
     @property
     def change(self) -> str | None:
-        """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None without changes."""
+        """Name of the first changed attribute, such as ``BatchSampler.batch_size``; None if nothing changed."""
         for sampler, before in self._original:
             for name, value in vars(sampler).items():
                 was = before.get(name)
@@ -287,6 +287,8 @@ class IndexLists:
 
     def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
         """Draw and encode the index lists of all batches before batch `stop`.
+
+        An exception of the sampler is stored in `error`; an interruption such as KeyboardInterrupt is raised.
 
         Args:
             stop: First batch whose list is not drawn.
@@ -380,7 +382,7 @@ def _plain(indices: Any) -> Any:
 
 
 class RandomState:
-    """Random generators for the sample orders and base seeds of a loader, whose states can be saved and restored.
+    """Random generators that determine a loader's sample orders and base seeds; saves and restores their states.
 
     Args:
         generator: The loader's torch.Generator, or None.

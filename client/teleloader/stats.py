@@ -42,9 +42,9 @@ class LoaderStats:
     pinned_bytes: int
     """Page-locked memory that batches of this process use now, of all its loaders."""
     max_pinned_bytes: int
-    """Limit of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 without ``pin_memory`` and ``device``."""
+    """Maximum of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 if no page-locked memory is used."""
     unpinned: int
-    """Allocations that used ordinary memory, because of that limit or a limit of the operating system."""
+    """Allocations of pageable memory because of `max_pinned_bytes` or a limit of the operating system."""
     copy: float
     """Total duration of the completed copies to ``device``, which overlap with training."""
     late_copies: int
@@ -62,7 +62,7 @@ class Measures:
 
     Args:
         epoch: Epoch number; None before the first epoch.
-        buffers: Allocator of the memory that responses are received into.
+        buffers: Allocator of the memory that responses are received into; None if there is no such memory.
         before: Report on the loader's earlier iterations, which `report` adds to the current one.
     """
 

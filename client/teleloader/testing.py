@@ -46,7 +46,7 @@ class FakeServer:
 
     Args:
         datasets: Datasets by name, as torch accepts them.
-        functions: Functions that a loader may name as `collate_fn` and `worker_init_fn`; none by default.
+        functions: Functions that loaders may pass as `collate_fn` and `worker_init_fn`; none by default.
         before_batch: Called as ``before_batch(dataset, epoch, batch)`` before each batch is loaded, in the background
             thread, and again if the client repeats the request. A ConnectionError breaks the connection, and the client
             retries; another exception is raised by ``next()`` in place of the batch; a function that sleeps delays the
@@ -73,7 +73,7 @@ class FakeServer:
         self._functions = {f"{function.__module__}:{function.__qualname__}": function for function in functions}
         self._before_batch = before_batch
         self._loaders: dict[str, tuple[str, Workers]] = {}
-        """Dataset and workers of each registered loader, by its key."""
+        """Dataset name and workers of each registered loader, by loader key."""
 
     def __enter__(self) -> FakeServer:
         fakes[self.url] = partial(_InProcessServer, self)
@@ -98,8 +98,8 @@ class FakeServer:
         info = self._info(spec.dataset)
         if spec.fingerprint not in (None, info.fingerprint):
             raise DatasetChanged(
-                f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was made for "
-                f"{spec.fingerprint}: the length of the dataset changed"
+                f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was created for "
+                f"{spec.fingerprint}: the length of the dataset changed. Create another loader"
             )
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
@@ -155,7 +155,7 @@ class _InProcessServer(BatchServer):
     @property
     def _fake(self) -> FakeServer:
         if self.url not in fakes:
-            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed")
+            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed. Load within the with block")
         return self._running
 
     def datasets(self) -> list[DatasetInfo]:
@@ -212,7 +212,7 @@ class _Connection:
             raise TransportError(str(error) or type(error).__name__) from error
         self._check()
         if len(frame) > max_bytes:
-            raise ProtocolError(f"batch {start} has {len(frame):,} bytes: increase max_batch_bytes")
+            raise ProtocolError(f"batch {start} exceeds {max_bytes:,} bytes: increase max_batch_bytes")
         self.first_byte = time.time_ns()
         memory = buffers.take(len(frame), batches)
         memory.data[:] = frame

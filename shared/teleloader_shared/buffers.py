@@ -21,7 +21,7 @@ from teleloader_shared.codec import ALIGNMENT
 Buffer = NDArray[np.uint8]
 
 FREE_BYTES: Final = 512 * 2**20
-"""Default maximum of the free memory that a pool keeps for reuse."""
+"""Default maximum total size of the free buffers in a pool, in bytes."""
 _SMALLEST: Final = 64 * 1024
 
 
@@ -34,7 +34,7 @@ class BufferPool:
     """Thread-safe pool of aligned memory buffers; a buffer returns to the pool when it is garbage-collected.
 
     Args:
-        free_bytes: Maximum size of the free buffers that the pool keeps, in bytes; applied at each `take`.
+        free_bytes: Maximum total size of the free buffers in the pool, in bytes; enforced by each call of `take`.
     """
 
     def __init__(self, free_bytes: int = FREE_BYTES) -> None:
@@ -43,14 +43,14 @@ class BufferPool:
 
     def _start(self) -> None:
         self._lock = threading.Lock()
-        """Needed because the iterators of a loader share its pool and each runs in its own thread."""
+        """Needed because all iterators of a loader share one pool, and each receives batches in its own threads."""
         self._free: deque[Buffer] = deque()
         # filled by finalizers, which may run in any thread and at any moment: they must not acquire a lock
         self._returned: deque[Buffer] = deque()
         self._pid = os.getpid()  # set last: other threads use the pool as soon as the process ID matches
 
     def take(self, nbytes: int) -> Buffer:
-        """Return a buffer of `nbytes` bytes, aligned to 64 bytes."""
+        """Return an uninitialized buffer of `nbytes` bytes, aligned to 64 bytes."""
         size = _rounded(nbytes)
         if self._pid != os.getpid():
             self._start()  # after a fork, the copied lock may be held by a thread that does not exist in the child

@@ -40,8 +40,8 @@ _PADS: Final = tuple(bytes((_BIN8, size)) + bytes(size) for size in range(ALIGNM
 _BIN32_HEAD: Final = 5
 
 HEADER_SHARE: Final = 32
-"""A frame's header is limited to ``max_batch_bytes / HEADER_SHARE``, because decoding a header allocates up to
-`HEADER_COST` times its size in Python objects, and temporarily twice that."""
+"""The maximum size of a frame's header is ``max_batch_bytes / HEADER_SHARE``, but at least `MIN_HEADER_LIMIT`: decoding
+a header allocates up to `HEADER_COST` times its size in Python objects, and temporarily twice that."""
 MIN_HEADER_LIMIT: Final = 2**20
 HEADER_COST: Final = 80
 MAX_TEXT: Final = 64 * 1024
@@ -59,8 +59,8 @@ _SMALL_FRAME: Final = 64 * 1024
 class Memory(Protocol):
     """Interface of the memory from which frames are decoded; creates the arrays or tensors of a batch.
 
-    The decoder determines which bytes belong to an array. The memory determines its type (NumPy array or torch tensor)
-    and where copies are allocated. An array keeps the memory that it views alive.
+    The decoder determines which bytes belong to an array. The memory determines the type of the array (NumPy array or
+    torch tensor) and where copies are allocated. An array keeps the memory that it views alive.
     """
 
     @property
@@ -71,7 +71,10 @@ class Memory(Protocol):
         """Allocate `nbytes` bytes of additional memory, for copied or decompressed arrays."""
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return the memory for decoding the frame at `start`: this memory, or a copy of the frame."""
+        """Return memory whose `data` is exactly the frame of `nbytes` bytes at offset `start`.
+
+        The result may be this memory, if the frame fills it, or a copy of the frame.
+        """
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """Return the C-contiguous array or tensor at byte offset `offset`.
@@ -83,15 +86,15 @@ class Memory(Protocol):
             kind: ``tensor``, ``ndarray`` or ``scalar``.
 
         Raises:
-            ValueError, OverflowError, RuntimeError: If NumPy or torch cannot make an array of that shape.
+            ValueError, OverflowError, RuntimeError: If NumPy or torch cannot create an array of that shape.
         """
 
 
 class Bits:
-    """Memory whose arrays hold the raw bits of the elements (uint16 for bfloat16), for use within the server.
+    """Memory that decodes frames to NumPy arrays of the elements' raw bits (uint16 for bfloat16), without torch.
 
     Args:
-        data: The bytes, 1-D and contiguous.
+        data: Bytes of the memory as a 1-D contiguous array.
     """
 
     __slots__ = ("data",)
@@ -104,7 +107,7 @@ class Bits:
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return this memory if the frame fills it, else a copy, to avoid keeping adjacent frames in memory."""
+        """Return this memory if the frame fills it, else a copy, which does not keep adjacent frames in memory."""
         if nbytes == len(self.data):
             return self
         return type(self)(self.data[start : start + nbytes].copy())
@@ -128,16 +131,16 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Exception raised by user code on the server, sent in place of a batch."""
+    """Exception that the server sends in place of a batch, usually raised by user code."""
 
     type: str
     """Qualified name of the exception's type; without a module for builtin types."""
     message: str
     traceback: str
     indices: list[int]
-    """The first 1,000 indices of the batch, without those that do not fit into 64 bits."""
+    """First 1,000 sample indices of the batch; indices that do not fit into 64 bits are omitted."""
     worker: int
-    """ID of the worker that failed, -1 for the server's own process."""
+    """ID of the worker that failed; -1 for the server's own process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Frame(NamedTuple):
     padding: int
     """Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`)."""
     nbytes: int
-    """Size of the frame on the wire."""
+    """Size of the encoded frame in bytes."""
     shard_state: str | None = None
     """State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful."""
     memory: int = 0
@@ -172,12 +175,12 @@ class FrameWriter:
     Args:
         address: Identifier of the batch.
         content: The batch, a `Failure` or an `End`.
-        padding: `Plan.padding` of the batch.
-        shard_state: State of the shard after the batch (`user_state.pack`), if the dataset is stateful.
+        padding: Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`).
+        shard_state: State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful.
         name: Name of the content in error messages.
         checksum: Whether the frame carries a checksum.
-        compression: Compression of the arrays; None for none. Arrays are compressed here, not in `write`.
-        max_bytes: Maximum size of the frame.
+        compression: Compression of the arrays; None for no compression. The constructor compresses, not `write`.
+        max_bytes: Maximum size of the frame, in bytes.
 
     Raises:
         EncodeError: If the batch holds a value that the format cannot represent.
@@ -224,7 +227,7 @@ class FrameWriter:
         end = PROLOGUE_SIZE + len(self._header)
         for size in sizes:
             if size >= 2**32:
-                raise BatchTooLarge(f"cannot encode an array of {size:,} bytes: the limit is 4 GiB per array")
+                raise BatchTooLarge(f"{address} has an array of {size:,} bytes, over 4 GiB: use a smaller batch_size")
             start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
             self._segments.append((start, size))
             end = start + size
@@ -254,7 +257,7 @@ class FrameWriter:
 
 
 def to_bytes(address: Address, content: object, **options: Any) -> bytes:
-    """Encode a small batch or a failure as a frame, with a copy; `options` are passed to `FrameWriter`."""
+    """Return a frame as bytes, at the cost of another copy; `options` are passed to `FrameWriter`."""
     writer = FrameWriter(address, content, **options)
     buffer = np.empty(writer.nbytes, np.uint8)
     writer.write(buffer)
@@ -305,14 +308,16 @@ def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
 
     Raises:
         CorruptFrame: If the checksum does not match.
-        ProtocolError: If the bytes are not a complete frame, or its header exceeds the limit.
+        ProtocolError: If the bytes are not a complete frame, or its header has more than `max_header` bytes.
     """
     size, values, checksum, header_size = _read_prologue(raw, start)
     there = len(raw) - start
     if size > there:
         raise ProtocolError(f"truncated frame: expected {size:,} bytes, got {there:,}")
     if header_size > max_header:
-        raise ProtocolError(f"invalid frame: the header has {header_size:,} bytes, and the limit is {max_header:,}")
+        raise ProtocolError(
+            f"invalid frame: the header has {header_size:,} bytes, more than {max_header:,}: convert numbers to arrays"
+        )
     begin = start + PROLOGUE_SIZE
     if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin : start + size]) != checksum:
         raise CorruptFrame("corrupted frame: the content does not match the checksum")
@@ -324,7 +329,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
 
     Args:
         memory: Exactly the bytes of the frames.
-        max_bytes: The maximum size of the arrays of a frame, decompressed, in bytes.
+        max_bytes: Maximum total size of the decompressed arrays of a frame, in bytes.
 
     Raises:
         CorruptFrame: If a checksum does not match.
@@ -367,7 +372,7 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
         if type(padding) is not int or padding < 0:
             raise ProtocolError(f"invalid frame: padding must be a non-negative integer, got {short(padding)}")
     else:
-        raise ProtocolError("invalid frame: expected a tree, a failure or an end in the header")
+        raise ProtocolError(f"invalid frame: expected a tree, failure or end in the header, got {short(list(header))}")
     segments.finish(values)
     shard_state = header.get("shard_state")
     if shard_state is not None and not isinstance(shard_state, str):
@@ -381,7 +386,7 @@ def _read_address(header: Any) -> Address:
         loader, epoch, batch = header.get("loader"), header.get("epoch"), header.get("batch")
         if type(loader) is str and type(epoch) is int and type(batch) is int:
             return Address(loader, epoch, batch)
-    raise ProtocolError("invalid frame: expected loader, epoch and batch in the header")
+    raise ProtocolError(f"invalid frame: expected loader, epoch and batch in the header, got {short(header)}")
 
 
 class _Segments:
@@ -407,7 +412,9 @@ class _Segments:
         self._taken += 1
         self._taken_bytes += nbytes
         if self._taken_bytes > self._max_bytes:
-            raise ProtocolError(f"invalid frame: the arrays exceed the limit of {self._max_bytes:,} bytes")
+            raise ProtocolError(
+                f"the arrays have {self._taken_bytes:,} bytes, over {self._max_bytes:,} bytes: increase max_batch_bytes"
+            )
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
         if start > len(self._buffer):
             raise ProtocolError("truncated frame: arrays of the tree are missing")
@@ -431,7 +438,7 @@ class _Segments:
             raise ProtocolError(f"invalid frame: impossible array shape: {error}") from None
 
     def finish(self, values: int) -> None:
-        """Check that the frame ends after the last array, and that its value count equals the count in the prologue."""
+        """Check that the frame ends after the last array, and that the prologue's value count matches the arrays."""
         if _aligned(self._end + _BIN8_HEAD) != len(self._buffer):
             raise ProtocolError("invalid frame: unexpected data after the last array")
         if values != _VALUES_BEFORE_SEGMENTS + 2 * self._taken + 1:
@@ -448,9 +455,9 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int |
     if (array, string, magic) != (_ARRAY32, _FIXSTR4, MAGIC):
         raise ProtocolError(f"invalid frame or unsupported protocol version: got {raw[start : start + 10].hex()}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
-        raise ProtocolError("invalid frame: wrong data types in the prologue")
+        raise ProtocolError("invalid frame: expected the types uint64, bool, uint64 and uint32 in the prologue")
     if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
-        raise ProtocolError(f"invalid frame: {size:,} bytes, {values} values, header of {header_size:,} bytes")
+        raise ProtocolError(f"inconsistent frame: {size:,} bytes, {values} values, header of {header_size:,} bytes")
     if flag == _FALSE and digest:
         raise ProtocolError("invalid frame: the checksum must be 0 if the checksum flag is false")
     return size, values, digest if flag == _TRUE else None, header_size
@@ -484,14 +491,14 @@ def _read_failure(fields: object) -> Failure:
             kept = [i for i in indices[:MAX_INDICES] if isinstance(i, int)]
             # the end of a traceback names the line that failed
             return Failure(type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker)
-    raise ProtocolError(f"invalid failure frame: expected the fields {', '.join(Failure.__slots__)}")
+    raise ProtocolError(f"invalid failure {short(fields)}: expected the fields {', '.join(Failure.__slots__)}")
 
 
 def _read_end(fields: object) -> End:
     match fields:
         case {"samples": int(samples), "replica": bool(replica)}:
             return End(samples, replica)
-    raise ProtocolError(f"invalid end frame: expected the fields {', '.join(End.__slots__)}")
+    raise ProtocolError(f"invalid end {short(fields)}: expected the fields {', '.join(End.__slots__)}")
 
 
 def _aligned(offset: int) -> int:
@@ -538,7 +545,7 @@ def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
 def _decompress(
     segment: NDArray[np.uint8], compression: object, size: int, allocate: Callable[[int], Memory]
 ) -> Memory:
-    """Decompress an array of `size` bytes; never allocate more, whatever the segment holds."""
+    """Decompress an array of `size` bytes; never allocate more memory than that, even for an invalid segment."""
     if size == 0:
         return allocate(0)
     if compression == "zstd":

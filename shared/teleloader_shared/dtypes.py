@@ -18,7 +18,7 @@ NUMPY: Final[dict[str, np.dtype[np.generic]]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
-"""Types that NumPy has, little-endian."""
+"""Element types that NumPy supports, in little-endian byte order."""
 
 EXTENDED: Final[dict[str, np.dtype[np.generic]]] = {
     "bfloat16": NUMPY["uint16"],

@@ -23,7 +23,7 @@
     ├── WorkerDied              (RuntimeError)     a batch repeatedly killed its worker
     └── RemoteError             (RuntimeError)     exception of user code whose type is not builtin
 
-An exception in a dataset is raised in the client as its own type if that is a builtin one, else as `RemoteError`.
+The client raises an exception of a dataset with its original type if that is a Python built-in, else as `RemoteError`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class WorkerDied(TeleloaderError, RuntimeError):
 
 
 class RemoteError(TeleloaderError, RuntimeError):
-    """Exception of user code on the server whose type is not a Python built-in.
+    """User code on the server raised an exception whose type is not a Python built-in.
 
     Attributes:
         type: The original type's qualified name, e.g. ``"PIL.UnidentifiedImageError"``.

@@ -35,7 +35,7 @@ def register_function(owner: object, argument: str) -> str:
 
 
 def registered_function(name: str) -> Callable[..., Any] | None:
-    """Return the function registered under `name` in this process; None if the function's owner no longer exists."""
+    """Return the function registered under `name`, or None if the name is unknown or the owner no longer exists."""
     owner = _owners.get(name)
     return None if owner is None else getattr(owner, name.split(":")[1])
 

@@ -14,7 +14,7 @@ NO_PAGE_HEADER: Final = "Sec-Teleloader"
 (Fetch standard, 2.2.2)."""
 PROTOCOL_HEADER: Final = "Teleloader-Protocol"
 CONSUMER_HEADER: Final = "Teleloader-Consumer"
-"""Name of the consumer in /stats and in fair scheduling; defaults to the connection's IP address and port."""
+"""Carries the consumer's name for /stats and fair scheduling; the default is the client's IP address and port."""
 PREVIEW: Final = "look"
 """Consumer name of clients that fetch single batches for display (``teleloader peek``); /stats omits them."""
 REPORT_HEADER: Final = "Teleloader-Report"
@@ -23,14 +23,14 @@ FRAME_MEDIA_TYPE: Final = "application/vnd.teleloader.frame+msgpack"
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
 READY_BYTES: Final = 2**21
-"""A response with several frames ends after the frame with which it reaches this size."""
+"""Target size of a response with several frames, in bytes: the response ends after the frame that reaches it."""
 
 STATS_PATH: Final = "/stats"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
-"""Appended to a loader's path: URL path of its WebSocket."""
+"""Suffix of `loader_path` in the URL of a loader's WebSocket."""
 
 
 def batches_path(key: str, epoch: int) -> str:
@@ -67,7 +67,7 @@ class ConsumerReport:
 
     @classmethod
     def from_header(cls, text: str) -> ConsumerReport | None:
-        """Parse the value of `REPORT_HEADER`; None for an invalid value, because statistics must not fail a request."""
+        """Return the report in a header value; None if it is invalid, because statistics must not fail a request."""
         match = _REPORT.match(text[:MAX_REPORT])
         if match is None:
             return None
@@ -100,7 +100,7 @@ class DatasetInfo:
     collate: str
     """Default collate function: ``default`` or ``module:function``."""
     worker_init: str | None
-    """Default worker-init function as ``module:function``; None for none."""
+    """Default worker-init function as ``module:function``; None if there is no default."""
     functions: list[str]
     """Collate and worker-init functions that clients may choose, as ``module:function``."""
     seeding: Literal["batch", "sample"]
@@ -116,7 +116,7 @@ class Registration:
     key: str
     """Identifier of the loader in URL paths (`LoaderSpec.key`); equal specs have equal keys on every server."""
     batches: int | None
-    """Batches in an epoch; None if unknown before its end (iterable-style datasets without a length)."""
+    """Batches in an epoch; None if a client-side sampler or an iterable-style dataset determines the number."""
     length: int | None
     """Samples in the dataset; None if it has no ``__len__``."""
     fingerprint: str
@@ -124,5 +124,5 @@ class Registration:
     num_workers: int
     """Worker processes that serve this loader, 0 if the server loads in its own process."""
     max_batch_bytes: int
-    """Maximum size of the frames that the server sends."""
+    """Maximum size of the frames that the server sends, in bytes."""
     protocol: int = PROTOCOL_VERSION

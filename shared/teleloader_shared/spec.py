@@ -23,8 +23,8 @@ MAX_EPOCH: Final = 2**62
 MAX_PRIVATE_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_STATES: Final = 768 * 1024
-"""Limit of the states of all shards together, in characters, divided equally among the shards: they are part of the
-registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
+"""Maximum total length of the states of all shards, in characters, divided equally among the shards: the states are
+part of the registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class LoaderSpec:
     With ``order="client"`` the client also sends the sample indices of each batch.
 
     Raises:
-        InvalidSpec: At construction, if a field is invalid; the message has its name, value and valid values.
+        InvalidSpec: If a field is invalid; the message contains the field's name, value and valid values.
     """
 
     dataset: str
@@ -64,13 +64,13 @@ class LoaderSpec:
     checksum: bool = True
     """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
-    """Compression of arrays by the workers; None for none."""
+    """Compression that workers apply to arrays; None for no compression."""
     collate: str | None = None
-    """Name of one of the dataset's collate functions; None for its default."""
+    """Name of one of the dataset's collate functions; None for the dataset's default."""
     worker_init: str | None = None
-    """Name of one of the dataset's worker-init functions, for a private pool of workers; None for its default."""
+    """Name of one of the dataset's worker-init functions, for a private worker pool; None for the dataset's default."""
     session: str | None = None
-    """Unique ID of the one iteration that may read the batches; None if consumers with equal specs share them.
+    """Unique ID of the only iteration that may read the batches; None if consumers with equal specs share batches.
 
     Required if the batches depend on more than the spec: with a client-side sampler, or an iterable-style dataset.
     """
@@ -83,7 +83,7 @@ class LoaderSpec:
     in_process: bool = False
     """True to load the session in the server's own process, for debugging; the server must allow it."""
     delivered: str | None = dataclasses.field(default=None, compare=False)
-    """`delivered.pack` of the progress in an earlier session of this spec; the only field not included in the key."""
+    """Progress in an earlier session with this spec (`delivered.pack`); the only field that `key` does not include."""
 
     def __post_init__(self) -> None:
         """Validate all fields."""
@@ -167,7 +167,7 @@ class LoaderSpec:
 
 
 _RECORD_BYTES: Final = 2048
-"""Memory of a spec without its strings."""
+"""Memory of a spec without its strings, in bytes."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

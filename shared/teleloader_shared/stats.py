@@ -1,7 +1,7 @@
 """Records of the response to ``GET /stats``. Times are in seconds, sizes in bytes, fractions in [0, 1].
 
-Values described as recent are averages over the last `WINDOW` seconds, or since the object was created if that is
-shorter; all other counts are totals since the server started.
+Values described as recent are averages over the last `WINDOW` seconds, or since the described object was created if
+that is shorter; all other counts and durations are totals since the server started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ has not sent requests for long enough.
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Distribution of durations since the server started; quantiles have an error of at most 5 %."""
+    """Distribution of durations; quantiles have an error of at most 5 %."""
 
     count: int
     mean: float
@@ -41,9 +41,9 @@ class ErrorCount:
     """Qualified name of the exception."""
     count: int
     last: str
-    """Message of the latest failure, its first 500 characters."""
+    """First 500 characters of the latest failure's message."""
     traceback: str
-    """Traceback of the latest failure, its last 4,000 characters."""
+    """Last 4,000 characters of the latest failure's traceback."""
     indices: list[int]
     """First 20 sample indices of the latest failed batch."""
     age: float
@@ -78,7 +78,7 @@ class ServerStats:
     num_workers: int
     """Configured number of workers; 0 if the server loads in its own process."""
     memory_budget: int
-    """Limit of the memory for encoded batches."""
+    """Maximum memory for encoded batches."""
     memory_used: int
     """Memory of encoded batches, complete or being written; without evicted batches that are still being sent."""
     memory_mapped: int
@@ -185,7 +185,7 @@ class ConsumerStats:
     consumer: str
     """Name that the client sent."""
     token: str
-    """Name of the client's token, to distinguish consumers of equal names; ``anyone`` without authentication."""
+    """Name of the client's token, to distinguish consumers with equal names; ``anyone`` if authentication is off."""
     dataset: str
     loader: str
     """Key of the loader."""
@@ -207,8 +207,7 @@ class ConsumerStats:
     starved_fraction: float
     """Recent fraction of the time in which a request was pending and its batch not ready.
 
-    This fraction, `sending_fraction` and the diagnosis continue over a training loop's earlier epochs if the epochs are
-    short.
+    If epochs are short, this fraction, `sending_fraction` and the diagnosis include the training loop's earlier epochs.
     """
     sending_fraction: float
     """Recent fraction of the time in which a response was being sent."""
@@ -217,7 +216,10 @@ class ConsumerStats:
     reconnects: int | None
     """Connections that the client reopened, over all epochs of its loader; None if the client does not report it."""
     hedges: int | None
-    """Batches that the client also requested from a second server because the first one was slow; likewise."""
+    """Batches that the client also requested from a second server because the first one was slow.
+
+    Counted over all epochs of its loader; None if the client does not report it.
+    """
     idle: float
     """Time since the latest request."""
     diagnosis: Diagnosis
@@ -233,4 +235,4 @@ class Stats:
     consumers: list[ConsumerStats]
     """Ordered by latest request, latest first; a training loop is listed with its current epoch only."""
     consumers_total: int
-    """Number of consumers in total; the response lists the `limit` first ones after `offset`."""
+    """Total number of consumers; the query parameters `limit` and `offset` select those that the response lists."""

@@ -21,7 +21,7 @@ class Part:
     """Summary of one array or plain value in a batch."""
 
     path: str
-    """Python expression for its position, e.g. ``batch['image']``."""
+    """Python expression for the position in the batch, e.g. ``batch['image']``."""
     type: str
     """Element type of an array; name of the class for a plain value."""
     shape: tuple[int, ...] | None
@@ -67,7 +67,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaf_of(value: Any) -> ArrayLeaf | None:
-    """Return `value` as an array leaf; None if it is not an array."""
+    """Return `value` as an array leaf, or None if it is not an array."""
     if isinstance(value, str | bytes | int | float | dict | list | tuple):
         return None  # never an array: do not walk a whole container to find out
     try:

@@ -25,15 +25,15 @@ from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name,
 from teleloader_shared.text import short
 
 MAX_DEPTH: Final = 128
-"""Nesting depth of containers, checked by encoder and decoder."""
+"""Maximum nesting depth of containers, checked by encoder and decoder."""
 MAX_DIMENSIONS: Final = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
-"""NumPy's limit."""
+"""Maximum number of dimensions of a NumPy array."""
 MAX_DIGITS: Final = 4300
-"""Decimal digits of an integer: Python's default limit for parsing."""
+"""Maximum number of decimal digits of an integer: Python's default limit for parsing."""
 MAX_NODES: Final = 2**22
-"""Decoding takes up to 2 us per node."""
+"""Maximum number of nodes in a tree: decoding takes up to 2 us per node."""
 MAX_SAME_HASH: Final = 256
-"""Keys of a dict, or elements of a set, with equal hashes: inserting each compares it with all the others."""
+"""Maximum number of dict keys or set elements with equal hashes: inserting each compares it with all the others."""
 
 
 class Tensor(np.ndarray[Any, np.dtype[Any]]):
@@ -47,7 +47,8 @@ class Tensor(np.ndarray[Any, np.dtype[Any]]):
 class Leaf(Protocol):
     """Interface of an encodable array with known type and shape, which writes its elements into a buffer.
 
-    The elements may be computed only when they are written.
+    `FrameWriter` reads `dtype_name` and `shape` to compute the layout of the frame, and calls `write` afterwards. An
+    implementation may compute the elements as late as in `write`.
     """
 
     @property
@@ -212,7 +213,9 @@ class _Describer:
         if not all(map(is_name, (last_name(exact.__qualname__), *names))):
             raise EncodeError(f"cannot encode {path}: names of {_type_name(value)} and its fields must be identifiers")
         if not self._types.has_room_for(exact, names):
-            raise EncodeError(f"cannot encode {path}, a {_type_name(value)}: more than {RecordTypes.LIMIT}")
+            raise EncodeError(
+                f"cannot encode {path}, a {_type_name(value)}: more than {RecordTypes.LIMIT}. Return dicts or tuples"
+            )
         self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
@@ -240,7 +243,7 @@ def _digits(value: int, path: str) -> str:
     except ValueError:  # Python's own limit on digits, which may be set lower than MAX_DIGITS
         digits = ""
     if not 0 < len(digits.removeprefix("-")) <= MAX_DIGITS:
-        raise EncodeError(f"cannot encode {path}: the integer has more than {MAX_DIGITS:,} digits")
+        raise EncodeError(f"cannot encode {path}: the integer has more than {MAX_DIGITS:,} digits. Return a string")
     return digits
 
 

@@ -2,7 +2,7 @@
 
 JSON would silently change tuples, tensors, NumPy numbers and integer keys. States therefore use the tree encoding of
 batches (docs/protocol.md, "Tree encoding"), which preserves the types of all values or reports the path of a value
-that it cannot encode. For clients the text is opaque, so that a loader's own ``state_dict()`` is valid JSON.
+that it cannot encode. The result is text, so that the ``state_dict()`` of a loader, which contains it, is valid JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CANNOT_BE_KEPT: Final = (
 def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterable-style dataset") -> str:
     """Encode a ``state_dict()`` as text.
 
-    If the state cannot be encoded, the text holds the error instead, and `unpack` raises it: the batches that the state
-    is sent with are still valid, and the user gets the error only if the state is used.
+    If the state cannot be encoded, the text holds the error instead, and `unpack` raises it. The batch that the state
+    is sent with is still valid, and the user gets the error only if the state is used.
 
     Args:
         state: Any value that can be in a batch.

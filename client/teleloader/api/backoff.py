@@ -9,7 +9,7 @@ from typing import Final
 
 FIRST_DELAY: Final = 0.05
 LAST_DELAY: Final = 1.0
-"""Maximum wait in seconds; also the maximum delay until a client notices that its server is available again."""
+"""Maximum delay in seconds, and so the maximum time until a client notices that a server is available again."""
 
 
 class Backoff:
@@ -44,7 +44,7 @@ class Backoff:
             at_least: Minimum wait in seconds that the server requested; limited by the rest of `timeout`.
 
         Returns:
-            False, without waiting, if `timeout` has expired.
+            True after the wait; False, without a wait, if `timeout` has expired.
         """
         now = time.monotonic()
         if self._deadline is None:

@@ -49,7 +49,7 @@ MAX_JSON_BYTES: Final = 4 * 2**20
 MAX_RECORD_BYTES: Final = 2**20
 """Maximum size of the description of one dataset, and of a registration, as JSON."""
 MAX_PROBLEM_BYTES: Final = 2**18
-"""Maximum size that is read of an unsuccessful response."""
+"""Maximum number of bytes to read from the body of an error response."""
 PATIENCE_FACTOR: Final = 3
 """Maximum duration of a response, as a multiple of the timeout per received byte."""
 END_TIMEOUT: Final = 2.0
@@ -81,11 +81,11 @@ class Response(NamedTuple):
 def _confirmed(
     request: Callable[Concatenate[Server, _Arguments], _Result],
 ) -> Callable[Concatenate[Server, _Arguments], _Result]:
-    """Decorate a request to repeat it immediately on a new connection if it is refused, and raise the second error.
+    """Decorate a request so that a refused request is repeated once, immediately, on a new connection.
 
-    A corrupted bit in a request or a response can look like any refusal. Not repeated are requests to an unavailable
-    server, because the caller waits before a retry; TLS errors, because TLS detects corruption; and requests to a URL
-    where no loader server has ever responded, because it probably belongs to another server.
+    A corrupted bit in a request or a response can look like any refusal. Three kinds of errors are raised at once:
+    an unavailable server, because the caller waits before a retry; a TLS error, because TLS detects corruption; and any
+    error of a URL at which no loader server has ever responded, because it probably belongs to another server.
     """
 
     @wraps(request)
@@ -122,9 +122,9 @@ class Server:
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
         self.last_error: type[Exception] | None = None
-        """Error of the last request, if it failed: other servers are preferred, and a warning was logged."""
+        """Type of the error if the last request failed, else None: other servers are then preferred."""
         self.is_identified = False
-        """True if a loader server has responded at this URL: unexpected responses then come from a proxy."""
+        """True once a loader server has responded at this URL; later unexpected responses come from a proxy."""
         self._slowest = 0.0
         """Duration of the slowest recent response or timeout, in seconds; decays by a tenth per faster response."""
 
@@ -147,7 +147,11 @@ class Server:
 
     @_confirmed
     def dataset(self, name: str) -> DatasetInfo:
-        """Fetch the description of one dataset."""
+        """Fetch the description of one dataset.
+
+        Raises:
+            UnknownDataset: If the server hosts no dataset of that name.
+        """
         return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
 
     @_confirmed
@@ -185,7 +189,7 @@ class Server:
         self._request("GET", loader_path(key))
 
     def end_session(self, key: str) -> None:
-        """Request the end of a session and its private workers, which otherwise end after an idle timeout."""
+        """Request the end of a session and its private workers; ignore errors, because both also end when idle."""
         with suppress(TeleloaderError):
             self._end_session(key)
 
@@ -244,7 +248,7 @@ class Server:
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """Return the TLS error that broke a connection; None for other errors."""
+        """Return the TLS error that broke a connection, or None if TLS is not the cause of `error`."""
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found
@@ -261,7 +265,7 @@ class Server:
         return self.url.startswith("https")
 
     def _hangs_up(self, context: ssl.SSLContext) -> bool | None:
-        """Return True if the server closes a TLS connection without a request; None if it does not speak TLS.
+        """Return True if the server closes a TLS connection before a request, or None if it does not speak TLS.
 
         Servers that reject the client's certificate close the connection like this.
         """
@@ -285,7 +289,7 @@ class Server:
         return min(max(least, 2 * self._slowest), MAX_PATIENCE * self.timeout)
 
     def _request(self, method: str, path: str, *, limit: int = MAX_RECORD_BYTES, **options: Any) -> Any:
-        """Send a request and return the JSON value of the response; None if the response has no content."""
+        """Send a request and return the JSON value of the response, or None if the response has no content."""
         body = self._successful(method, path, limit=limit, **options)
         if not body:
             return None
@@ -434,7 +438,7 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
     watch = threading.Timer(0 if timeout is None else PATIENCE_FACTOR * timeout, break_off)
     watch.daemon = True
     if timeout is not None:
-        with suppress(RuntimeError):  # when the interpreter ends, no thread starts any more
+        with suppress(RuntimeError):  # no thread can start while the interpreter exits
             watch.start()
     try:
         yield trace

@@ -66,7 +66,7 @@ class Credentials:
         return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": Secret(f"Bearer {token}")})}
 
     def renew(self, refused: str | None) -> bool:
-        """Reload the token after a server rejected it; return True if the token changed."""
+        """Reload the token after a server rejected the token `refused`; return True if the token now differs."""
         with self._lock:
             if self._token == refused:
                 try:
@@ -143,7 +143,7 @@ def _why(error: OSError) -> str:
 
 
 def tls_error(error: BaseException | None, url: str) -> TlsError | None:
-    """Return the TLS error of a failed request; None for other errors, and for TLS errors that a retry may fix."""
+    """Return the TLS error of a failed request, or None for other errors and TLS errors that a retry may fix."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     if error is None or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError):
@@ -166,7 +166,7 @@ def _untrusted(error: ssl.SSLCertVerificationError) -> str:
         return "the server's certificate is not valid yet. Check the clocks of this machine and of the server"
     if "mismatch" in reason or "not valid for" in reason:
         return f"the server's certificate is for another name ({reason}). Use a name that the certificate contains"
-    return f"the server's certificate is of an unknown CA ({reason}). Set TELELOADER_CA to the CA file, or pass ca="
+    return f"the server's certificate has an unknown CA ({reason}). Set TELELOADER_CA to the CA file, or pass ca="
 
 
 def _refused(reason: str) -> str | None:

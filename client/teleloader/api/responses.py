@@ -43,7 +43,7 @@ def error_of(
 
     Args:
         status: Status code of the response.
-        body: Body of the response: problem details with a code from a loader server, anything else from a proxy.
+        body: Body of the response: problem details with a code if a loader server sent it, else a proxy's content.
         server: URL of the server.
         path: Path of the request.
         retry_after: Seconds to wait before a retry, from the ``Retry-After`` header.
@@ -112,8 +112,8 @@ def record(kind: type[_Record], fields: Any) -> _Record:
     hints = get_type_hints(kind)
     if not isinstance(fields, dict) or not set(hints) <= set(fields):
         raise ProtocolError(
-            f"invalid response: expected the fields {', '.join(hints)}. Check that this is the URL of a loader server, "
-            "and that both sides have the same release of teleloader"
+            f"invalid response {short(fields)}: expected the fields {', '.join(hints)}. Check that this is the URL of "
+            "a loader server, and that both sides have the same release of teleloader"
         )
     for name, hint in hints.items():
         if not _fits(fields[name], hint):

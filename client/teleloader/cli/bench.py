@@ -23,7 +23,7 @@ from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted, number, seconds, share, size
 
 MAX_CONSUMERS: Final = 1000
-"""Limit of the consumers to request from the server, large enough to include those of this process."""
+"""Maximum number of consumers to request from the server, large enough to include those of this process."""
 SHOWN_EVERY: Final = 0.2
 """Seconds between updates of the progress bar."""
 IDLE_GRACE_S: Final = 2.0
@@ -53,7 +53,7 @@ class Measured:
     waited: float
     """Total data wait."""
     wait_p50: float
-    """Data wait per batch: median, 95th percentile and maximum."""
+    """Median of the data wait per batch; the following fields are the 95th percentile and the maximum."""
     wait_p95: float
     wait_max: float
     workers: int | None = None
@@ -181,10 +181,10 @@ class Bench:
 
 
 def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
-    """Return the server's diagnosis of this process, and the worker count if workers are the bottleneck.
+    """Return the server's diagnosis of this process, and the number of workers that limit it.
 
-    The diagnosis is None if the token does not permit reading it. The number is None if the workers are not the
-    bottleneck, or also serve other consumers.
+    The diagnosis is None if the server does not list this process, or the token does not permit reading it. The number
+    is None if the workers are not the bottleneck, or also serve other consumers.
     """
     try:
         found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS))

@@ -38,7 +38,19 @@ class Epoch(Protocol):
     """Interface of one iteration over a dataset object; implemented by the server package."""
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch (or `End`) and the subsequent state of an iterable-style dataset."""
+        """Load batch `number`.
+
+        Args:
+            number: Batch number.
+            indices: Sample indices of the batch, a single index with ``batch_size=None`` and a sampler, or () for an
+                iterable-style dataset.
+
+        Returns:
+            The batch, or `End` after the last one; and the subsequent state of an iterable-style dataset, else None.
+
+        Raises:
+            BaseException: An exception of the dataset or the collate function.
+        """
 
     def close(self) -> None:
         """Release the dataset's iterator."""
@@ -68,7 +80,7 @@ class Loader(Protocol):
         """Current dataset description."""
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the current state of an iterable-style dataset, for resuming at the start of `epoch`."""
+        """Return the dataset's state for resuming at the start of `epoch`, or None if it has no state."""
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
         """Start an iteration over the dataset.
@@ -111,7 +123,7 @@ class DirectDataset:
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Add the current state of an iterable-style dataset to a start-of-epoch position."""
+        """Add the current state of an iterable-style dataset to a start-of-epoch position; return others unchanged."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)
@@ -121,8 +133,8 @@ class DirectDataset:
 class Raised:
     """Exception to raise in place of a batch.
 
-    It must be removed from this object before it is raised: its traceback refers to frames that refer to this object,
-    and the reference cycle would keep the dataset in memory until the garbage collector runs.
+    The exception must be removed from this object before it is raised: its traceback refers to frames that refer to
+    this object, and the reference cycle would keep the dataset in memory until the garbage collector runs.
     """
 
     __slots__ = ("error",)
@@ -138,7 +150,7 @@ class DirectReceiver:
         dataset: Dataset to load.
         spec: Parameters of the loader.
         epoch: Epoch number.
-        scheduler: Only holds the position of the training loop.
+        scheduler: Holds the position of the training loop; schedules no requests.
         plan: Indices of all batches; None for an iterable-style dataset, and for a client-side sampler.
         measures: Counters of loaded batches.
         output: Array library of the batches.
@@ -187,7 +199,7 @@ class DirectReceiver:
         return self._address.loader
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the exception or end of shard in its place; None if the batch is not loaded yet."""
+        """Return the next batch, or the exception or end of shard in its place, or None if it is not loaded yet."""
         return self._arrived
 
     def wait(self, timeout: float = 0) -> None:
@@ -235,7 +247,7 @@ class DirectReceiver:
         """Do nothing: no requests wait for index lists."""
 
     def close(self, why: BaseException | None = None) -> None:
-        """Release the dataset's iterator."""
+        """Release the dataset's iterator; `why` is ignored, because no thread waits for a batch."""
         self._epoch.close()
 
     def end_session(self) -> None:
@@ -297,7 +309,7 @@ class DirectStager:
         return self._device.use(copy)
 
     def warn(self) -> None:
-        """Do nothing: there is no copying thread that could issue warnings."""
+        """Do nothing: warnings come from a copying thread, and there is none."""
 
     def discard(self, frame: Frame) -> None:
         """Do nothing: copies are not stored."""

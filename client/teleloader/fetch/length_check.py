@@ -20,7 +20,7 @@ class LengthCheck:
     """Sample count check for one epoch of an iterable-style dataset: warns of too many, too few or repeated samples.
 
     Args:
-        dataset: Iterable-style dataset, for the texts of the warnings.
+        dataset: Iterable-style dataset to name in the warnings.
         num_workers: `num_workers` of the loader: the number of shards; 0 for one shard without workers.
         reported: ``len(dataset)`` when ``len(loader)`` was last called; None if it was never called.
         samples: ``len(dataset)``; None if unknown, or if it includes samples of other ranks.

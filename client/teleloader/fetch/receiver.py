@@ -17,7 +17,7 @@ CLOSE_TIMEOUT: Final = 5.0
 """Seconds to wait for each thread to end; only an attempt to connect to an unresponsive machine takes longer."""
 
 MEMORY_LIMIT_FACTOR: Final = 4
-"""Memory limit of buffered batches, as a multiple of `max_batch_bytes`; at the limit, requests are paused."""
+"""Maximum memory of buffered batches, as a multiple of `max_batch_bytes`; beyond it, requests are paused."""
 
 
 class Receiver:

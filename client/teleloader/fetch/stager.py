@@ -1,8 +1,8 @@
 """Background thread that copies received batches to a device before the training loop requests them.
 
-Each iterator has one. Settings of the training loop's thread (current device and stream, autocast, inference mode,
-default device) do not apply in it, so the content of a batch does not depend on the time of its copy. No user code runs
-in it: transforms run in the training loop's thread and on its stream.
+Each iterator that copies to a device has one such thread. Settings of the training loop's thread (current device and
+stream, autocast, inference mode, default device) do not apply in it, so the content of a batch does not depend on the
+time of its copy. No user code runs in it: transforms run in the training loop's thread and on its stream.
 """
 
 from __future__ import annotations

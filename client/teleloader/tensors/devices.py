@@ -50,13 +50,13 @@ class Device(Protocol):
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start copying a batch, asynchronously if the device has streams; requires `enter_thread`."""
+        """Start copying a batch, asynchronously if it has streams; call `enter_thread` in the same thread before."""
 
     def use(self, copy: Copy) -> Any:
         """Return the copied batch; the calling thread's current stream waits for the copy."""
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return the duration of a copy on the device; None while the copy is in progress, or if it is not measured."""
+        """Return the duration of a completed copy in seconds, 0 if not measured; None while the copy is in progress."""
 
 
 class TorchDevice:
@@ -105,7 +105,7 @@ class TorchDevice:
         return Copy(copied, tensors, started, done)
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch; make the current stream wait for the copy, and record its use of the memory."""
+        """Return the copied batch, for which the current stream waits and is recorded (``Tensor.record_stream``)."""
         if copy.done is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.done)
@@ -114,7 +114,7 @@ class TorchDevice:
         return copy.batch
 
     def seconds(self, copy: Copy) -> float | None:
-        """Return the duration of a copy on the device in seconds; None while the copy is in progress."""
+        """Return the duration of a completed copy on the device in seconds, or None while the copy is in progress."""
         if copy.done is None:
             return copy.seconds
         if not copy.done.query():
@@ -124,14 +124,14 @@ class TorchDevice:
 
 
 class JaxDevice:
-    """One or several devices as the target of JAX copies.
+    """Device, or several devices, that JAX copies arrays to.
 
     Settings of JAX may differ between threads; the settings of the thread that creates this object apply to all
     batches.
 
     Args:
-        sharding: A jax.sharding.Sharding that distributes arrays over devices; with several processes, each batch is
-            the part of this process. None for the default device.
+        sharding: A jax.sharding.Sharding that distributes arrays over devices; with several processes, the batches of
+            each process are its part of the global batches. None for the default device.
     """
 
     pins = False
@@ -211,7 +211,7 @@ def check_sharding(sharding: Any) -> None:
 
 
 def _x64(enabled: bool) -> AbstractContextManager[Any]:
-    """Return a context in which JAX's 64-bit types are enabled or disabled."""
+    """Return a context manager that enables or disables JAX's 64-bit types."""
     import jax
 
     if jax.config.jax_enable_x64 == enabled:
@@ -232,14 +232,14 @@ def _copy_stream(device: Any) -> Any:
 
 
 def parse_device(device: Any) -> Any:
-    """Return the torch.device for a loader's `device` argument; None for host memory.
+    """Return the torch.device for a loader's `device` argument, or None for host memory.
 
     Creates no CUDA context and ignores the current device, so that a loader can be created before
     ``torch.cuda.set_device``.
 
     Args:
         device: A torch.device, a string such as ``"cuda"`` or ``"cuda:1"``, or the index of an accelerator; None and
-            ``"cpu"`` stand for main memory.
+            ``"cpu"`` stand for host memory.
 
     Raises:
         ValueError: If the argument does not name a device.
@@ -256,7 +256,7 @@ def parse_device(device: Any) -> Any:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"invalid device={device!r}: {reason}. Pass a torch.device, 'cuda', 'cuda:1', an index, or None for main "
+            f"invalid device={device!r}: {reason}. Pass a torch.device, 'cuda', 'cuda:1', an index, or None for host "
             "memory"
         ) from None
     if named.type == "cpu":
@@ -277,7 +277,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Add the current device's index to a torch.device without index, such as ``"cuda"``."""
+    """Return `device` with the index of the current device if it has no index, such as ``"cuda"``."""
     import torch
 
     module = _module(device)
@@ -315,7 +315,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def current_accelerator() -> Any:
-    """Return the torch.device of the accelerator that torch would use, without index; None without accelerator."""
+    """Return the torch.device, without an index, of the accelerator that torch would use; None if there is none."""
     import torch
 
     if not hasattr(torch, "accelerator"):  # before torch 2.6
@@ -324,7 +324,7 @@ def current_accelerator() -> Any:
 
 
 def _module(device: Any) -> Any:
-    """Return torch's module for a type of device, such as ``torch.cuda``; None if there is none."""
+    """Return torch's module for a type of device, such as ``torch.cuda``, or None if there is none."""
     import torch
 
     module = getattr(torch, device.type, None)

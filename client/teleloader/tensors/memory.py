@@ -1,6 +1,6 @@
 """Host memory for received responses, either pageable or page-locked.
 
-Ordinary memory is recycled by a pool. Page-locked memory must not be: a copy to an accelerator with
+Pageable memory is recycled by a pool. Page-locked memory must not be: a copy to an accelerator with
 ``non_blocking=True`` reads the memory after Python has deleted the tensor, and only torch's allocator knows when such a
 copy has ended. The allocator records the stream of each copy from one of its storages, and reuses the block after the
 operations that the stream had queued. Pinned batches are therefore tensors on the storage that torch allocated, and
@@ -38,7 +38,7 @@ class MarkedMemory(NumpyMemory):
 class PinnedMemory(Bits):
     """Page-locked memory from torch's allocator; tensors share the storage that torch allocated.
 
-    NumPy leaves are copied to ordinary memory: an asynchronous copy from a tensor that a user creates from such an
+    NumPy leaves are copied to pageable memory: an asynchronous copy from a tensor that a user creates from such an
     array would not be recorded by torch. (torch's DataLoader does not pin NumPy arrays either.)
 
     Args:
@@ -72,7 +72,7 @@ class PinnedMemory(Bits):
 
 
 class _Scratch(Bits):
-    """Ordinary memory for a response with several small batches, each of which is copied to its own pinned memory."""
+    """Pageable memory for a response with several small batches, each of which is copied to its own pinned memory."""
 
     __slots__ = ("_buffers",)
 
@@ -100,8 +100,8 @@ class HostBuffers:
 
     Args:
         output: Array library of the batches.
-        pool: Pool of ordinary memory.
-        pinned: Allocator of page-locked memory; None to use ordinary memory only.
+        pool: Pool of pageable memory.
+        pinned: Allocator of page-locked memory; None to use pageable memory only.
     """
 
     def __init__(self, output: Output, pool: BufferPool, pinned: PinnedBudget | None = None) -> None:
@@ -109,9 +109,9 @@ class HostBuffers:
         self._pool = pool
         self.pinned = pinned
         self.pin_seconds = 0.0
-        """Total duration of the allocations of page-locked memory."""
+        """Total duration of the allocations of page-locked memory, in seconds."""
         self.unpinned = 0
-        """Number of allocations of ordinary memory because the budget for page-locked memory was exhausted."""
+        """Number of allocations of pageable memory because the budget for page-locked memory was exhausted."""
         self._lock = threading.Lock()
         """Guards the counters: an iterator has a receiving thread for each server."""
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from teleloader_shared.errors import TeleloaderError
 
 DEFAULT_MAX_PINNED_BYTES: Final = 2 * 2**30
-"""Default limit of the page-locked memory of all loaders in a process."""
+"""Default maximum of the page-locked memory of all loaders in a process, in bytes."""
 MAX_PINNED_BYTES_VARIABLE: Final = "TELELOADER_MAX_PINNED_BYTES"
 
 
@@ -23,8 +23,8 @@ class PinnedBudget:
     would exceed the limit, it makes torch unlock its free blocks.
 
     Args:
-        limit: Limit of the locked memory, in bytes. Beyond it `allocate` returns None, and batches are received into
-            ordinary memory: correct, but their copies are slower and wait for the host.
+        limit: Maximum size of the locked memory, in bytes. Beyond it `allocate` returns None, and batches are received
+            into pageable memory, from which copies are slower and wait for the host.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,9 +48,9 @@ class PinnedBudget:
             return _total(self._used)
 
     def allocate(self, nbytes: int) -> Any | None:
-        """Allocate a 1-D uint8 tensor of `nbytes` bytes in page-locked memory.
+        """Return a new 1-D uint8 tensor of `nbytes` bytes in page-locked memory, or None if the budget is exhausted.
 
-        Returns None if the tensor would exceed the limit, or if the operating system cannot lock the memory.
+        The budget is exhausted if the tensor would exceed the limit, or if the operating system cannot lock the memory.
         """
         import torch
 

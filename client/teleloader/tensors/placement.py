@@ -26,9 +26,9 @@ class Placement(NamedTuple):
 
     output: Output
     pool: BufferPool
-    """Pool of ordinary memory."""
+    """Pool of pageable memory."""
     device: Device | None
-    """Accelerator to copy batches to, or to page-lock memory for."""
+    """Accelerator to copy batches to, or to page-lock memory for; None if neither is done."""
     copies: bool
     """True if batches are copied to `device`."""
 
@@ -51,11 +51,11 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
     """Select memory and device for batches, based on a loader's arguments and the calling thread's current device.
 
     Args:
-        output: Argument of the loader.
-        pool: Pool of ordinary memory.
-        device: Argument of the loader.
-        sharding: Argument of the loader.
-        pin_memory: Argument of the loader.
+        output: The loader's `output` argument.
+        pool: Pool of pageable memory.
+        device: The loader's `device` argument.
+        sharding: The loader's `sharding` argument.
+        pin_memory: The loader's `pin_memory` argument.
     """
     if output == "jax":
         return Placement(output, pool, JaxDevice(sharding), copies=True)

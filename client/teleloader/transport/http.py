@@ -54,7 +54,7 @@ _open: set[HttpConnection] = set()
 
 
 class HttpServer(BatchServer):
-    """Client of a loader server that requests batches over HTTP/1.1."""
+    """HTTP/1.1 client for one loader server."""
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
         """Open an HTTP connection for the batches of one epoch; arguments and errors are those of `BatchServer`."""
@@ -80,7 +80,7 @@ class BoundedReader(io.RawIOBase):
         self._due = 0.0
 
     def allow(self, nbytes: int) -> None:
-        """Raise the maximum size by `nbytes`."""
+        """Increase the maximum size by `nbytes`."""
         self._left += nbytes
 
     def readable(self) -> bool:
@@ -88,7 +88,7 @@ class BoundedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read the next bytes into `buffer`; return the byte count.
+        """Read the next bytes into `buffer`; return the byte count, which is 0 at the end of the stream.
 
         Raises:
             ProtocolError: If the maximum size is exceeded.
@@ -265,7 +265,7 @@ class HttpConnection:
         return True
 
     def shut_down(self) -> None:
-        """Shut the connection down, from any thread."""
+        """Shut the connection down; may be called from any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -26,7 +26,7 @@ class Connection(Protocol):
     """Interface of a connection for the batches of one epoch, with one request at a time."""
 
     trace: RequestTrace | None
-    """Span of the last request; None without tracing."""
+    """Span of the last request; None if tracing is disabled."""
     first_byte: int
     """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
 
@@ -39,7 +39,7 @@ class Connection(Protocol):
 
         Args:
             wanted: Range of batches to request.
-            trace: Span of this request; None without tracing.
+            trace: Span of this request; None if tracing is disabled.
 
         Raises:
             TransportError: If the connection broke.
@@ -62,7 +62,7 @@ class Connection(Protocol):
         """
 
     def shut_down(self) -> None:
-        """Shut the connection down, from any thread; waiting calls in other threads raise `TransportError`."""
+        """Shut the connection down; may be called from any thread, and waiting calls raise `TransportError`."""
 
     def close(self) -> None:
         """Release the resources of the connection; may be called again."""

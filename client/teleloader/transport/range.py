@@ -13,4 +13,4 @@ class Range(NamedTuple):
     ahead: int
     """Number of batches after `stop` that the server computes in advance."""
     listed: bytes | None = None
-    """Encoded sample indices of the batches; None without a client-side sampler."""
+    """Encoded sample indices of the batches; None if the server computes the indices."""

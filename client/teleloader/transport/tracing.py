@@ -1,6 +1,6 @@
 """OpenTelemetry spans for batch requests of the client, with child spans for receiving and decoding.
 
-Each request carries the context of its span, so that the server's spans become children of it.
+Each request carries the context of its span, so that the server's spans become its children.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Factory of the spans of one iteration, whose parent is the current span at the call of ``iter()``.
+    """Factory of the request spans of one iteration; their parent is the current span at the call of ``iter()``.
 
     Args:
         key: Key of the loader.
