@@ -1,8 +1,8 @@
 """Argument validation for `DataLoader`, with the errors and warnings of torch's DataLoader, without importing torch.
 
 If several arguments are invalid, the first check determines the error. `check` therefore runs the checks in the order
-of the constructor of torch 2.13, where some of them are in the samplers that it creates last. Conditions are written as
-in torch, so that values of a wrong type raise the same errors, too.
+of torch 2.13, whose constructor creates the samplers last and leaves some checks to them. Conditions are written as in
+torch, so that values of a wrong type raise the same errors, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Arguments:
     """
 
     dataset: Sized
-    """``len(dataset)`` is called only where torch calls it: to shuffle."""
+    """Dataset of the loader; ``len(dataset)`` is called only to shuffle, as in torch."""
     batch_size: int | None
     shuffle: bool | None
     sampler: Iterable[Any] | None
@@ -61,7 +61,7 @@ def check(arguments: Arguments) -> None:
 
 
 def warn_of_too_many_workers(num_workers: int, cpus: int, *, stacklevel: int = 3) -> None:
-    """Warn if there are more workers than CPUs, in the constructor and at each ``iter()`` as torch does.
+    """Warn if there are more workers than CPUs; called by the constructor and at each ``iter()``, as in torch.
 
     Args:
         num_workers: The loader's `num_workers` argument.

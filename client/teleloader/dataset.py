@@ -260,7 +260,7 @@ class RemoteDataset:
         return hosted[0][1]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
-        """Send a request; retry while no server responds, for example because it is starting."""
+        """Send a request; retry while no server responds, for example while the servers start."""
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:
@@ -298,7 +298,7 @@ def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable | Prot
 
 
 def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> DatasetInfo:
-    """Return the description of a server's dataset with that name, or of its only dataset for None."""
+    """Return the description of dataset `name`, or of the server's only dataset if `name` is None."""
     found = {info.name: info for info in datasets}
     wanted = next(iter(found)) if name is None and len(found) == 1 else name
     if wanted in found:

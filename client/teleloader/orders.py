@@ -33,7 +33,7 @@ class Order(ABC):
     is_drawn: ClassVar[bool] = False
     """True if the order of an epoch is drawn from random generators, whose states are saved."""
     has_shards: ClassVar[bool] = False
-    """True if batches come from shards, each of which one server iterates."""
+    """True if batches come from shards; each shard is iterated by one server."""
     user_sampler: Any = None
     """Value of the loader's `sampler` or `batch_sampler` argument."""
 
@@ -86,7 +86,7 @@ class Order(ABC):
         return (spec.batch_size or 1) * spec.world_size if self.has_plan else None
 
     def initial(self, position: Position) -> Position:
-        """Return `position`, with the initial state of a stateful sampler if it has no sampler state."""
+        """Return `position`; if it lacks a sampler state, add the initial state of a stateful sampler."""
         return position
 
     def resume(self, position: Position) -> None:  # noqa: B027 - only samplers have a state
@@ -188,7 +188,7 @@ class SamplerOrder(Order):
         return replace(spec, seed=base_seed, order="client", shuffle=False, drop_last=False, batch_size=size)
 
     def initial(self, position: Position) -> Position:
-        """Return `position`, with the initial state of a stateful sampler if it has no sampler state."""
+        """Return `position`; if it lacks a sampler state, add the initial state of a stateful sampler."""
         return position if position.sampler is not None else position._replace(sampler=initial_state(self._sampler))
 
     def resume(self, position: Position) -> None:

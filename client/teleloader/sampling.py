@@ -193,9 +193,10 @@ class SamplerStates:
         return self._states.get(max((k for k in self._states if k <= number), default=-1))
 
     def end(self) -> dict[str, Any] | None:
-        """Return the sampler's state at the end of this epoch, even if iteration stopped early, or None.
+        """Return the sampler's state at the end of this epoch, or None if no states are stored.
 
-        The result is the state before the last list, with the number of draws that follow. The state after the last
+        The sampler need not have been iterated to its end: the result is the state before the last list, with the
+        number of draws that follow. The state after the last
         list would be wrong: a sampler that counts its indices would start the next epoch at that count.
         """
         last = sorted(self._states)[-2:]
@@ -388,7 +389,7 @@ class RandomState:
         generator: The loader's torch.Generator, or None.
         samplers: Samplers whose generators are included: each attribute that is a torch.Generator, a NumPy generator or
             a random.Random.
-        process: Libraries whose global generators are included: names of `PROCESS_GENERATORS`.
+        process: Libraries whose global generators are included, as keys of `PROCESS_GENERATORS`.
     """
 
     def __init__(self, generator: Any, *samplers: Any, process: Iterable[str] = ()) -> None:
@@ -471,7 +472,7 @@ def _restore_own(generator: Any, state: Any) -> None:
 
 
 def _listed(state: Any) -> Any:
-    """Return the state of a NumPy bit generator with lists in place of arrays, which its setter accepts, too."""
+    """Return the state of a NumPy bit generator with lists in place of arrays, which NumPy accepts, too."""
     if isinstance(state, dict):
         return {name: _listed(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

@@ -38,9 +38,9 @@ class LoaderStats:
     decode: float
     """Time to check and decode batches, in background threads."""
     pin: float
-    """Time to allocate page-locked memory; torch recycles it, so it should stop growing after some batches."""
+    """Time to allocate page-locked memory; constant after some batches, because torch reuses the memory."""
     pinned_bytes: int
-    """Page-locked memory that batches of this process use now, of all its loaders."""
+    """Page-locked memory in use by the batches of all loaders in this process."""
     max_pinned_bytes: int
     """Maximum of `pinned_bytes` (``TELELOADER_MAX_PINNED_BYTES``); 0 if no page-locked memory is used."""
     unpinned: int

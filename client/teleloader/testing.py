@@ -155,7 +155,7 @@ class _InProcessServer(BatchServer):
     @property
     def _fake(self) -> FakeServer:
         if self.url not in fakes:
-            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed. Load within the with block")
+            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed. Use it in the with block")
         return self._running
 
     def datasets(self) -> list[DatasetInfo]:

@@ -390,7 +390,7 @@ def _read_address(header: Any) -> Address:
 
 
 class _Segments:
-    """Reader of the arrays of a frame, one after another, from byte `end` of its memory on."""
+    """Reader of the arrays of a frame, one after another, starting at byte offset `end` of the memory."""
 
     def __init__(self, memory: Memory, end: int, compression: object, max_bytes: int) -> None:
         self._memory = memory
@@ -402,7 +402,7 @@ class _Segments:
 
     @property
     def unpacked(self) -> int:
-        """Total size of the decompressed arrays in bytes; 0 without compression."""
+        """Total size of the decompressed arrays in bytes; 0 if the arrays are not compressed."""
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
@@ -413,7 +413,7 @@ class _Segments:
         self._taken_bytes += nbytes
         if self._taken_bytes > self._max_bytes:
             raise ProtocolError(
-                f"the arrays have {self._taken_bytes:,} bytes, over {self._max_bytes:,} bytes: increase max_batch_bytes"
+                f"arrays of {self._taken_bytes:,} bytes exceed {self._max_bytes:,} bytes: increase max_batch_bytes"
             )
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
         if start > len(self._buffer):

@@ -17,7 +17,7 @@ PREFIX: Final = "local:"
 
 _owners: WeakValueDictionary[str, object] = WeakValueDictionary()
 """Owners of the registered functions, by name. Weak references: a function may refer to the loader that registered it,
-and must not keep it in memory."""
+and the registry must not keep that loader in memory."""
 _served: dict[str, threading.Thread] = {}
 _thread: Final = threading.local()
 

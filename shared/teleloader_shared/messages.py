@@ -45,7 +45,7 @@ def loader_path(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """Progress of a training loop, sent with each batch request: totals over all iterations with the loader."""
+    """Progress of a training loop, sent with each batch request: totals over all iterations of the loader."""
 
     elapsed: float
     """Seconds spent in iterations over epochs, including the current one."""

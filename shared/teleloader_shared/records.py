@@ -62,7 +62,8 @@ def _find_class(module: str, qualname: str) -> type | None:
 class RecordTypes:
     """Cache of the namedtuple and dataclass types in one batch, with a limit on the type count.
 
-    The limits bound the time that a peer can make the decoder spend.
+    The limits bound the time that a peer can make the decoder spend. `namedtuple` and `dataclass` raise `ProtocolError`
+    if a limit is exceeded or a name is invalid.
     """
 
     MOST: Final = 64
@@ -177,7 +178,7 @@ def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
 
 
 def _can_be_set(found: type, field: str) -> bool:
-    """Return True if setting the attribute runs no code: it is undefined in the class, a default value or a slot."""
+    """Return True if setting the attribute runs no code: the class has a default value, a slot or no such name."""
     attribute = getattr_static(found, field, None)
     return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
 

@@ -80,7 +80,7 @@ class ServerStats:
     memory_budget: int
     """Maximum memory for encoded batches."""
     memory_used: int
-    """Memory of encoded batches, complete or being written; without evicted batches that are still being sent."""
+    """Memory of encoded batches, complete or being written, excluding evicted batches that are still being sent."""
     memory_mapped: int
     """Shared memory mapped for large batches, used or free for reuse; small batches are stored elsewhere."""
     memory_sending: int
@@ -195,7 +195,7 @@ class ConsumerStats:
     position: int
     """Number of the first batch that was not yet sent to the consumer."""
     batches: int | None
-    """Batches in the epoch; None if unknown before its end."""
+    """Batches in the epoch; None if the number is unknown before the epoch ends."""
     batches_sent: int
     bytes_sent: int
     batches_per_second: float
@@ -214,11 +214,11 @@ class ConsumerStats:
     data_wait_fraction: float | None
     """Recent fraction of the time in which the training loop waited for data; None if the client does not report it."""
     reconnects: int | None
-    """Connections that the client reopened, over all epochs of its loader; None if the client does not report it."""
+    """Connections that the client reopened, over all epochs of the loader; None if the client does not report it."""
     hedges: int | None
     """Batches that the client also requested from a second server because the first one was slow.
 
-    Counted over all epochs of its loader; None if the client does not report it.
+    Counted over all epochs of the loader; None if the client does not report it.
     """
     idle: float
     """Time since the latest request."""
@@ -233,6 +233,6 @@ class Stats:
     datasets: list[DatasetStats]
     workers: list[WorkerStats]
     consumers: list[ConsumerStats]
-    """Ordered by latest request, latest first; a training loop is listed with its current epoch only."""
+    """Sorted by latest request, most recent first; a training loop is listed with its current epoch only."""
     consumers_total: int
     """Total number of consumers; the query parameters `limit` and `offset` select those that the response lists."""

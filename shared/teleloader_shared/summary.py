@@ -25,7 +25,7 @@ class Part:
     type: str
     """Element type of an array; name of the class for a plain value."""
     shape: tuple[int, ...] | None
-    """None for a plain value."""
+    """Shape of an array; None for a plain value."""
     value: str
     """Range of an array's elements, or the beginning of a plain value's repr."""
 

@@ -53,7 +53,7 @@ MAX_PROBLEM_BYTES: Final = 2**18
 PATIENCE_FACTOR: Final = 3
 """Maximum duration of a response, as a multiple of the timeout per received byte."""
 END_TIMEOUT: Final = 2.0
-"""Timeout of the request that ends a session, in seconds: finalizers of iterators wait for it."""
+"""Timeout of the request that ends a session, in seconds; short, because finalizers of iterators send it."""
 MAX_PATIENCE: Final = 4
 """Maximum timeout for a slow server, as a multiple of its `timeout`."""
 PROBE_S: Final = 1.0
@@ -390,7 +390,7 @@ def _parsed(url: object) -> httpx.URL:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return True if a host name or IP address is a loopback one, without a DNS lookup."""
+    """Return True for a loopback host name or IP address, without a DNS lookup."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -409,7 +409,7 @@ def _warn_of_clear_token(url: str) -> None:
 
 
 def _without_secrets(url: object) -> str:
-    """Return the repr of a URL for a message; hide it if it may contain a password."""
+    """Return the repr of a URL for a message, or a placeholder if the URL may contain a password."""
     return "(hidden, contains '@')" if isinstance(url, str) and "@" in url else f"{url!r:.200}"
 
 

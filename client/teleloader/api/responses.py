@@ -76,7 +76,7 @@ def _is_transient(status: int, code: str) -> bool:
 
 
 def parse_retry_after(header: str) -> float:
-    """Parse a ``Retry-After`` header (seconds or HTTP date) to seconds from now; 0.0 if it is invalid."""
+    """Return the wait in seconds that a ``Retry-After`` header (seconds or HTTP date) requests, or 0.0 if invalid."""
     if header.isascii() and header.isdecimal() and len(header) < MAX_RETRY_DIGITS:
         return float(header)
     try:

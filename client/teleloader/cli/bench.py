@@ -246,7 +246,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
 
 
 def _without_step(measured: Measured) -> str:
-    """Return an explanation of the result of a benchmark without simulated training steps."""
+    """Explain the result of a benchmark that did not simulate training steps."""
     read = "The command discarded the batches; --step S simulates training steps of S seconds."
     if measured.shortest_step is None or measured.workers is None:
         return read

@@ -137,7 +137,7 @@ def bench(
     """Load batches as a training loop does, and report the throughput.
 
     Without --step, the command loads at full speed and measures the maximum throughput of the server, the network and
-    this machine. With the duration of your training step, the diagnosis is the one that your training would get.
+    this machine. If --step is the duration of your training step, the diagnosis is the one for your training loop.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     loader = DataLoader(

@@ -80,7 +80,7 @@ class Loader(Protocol):
         """Current dataset description."""
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the dataset's state for resuming at the start of `epoch`, or None if it has no state."""
+        """Return the dataset's state for resuming at the start of `epoch`, or None if the dataset has no state."""
 
     def begin(self, spec: LoaderSpec, epoch: int, *, seeded: bool, torch: bool) -> Epoch:
         """Start an iteration over the dataset.

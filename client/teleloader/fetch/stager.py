@@ -78,7 +78,7 @@ class Stager:
             self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread without waiting for copies in progress; the allocators keep their memory alive."""
+        """Stop the thread without waiting for copies in progress, whose memory the allocators keep alive."""
         with self._reorder_buffer.lock:
             self._reorder_buffer.changed.notify_all()
         if threading.current_thread() is not self._thread:

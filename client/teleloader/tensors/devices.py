@@ -36,7 +36,7 @@ class Copy:
     done: Any = None
     """Events before and after the copy; None if the device has no streams, in which case the copy is complete."""
     seconds: float = 0.0
-    """Duration of a copy without events."""
+    """Duration of a copy without events, in seconds."""
 
 
 class Device(Protocol):
@@ -50,7 +50,10 @@ class Device(Protocol):
         """Make this the current device of the calling thread."""
 
     def copy(self, batch: Any) -> Copy:
-        """Start copying a batch, asynchronously if it has streams; call `enter_thread` in the same thread before."""
+        """Start copying a batch, asynchronously if the device has streams.
+
+        The calling thread must have called `enter_thread`.
+        """
 
     def use(self, copy: Copy) -> Any:
         """Return the copied batch; the calling thread's current stream waits for the copy."""
@@ -105,7 +108,10 @@ class TorchDevice:
         return Copy(copied, tensors, started, done)
 
     def use(self, copy: Copy) -> Any:
-        """Return the copied batch, for which the current stream waits and is recorded (``Tensor.record_stream``)."""
+        """Return the copied batch; the calling thread's current stream waits for the copy.
+
+        ``Tensor.record_stream`` keeps the memory of the copy valid until that stream has used it.
+        """
         if copy.done is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.done)
@@ -181,7 +187,7 @@ class CopyTimes:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pending: deque[Copy] = deque()
-        """Without the batches, so that they can be freed."""
+        """Copies in progress, without their batches, so that the batches can be freed."""
 
     def add(self, copy: Copy) -> None:
         """Add a started copy to measure its duration."""
@@ -277,7 +283,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Return `device` with the index of the current device if it has no index, such as ``"cuda"``."""
+    """Return `device`, or the current device of the same type if `device` has no index, such as ``"cuda"``."""
     import torch
 
     module = _module(device)
@@ -315,7 +321,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def current_accelerator() -> Any:
-    """Return the torch.device, without an index, of the accelerator that torch would use; None if there is none."""
+    """Return the torch.device (without an index) of the accelerator that torch would use, or None if there is none."""
     import torch
 
     if not hasattr(torch, "accelerator"):  # before torch 2.6

@@ -30,7 +30,7 @@ class MarkedMemory(NumpyMemory):
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a NumPy array that views this memory; its type is `Tensor` for a tensor of the dataset."""
+        """Return a NumPy array that views this memory, of type `Tensor` if the dataset returned a tensor."""
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
 

@@ -42,7 +42,7 @@ KEEPALIVE_OPTIONS: Final = (
 # unlike the default selector of Linux and macOS it has no file descriptor, which forked processes would share
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
-"""Maximum size of a response without its body: headers, or "100 Continue" responses, could be endless."""
+"""Maximum size of the headers and the preceding "100 Continue" responses, in bytes: both could be endless."""
 MIN_RATE: Final = 1024
 """Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6

@@ -75,7 +75,7 @@ class RequestTrace:
         self._span.end()
 
     def broke(self, error: Exception) -> None:
-        """End the span with an error and its cause, such as a ConnectionResetError, unless the span has ended."""
+        """End the span, unless it has ended, and record the cause of `error`, such as a ConnectionResetError."""
         from opentelemetry.trace import Status, StatusCode
 
         if self._span.is_recording():
