@@ -308,7 +308,7 @@ def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> Da
             server.dataset(name)  # raises Forbidden if the dataset is hosted, but not for this client
     known = ", ".join(map(repr, found)) or "no datasets"
     problem = "no dataset name was given" if name is None else f"unknown dataset {name!r}"
-    raise UnknownDataset(f"{problem}: {server.url} hosts {known}. Pass one of these names")
+    raise UnknownDataset(f"{problem}: {server.url} hosts {known}. Pass the name of a hosted dataset")
 
 
 def _concurrently(request: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:

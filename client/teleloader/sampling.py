@@ -207,7 +207,7 @@ class SamplerStates:
 
 
 def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """Return the states before index list `number` as an entry of `SamplerStates`, or None if there are none."""
+    """Return an entry of `SamplerStates` with the states before index list `number`, or None if `states` is empty."""
     return {"text": user_state.pack(states, None, "a sampler"), "next": number, "draws": []} if states else None
 
 

@@ -25,7 +25,7 @@ from teleloader_shared.text import short
 
 
 def is_dunder(name: str) -> bool:
-    """Return True for names that begin and end with two underscores, which Python reserves."""
+    """Return True for a name that Python reserves, with two underscores at the beginning and the end."""
     return name.startswith("__") and name.endswith("__")
 
 

@@ -218,7 +218,7 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
     """The names that are, and where to write one."""
     server = start_server("--demo", "--num-workers", "1")
-    hosted = f"{server.url} hosts 'digits-train', 'digits-test'. Pass one of these names"
+    hosted = f"{server.url} hosts 'digits-train', 'digits-test'. Pass the name of a hosted dataset"
     assert refusal(UnknownDataset, server.url, "train") == f"unknown dataset 'train': {hosted}"
     assert refusal(UnknownDataset, server.url) == f"no dataset name was given: {hosted}"
 

@@ -85,7 +85,7 @@ def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: Se
     """What there is, and that one must be named."""
     done = tool("peek", hosting.url)
     assert done.code == 2
-    assert done.err.rstrip().endswith("'stream'. Pass one of these names")
+    assert done.err.rstrip().endswith("'stream'. Pass the name of a hosted dataset")
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
