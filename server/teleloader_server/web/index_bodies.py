@@ -79,6 +79,6 @@ def _size(waiting: bytearray) -> int:
         raise InvalidSpec(f"invalid body: {error}") from None
     if size > MAX_FRAME_BYTES:
         raise InvalidSpec(
-            f"index list of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}: encode the indices as an array"
+            f"index list of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,} bytes: encode indices as an array"
         )
     return size
