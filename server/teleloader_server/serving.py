@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
 from teleloader_server.auth.origins import refuse_unprotected
-from teleloader_server.auth.tokens import single_token
+from teleloader_server.auth.tokens import Tokens, single_token
 from teleloader_server.config import ConfigError
 from teleloader_server.limits import DEFAULT_BATCH_TIMEOUT, DEFAULT_LIMITS, ClientLimits, Limits, default_memory_budget
 from teleloader_server.loading.datasets import HostedDataset, host, is_factory
@@ -97,32 +98,24 @@ def serve(
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}
     objects = {key: found() if is_factory(found) else found for key, found in named.items()}
-    hosted_now = partial(_hosted, objects, collate_fn, worker_init_fn, version, seeding)
+    make_hosted = partial(
+        host,
+        collate=collate_fn,
+        collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
+        worker_init=worker_init_fn,
+        version=version,
+        seeding=seeding,
+    )
+
+    def hosted_now() -> dict[str, HostedDataset]:
+        return {key: make_hosted(found, name=key) for key, found in objects.items()}
+
     hosted_now()  # raise here if an object cannot be hosted
     pools = ObjectPools(hosted_now, of_workers)
-    with _served(_LocalServer(pools, of_workers, limits, host_address, port, token, insecure=insecure), objects) as url:
+    tokens = None if token is None else single_token(token, "serve()")
+    server = _LocalServer(pools, of_workers, limits, host_address, port, tokens, insecure=insecure)
+    with _served(server, objects) as url:
         yield url
-
-
-def _hosted(
-    objects: Mapping[str, Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    worker_init_fn: Callable[[int], None] | None,
-    version: str,
-    seeding: Literal["batch", "sample"],
-) -> dict[str, HostedDataset]:
-    return {
-        name: host(
-            found,
-            name=name,
-            collate=collate_fn,
-            collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
-            worker_init=worker_init_fn,
-            version=version,
-            seeding=seeding,
-        )
-        for name, found in objects.items()
-    }
 
 
 @contextmanager
@@ -139,27 +132,19 @@ def _served(server: _LocalServer, objects: dict[str, Any]) -> Iterator[str]:
         objects.clear()  # reference cycles of the server would keep the datasets until the next garbage collection
 
 
+@dataclass(eq=False, repr=False)
 class _LocalServer:
     """A server in a thread of this process."""
 
-    def __init__(
-        self,
-        host: ObjectPools,
-        limits: Limits,
-        client_limits: ClientLimits,
-        address: str,
-        port: int,
-        token: Secret | None,
-        *,
-        insecure: bool,
-    ) -> None:
-        self._host = host
-        self._limits = limits
-        self._client_limits = client_limits
-        self._address = address
-        self._port = port
-        self._tokens = None if token is None else single_token(token, "serve()")
-        self._insecure = insecure
+    pools: ObjectPools
+    limits: Limits
+    client_limits: ClientLimits
+    address: str
+    port: int
+    tokens: Tokens | None
+    insecure: bool
+
+    def __post_init__(self) -> None:
         self._pid = os.getpid()
         self._started: Future[str] = Future()
         self._stop: Callable[[], object]
@@ -186,13 +171,13 @@ class _LocalServer:
             import uvloop
 
             import teleloader_server.web.app  # noqa: F401 - fails here if a package that `_serve` needs is missing
+
+            loop = uvloop.new_event_loop()
         except ModuleNotFoundError as error:
             self._started.set_exception(
                 ConfigError(f"serve() requires {error.name}, which is not installed: pip install 'teleloader[server]'")
             )
             return
-        try:
-            loop = uvloop.new_event_loop()
         except OSError as error:
             self._started.set_exception(OSError(error.errno, shortage(error)))
             return
@@ -210,17 +195,17 @@ class _LocalServer:
         from teleloader_server.dispatch.service import LoaderService
         from teleloader_server.web.app import Server, bind, url_of
 
-        service = LoaderService(self._host, self._limits, self._client_limits)
+        service = LoaderService(self.pools, self.limits, self.client_limits)
         try:
-            authenticator = Authenticator(fixed=self._tokens, host=self._address)
-            server = Server(service, self._address, self._port, grace=1, authenticator=authenticator)
-            listening = bind(self._address, self._port)
+            authenticator = Authenticator(fixed=self.tokens, host=self.address)
+            server = Server(service, self.address, self.port, grace=1, authenticator=authenticator)
+            listening = bind(self.address, self.port)
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             self._started.set_exception(error)
             return
         try:
             address = listening.getsockname()[0]
-            refuse_unprotected(address, has_tokens=authenticator.has_tokens, insecure=self._insecure)
+            refuse_unprotected(address, has_tokens=authenticator.has_tokens, insecure=self.insecure)
             await service.start()
         except BaseException as error:  # noqa: BLE001 - as above
             listening.close()

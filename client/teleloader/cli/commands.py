@@ -17,7 +17,7 @@ from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import TeleloaderError
-from teleloader_shared.spec import LoaderSpec, Tail
+from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.version import VERSION
 
 EXIT_NEGATIVE: Final = 1
@@ -196,10 +196,7 @@ def peek(
     options.seed, options.world_size, options.tail, options.as_json, options.access,
 )  # fmt: skip
 @click.pass_context
-def audit(
-    ctx: click.Context, /, url: str, dataset: str | None, epoch: int, batch_size: int, shuffle: bool, drop_last: bool,
-    seed: int, world_size: int, tail: Tail, as_json: bool,
-) -> None:  # fmt: skip
+def audit(ctx: click.Context, /, url: str, dataset: str | None, epoch: int, as_json: bool, **loader: Any) -> None:
     """Count the visits of all ranks to each sample in an epoch.
 
     The command computes the seeded order from the loader's arguments, as the server does. It loads no data, and uses 8
@@ -210,10 +207,7 @@ def audit(
         raise TypeError(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
-    spec = LoaderSpec(
-        dataset=remote.name, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed,
-        world_size=world_size, tail=tail,
-    )  # fmt: skip
+    spec = LoaderSpec(dataset=remote.name, **loader)
     found = audits.coverage(spec, len(remote), epoch)
     audits.show(found, remote.name, spec, epoch, as_json=as_json)
     if not found.exact:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 
 import click
 
@@ -39,26 +40,20 @@ def _is_interactive() -> bool:
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO) and not json_lines
 
 
-def _facts(web: Server, service: LoaderService, url: str) -> list[tuple[str, str]]:
-    """Return the labels and texts of the banner's lines."""
-    facts = []
+def _facts(web: Server, service: LoaderService, url: str) -> Iterator[tuple[str, str]]:
+    """Yield the labels and texts of the banner's lines."""
     for info in service.datasets.values():
         length = "unknown length" if info.length is None else counted(info.length, "sample")
-        facts.append(("dataset", f"{info.name}, {info.kind}-style, {length}"))
+        yield "dataset", f"{info.name}, {info.kind}-style, {length}"
     count = service.limits.num_workers
     workers = "none, the server's own process loads" if count == 0 else counted(count, "process", "processes")
-    facts.append(("workers", f"{workers}; {counted(default_num_workers(), 'CPU')} available"))
-    facts.append(("memory", f"up to {size(service.limits.memory_budget)} of prefetched batches"))
+    yield "workers", f"{workers}; {counted(default_num_workers(), 'CPU')} available"
+    yield "memory", f"up to {size(service.limits.memory_budget)} of prefetched batches"
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
-        facts.append(("listening", "on all IP addresses of this machine"))
-    facts.append(
-        (
-            "access",
-            format_tokens(web.authenticator.tokens) if web.authenticator.has_tokens else "without authentication",
-        )
-    )
+        yield "listening", "on all IP addresses of this machine"
+    tokens = web.authenticator.tokens
+    yield "access", format_tokens(tokens) if web.authenticator.has_tokens else "without authentication"
     first = next(iter(service.datasets))
-    facts.append(("connect", f'DataLoader(RemoteDataset("{url}", "{first}"), batch_size=32)'))
-    facts.append(("watch", f"teleloader stats {url} --watch"))
-    facts.append(("dashboard", f"{url}/"))
-    return facts
+    yield "connect", f'DataLoader(RemoteDataset("{url}", "{first}"), batch_size=32)'
+    yield "watch", f"teleloader stats {url} --watch"
+    yield "dashboard", f"{url}/"

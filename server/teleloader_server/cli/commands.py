@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -293,19 +293,12 @@ def server(
     config: ConfigFile | None,
     host: str,
     port: int,
-    num_workers: int,
-    memory_budget: int,
-    max_batch_bytes: int,
-    batch_timeout: float,
-    max_batches_per_worker: int,
-    max_worker_memory: int,
     limits: tuple[tuple[str, str], ...],
     shutdown_grace: float,
-    debug: bool,
     reload: bool,
     log_level: str,
     log_format: logs.Format,
-    **security: Any,
+    **options: Any,
 ) -> None:
     """Host datasets and the worker processes that compute their batches.
 
@@ -341,19 +334,11 @@ def server(
     configs = _configs(datasets, config, demo=demo)
     with _usage_errors():
         of_clients = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
-        of_workers = Limits(
-            num_workers=num_workers,
-            memory_budget=memory_budget,
-            max_batch_bytes=max_batch_bytes,
-            batch_timeout=batch_timeout,
-            max_batches_per_worker=max_batches_per_worker,
-            max_worker_memory=max_worker_memory,
-            debug=debug,
-        )
+        of_workers = Limits(**{field.name: options.pop(field.name) for field in fields(Limits)})
     if reload:
         sys.exit(_reload(configs, config, host, port))
     with _usage_errors():
-        listener = _listener(host, port, **security)
+        listener = _listener(host, port, **options)
     sys.exit(_run(configs, of_workers, of_clients, listener, shutdown_grace))
 
 
@@ -419,8 +404,19 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
 def _run(
     configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
 ) -> int:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(configs, limits, of_clients, listener, grace))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(configs, limits, of_clients, listener, grace))
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    return 0
+
+
+def _cannot_listen(listener: Listener, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --host or --port"
+    )
 
 
 def _bound(listener: Listener) -> socket.socket:
@@ -428,9 +424,7 @@ def _bound(listener: Listener) -> socket.socket:
     try:
         bound = bind(listener.host, listener.port)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --host or --port"
-        ) from None
+        raise _cannot_listen(listener, error) from None
     address = bound.getsockname()[0]
     try:
         refuse_unprotected(address, has_tokens=listener.authenticator.has_tokens, insecure=listener.insecure)
@@ -449,20 +443,12 @@ def _bound(listener: Listener) -> socket.socket:
 
 async def _serve(
     configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
-) -> int:
+) -> None:
     host, port = listener.host, listener.port
-    try:
-        listening = _bound(listener)
-    except ConfigError as error:
-        logger.error("%s", error)
-        return EXIT_USAGE
+    listening = _bound(listener)
     service = LoaderService(ConfiguredPools(configs, limits), limits, of_clients)
     raise_file_limit()
-    try:
-        web = Server(service, host, port, grace, listener.authenticator, listener.tls)
-    except ConfigError as error:
-        logger.error("%s", error)
-        return EXIT_USAGE
+    web = Server(service, host, port, grace, listener.authenticator, listener.tls)
     starting = asyncio.create_task(service.start())
 
     def stop() -> None:
@@ -478,18 +464,14 @@ async def _serve(
     logger.info("building %s", ", ".join(f"{config.name} ({config.factory})" for config in configs))
     try:
         await starting
-    except ConfigError as error:
-        logger.error("%s", error)
-        return EXIT_USAGE
     except asyncio.CancelledError:
         logger.info("stopped during start-up")
-        return 0
+        return
     try:
         listening.listen()  # another process may have taken the port while the datasets were built
     except OSError as error:
-        logger.error("cannot listen on %s:%d: %s. Choose another --host or --port", host, port, error.strerror)
         await service.close()
-        return EXIT_USAGE
+        raise _cannot_listen(listener, error) from None
     announced = asyncio.create_task(announce(web, service, url_of(listening, web.scheme)))
     try:
         await web.serve([listening])
@@ -497,4 +479,3 @@ async def _serve(
         announced.cancel()
         await service.close()
         logger.info("stopped")
-    return 0

@@ -136,6 +136,7 @@ def main() -> None:
     os._exit(0)
 
 
+@dataclass
 class Probe:
     """Check of one dataset, which builds the dataset, loads batches with workers, and collects problems in `found`.
 
@@ -147,15 +148,15 @@ class Probe:
         on_step: Callback, called with the name of each step.
     """
 
-    def __init__(
-        self, config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
-    ) -> None:
-        self._config = config
-        self._limits = limits
-        self._batch_size = batch_size
-        self._batches = batches
-        self._on_step = on_step
-        self.found = Checked(config.name)
+    config: DatasetConfig
+    limits: Limits
+    batch_size: int
+    batches: int
+    on_step: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        """Start with an empty report."""
+        self.found = Checked(self.config.name)
 
     async def run(self) -> None:
         """Run all checks of the dataset, and store the results in `found`."""
@@ -184,11 +185,11 @@ class Probe:
     # -- building
 
     def _build(self) -> HostedDataset | None:
-        self._on_step("building the dataset")
+        self.on_step("building the dataset")
         threads, files, memory = set(threading.enumerate()), _open_files(), resident_bytes(os.getpid())
         began = time.perf_counter()
         try:
-            hosted = open_datasets([self._config])[self._config.name]
+            hosted = open_datasets([self.config])[self.config.name]
         except ConfigError as error:
             self._problem("error", str(error), "a server with this dataset would not start")
             return None
@@ -222,7 +223,7 @@ class Probe:
             )
 
     def _pickle(self, hosted: HostedDataset) -> None:
-        self._on_step("pickling the dataset")
+        self.on_step("pickling the dataset")
         counter = _Counter()
         with suppress(Exception):  # user code can raise any exception, and pickling is optional
             pickle.Pickler(counter, pickle.HIGHEST_PROTOCOL).dump(hosted.dataset)
@@ -231,22 +232,22 @@ class Probe:
     # -- loading
 
     async def _load(self, hosted: HostedDataset) -> None:
-        self._on_step("fetching samples")
-        singles = await self._compute(hosted, 1, range(self._batches * self._batch_size))
+        self.on_step("fetching samples")
+        singles = await self._compute(hosted, 1, range(self.batches * self.batch_size))
         self.found.sample = singles.stages["fetch"]
         if self._failed(singles):
             return
-        self._on_step("computing batches")
-        first = await self._compute(hosted, self._batch_size, range(self._batches))
+        self.on_step("computing batches")
+        first = await self._compute(hosted, self.batch_size, range(self.batches))
         if self._failed(first):
             return
         if not first.batches:
             self._problem("warning", "the dataset yields no samples", "check that its files exist on this machine")
             return
-        self.found.batch_size = self._batch_size
+        self.found.batch_size = self.batch_size
         self.found.parts = summarize(first.batches[0])
         self.found.batch_bytes = first.nbytes // len(first.batches)
-        self.found.samples_per_second = self._batch_size / sum(stage.p50 for stage in first.stages.values())
+        self.found.samples_per_second = self.batch_size / sum(stage.p50 for stage in first.stages.values())
         if hosted.info.kind == "map":
             await self._compare(hosted, first)
         else:
@@ -262,15 +263,15 @@ class Probe:
         return True
 
     async def _compare(self, hosted: HostedDataset, first: PassResult) -> None:
-        self._on_step("computing batches again")
+        self.on_step("computing batches again")
         # in reverse order: otherwise a generator that continues from batch to batch would look seeded per batch
-        again = await self._compute(hosted, self._batch_size, range(len(first.batches))[::-1])
+        again = await self._compute(hosted, self.batch_size, range(len(first.batches))[::-1])
         self.found.repeatable = _equal(first, again)
         if not self.found.repeatable:
             self._not_repeatable()
             return
-        self._on_step("computing batches with several workers")
-        several = await self._compute(hosted, self._batch_size, range(len(first.batches)), SEVERAL)
+        self.on_step("computing batches with several workers")
+        several = await self._compute(hosted, self.batch_size, range(len(first.batches)), SEVERAL)
         if not self._failed(several) and not _equal(first, several):
             self.found.repeatable = False
             self._problem(
@@ -280,12 +281,12 @@ class Probe:
             )
 
     async def _compare_shards(self, hosted: HostedDataset, first: PassResult) -> None:
-        self._on_step("computing batches again")
-        self.found.repeatable = _equal(first, await self._compute(hosted, self._batch_size, range(len(first.batches))))
+        self.on_step("computing batches again")
+        self.found.repeatable = _equal(first, await self._compute(hosted, self.batch_size, range(len(first.batches))))
         if not self.found.repeatable:
             self._not_repeatable()
-        self._on_step("computing batches with two workers")
-        two = await self._compute(hosted, self._batch_size, range(2), 2)
+        self.on_step("computing batches with two workers")
+        two = await self._compute(hosted, self.batch_size, range(2), 2)
         if not self._failed(two) and len(two.batches) == 2 and _encoded(two.batches[0]) == _encoded(two.batches[1]):
             self._problem(
                 "warning",
@@ -304,7 +305,7 @@ class Probe:
 
     async def _compute(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> PassResult:
         """Compute batches with new workers, for at most `PASS_SECONDS`."""
-        service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self._limits), self._limits)
+        service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self.limits), self.limits)
         await service.start()
         try:
             spec = LoaderSpec(
