@@ -19,7 +19,7 @@ from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.loading.tasks import Task
-from teleloader_server.workers.health import Attribution, WorkerExit
+from teleloader_server.workers.health import Attribution, WorkerExit, WorkerHealth
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
 
@@ -59,14 +59,23 @@ class Service:
         self.dispatcher = Dispatcher(self.memory, in_turn)
         self.loaders: dict[str, Loader] = {}
         self.queues: dict[int, list[Address]] = {}
-        self.worn: set[int] = set()
-        self.held_up: set[int] = set()
+        self.health: dict[int, WorkerHealth] = {}
         self.ready: dict[Address, int] = {}
         self.begun: Counter[Address] = Counter()
         self.evicted: list[Address] = []
         self.now = 0.0
         for worker in range(workers):
             self.worker_ready(worker)
+
+    @property
+    def worn(self) -> set[int]:
+        """Workers that get nothing more, and are replaced when they have done what they have."""
+        return {worker for worker, health in self.health.items() if health.recycling}
+
+    @property
+    def held_up(self) -> set[int]:
+        """Workers whose batch takes long."""
+        return {worker for worker, health in self.health.items() if health.stalled}
 
     def quota(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Quota:
         """A principal's quota; it may take all the memory unless told otherwise when it is new."""
@@ -146,36 +155,32 @@ class Service:
         """A new worker in that place."""
         queue: list[Address] = []
         self.queues[worker] = queue
-        self.worn.discard(worker)
-        self.held_up.discard(worker)
-        self.dispatcher.worker_ready(worker, Tasks(lambda: queue))
+        self.health[worker] = WorkerHealth(0.0, tasks=Tasks(lambda: queue))
+        self.dispatcher.worker_ready(worker, self.health[worker])
 
     def wear_out(self, worker: int = 0) -> None:
         """The worker is to be replaced when it has done what it has."""
-        self.worn.add(worker)
-        self.dispatcher.worker_recycling(worker)
+        self.health[worker].recycling = True
 
     def hold_up(self, worker: int, waiting: list[Address]) -> bool:
         """What the worker makes takes long, and these wait behind it; whether they are taken back."""
-        if not self.dispatcher.worker_stalled(worker, waiting):
+        if not self.dispatcher.worker_stalled(waiting):
             return False
-        self.held_up.add(worker)
+        self.health[worker].stalled = True
         for address in waiting:
             self.queues[worker].remove(address)
         return True
 
     def go_on(self, worker: int) -> None:
         """It has finished that batch."""
-        self.held_up.discard(worker)
-        self.dispatcher.worker_resumed(worker)
+        self.health[worker].stalled = False
 
     def lose(
         self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
         lost = self.queues.pop(worker)
-        self.worn.discard(worker)
-        self.held_up.discard(worker)
+        del self.health[worker]
         given_up = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
         for address in given_up:
             self.dispatcher.finished(None, address, self.frame(address, 1))

@@ -13,7 +13,7 @@ from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.loading.tasks import Report, Task
-from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
@@ -34,8 +34,8 @@ class FakePool:
 
     async def start(self, listener: Any) -> list[DatasetInfo]:
         """Both can take something."""
-        listener.worker_ready(0, self.queue(0))
-        listener.worker_ready(1, self.queue(1))
+        for worker in range(self.num_workers):
+            listener.worker_ready(worker, WorkerHealth(0.0, tasks=self.queue(worker)))
         return []
 
     def queue(self, worker: int) -> Tasks:
@@ -95,7 +95,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
         await begun()
         pool.tasks.clear()
         engine.worker_lost(0, [task for _, task in lost], WorkerExit("killed"))
-        engine.worker_ready(0, pool.queue(0))
+        engine.worker_ready(0, WorkerHealth(0.0, tasks=pool.queue(0)))
         taken = 0
         while taken < len(lists):
             await begun()

@@ -35,7 +35,7 @@ from teleloader_server.dispatch.records import (
 )
 from teleloader_server.dispatch.store import Store
 from teleloader_server.loading.tasks import Task
-from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
@@ -73,12 +73,8 @@ class Dispatcher:
         self._in_turn = in_turn
         self.store: Final = Store(memory, keeps_wanted=in_turn > 0)
         """Batches and their consumers, modified by this dispatcher only."""
-        self._queues: dict[int, dict[int, Task]] = {}
-        """Tasks of each worker, in the order of computation, modified by the worker's pool only."""
-        self._recycling: set[int] = set()
-        """Workers that are replaced once they have completed their batches."""
-        self._stalled: set[int] = set()
-        """Workers whose current batch is slow: no batch is queued behind it."""
+        self._workers: dict[int, WorkerHealth] = {}
+        """State and tasks of each worker, modified by the worker's pool only."""
         self._consumers: dict[tuple[str, str, Epoch], Consumer] = {}
         """Consumers by principal name, consumer name and epoch."""
         self._principal_shares: dict[str, PrincipalShare] = {}
@@ -191,32 +187,21 @@ class Dispatcher:
 
     # -- events of workers
 
-    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Add an idle worker, to which batches can be assigned; the pool updates `tasks`, the worker's open tasks."""
-        self._queues[worker] = tasks
-        self._recycling.discard(worker)
-        self._stalled.discard(worker)
+    def worker_ready(self, worker: int, health: WorkerHealth) -> None:
+        """Add an idle worker, to which batches can be assigned; `health` is the pool's record of the worker."""
+        self._workers[worker] = health
 
-    def worker_recycling(self, worker: int) -> None:
-        """Stop assigning batches to a worker, which is replaced once its assigned batches are completed."""
-        self._recycling.add(worker)
-
-    def worker_stalled(self, worker: int, waiting: Iterable[Address]) -> bool:
-        """Reassign the batches queued behind a slow batch, and assign no batches to the worker until `worker_resumed`.
+    def worker_stalled(self, waiting: Iterable[Address]) -> bool:
+        """Reassign the batches queued behind a slow batch of a worker.
 
         Returns:
             False if nothing changes, because workers that compute batches in turn cannot replace each other.
         """
         if self._in_turn:
             return False
-        self._stalled.add(worker)
         for address in waiting:
             self.store.remove(self.store.batch(address))
         return True
-
-    def worker_resumed(self, worker: int) -> None:
-        """Resume assigning batches to a stalled worker."""
-        self._stalled.discard(worker)
 
     def worker_lost(self, worker: int, lost: Sequence[Address], loss: WorkerExit) -> list[Address]:
         """Requeue the batches of an exited worker, except those that hung, caused too many exits or lacked resources.
@@ -231,7 +216,7 @@ class Dispatcher:
         Returns:
             The batches that are not retried; the caller passes failures in their place to `finished`.
         """
-        self._queues.pop(worker, None)
+        self._workers.pop(worker, None)
         deaths = self.store.deaths
         given_up = []
         if lost and loss.attribution not in ("nobody", "machine"):
@@ -278,7 +263,7 @@ class Dispatcher:
 
     def is_busy(self, worker: int) -> bool:
         """Return True if at least one batch is assigned to a worker."""
-        return bool(self._queues.get(worker))
+        return worker in self._workers and bool(self._workers[worker].tasks)
 
     # -- decisions
 
@@ -376,23 +361,23 @@ class Dispatcher:
         suspect = address in self.store.deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
-            open_ = self._takes(owner, suspect=suspect) and len(self._queues[owner]) < MAX_QUEUE
+            open_ = self._takes(owner, suspect=suspect) and len(self._workers[owner].tasks) < MAX_QUEUE
             return owner if open_ else None
-        open_to_all = [number for number in self._queues if self._takes(number, suspect=suspect)]
-        worker = min(open_to_all, key=lambda number: len(self._queues[number]), default=None)
-        if worker is None or not self._queues[worker]:
+        open_to_all = [number for number in self._workers if self._takes(number, suspect=suspect)]
+        worker = min(open_to_all, key=lambda number: len(self._workers[number].tasks), default=None)
+        if worker is None or not self._workers[worker].tasks:
             return worker
-        queue = self._queues[worker]
+        queue = self._workers[worker].tasks
         seconds = self.store.batch(_last(queue)).consumer.loader.batch_seconds
         room = 1 if seconds is None else min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
         return worker if len(queue) <= room else None
 
     def _takes(self, worker: int, *, suspect: bool) -> bool:
         """Return True if a batch can be assigned to a worker; a suspect batch requires an empty queue."""
-        queue = self._queues.get(worker)
-        if queue is None or worker in self._recycling or worker in self._stalled:
+        health = self._workers.get(worker)
+        if health is None or health.recycling or health.stalled:
             return False
-        return not queue or not (suspect or _last(queue) in self.store.deaths)
+        return not health.tasks or not (suspect or _last(health.tasks) in self.store.deaths)
 
     # -- preemption
 
@@ -412,7 +397,7 @@ class Dispatcher:
         at = {worker: self.store.batch(address) for worker, (address, _) in working.items()}
         for worker, batch in at.items():
             self._charge(batch, working[worker][1])
-        if self._in_turn or not at or len(at) < len(self._queues):
+        if self._in_turn or not at or len(at) < len(self._workers):
             return None
         served = {batch.consumer for batch in at.values()}
         for consumer in self.store.active:
@@ -437,9 +422,9 @@ class Dispatcher:
         lately = consumer.last_seen - LEAVE_SECONDS
         if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):
             return False  # no other consumer is active
-        current = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+        current = [next(iter(health.tasks.values())) for health in self._workers.values() if health.tasks]
         busy = [self.store.batch(task.address).consumer for task in current]
-        return sum(map(is_mine, busy)) + 1 >= max(2, len(self._queues))
+        return sum(map(is_mine, busy)) + 1 >= max(2, len(self._workers))
 
 
 def _last(queue: dict[int, Task]) -> Address:

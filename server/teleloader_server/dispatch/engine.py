@@ -20,7 +20,7 @@ from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.tasks import Report, Task, indices_of
-from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
 from teleloader_shared.codec import Address, Failure, to_bytes
@@ -210,9 +210,9 @@ class Engine:
 
     # -- events of the pool
 
-    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
+    def worker_ready(self, worker: int, health: WorkerHealth) -> None:
         """Add a worker to the dispatcher."""
-        self._dispatcher.worker_ready(worker, tasks)
+        self._dispatcher.worker_ready(worker, health)
         self._decide_soon()
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
@@ -238,18 +238,13 @@ class Engine:
         )
         return next(wanting, None)
 
-    def worker_recycling(self, worker: int) -> None:
-        """Stop assigning batches to a worker that will be replaced."""
-        self._dispatcher.worker_recycling(worker)
-
-    def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
+    def worker_stalled(self, tasks: Sequence[Task]) -> bool:
         """Reassign the batches queued behind a slow batch; return False if they must stay queued."""
         self._decide_soon()
-        return self._dispatcher.worker_stalled(worker, [task.address for task in tasks])
+        return self._dispatcher.worker_stalled([task.address for task in tasks])
 
-    def worker_resumed(self, worker: int) -> None:
+    def worker_resumed(self) -> None:
         """Resume assigning batches to a stalled worker."""
-        self._dispatcher.worker_resumed(worker)
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:

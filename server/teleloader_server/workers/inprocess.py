@@ -17,6 +17,7 @@ from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.aside import aside
+from teleloader_server.workers.health import WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
@@ -58,7 +59,7 @@ class InProcessPool:
         self._opened = opened
         self._thread.start()
         hosted = await opened
-        self._loop.call_soon(listener.worker_ready, 0, self._pending)
+        self._loop.call_soon(listener.worker_ready, 0, WorkerHealth(time.monotonic(), tasks=self._pending))
         return [dataset.info for dataset in hosted.values()]
 
     def submit(self, worker: int, task: Task) -> None:

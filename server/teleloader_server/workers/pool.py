@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import Report, Task
-from teleloader_server.workers.health import WorkerExit
+from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
@@ -24,8 +24,11 @@ Lease = NDArray[np.uint8]
 class PoolListener(Protocol):
     """Interface for receiving the events of a worker pool; called in the event loop."""
 
-    def worker_ready(self, worker: int, tasks: dict[int, Task]) -> None:
-        """Start submitting tasks to a worker; `tasks` contains the worker's open tasks, and is updated by the pool."""
+    def worker_ready(self, worker: int, health: WorkerHealth) -> None:
+        """Start submitting tasks to a worker; `health` contains the worker's open tasks, and is updated by the pool.
+
+        While `health` has ``recycling`` or ``stalled`` set, no tasks may be submitted to the worker.
+        """
 
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """Handle a completed task; if the task failed, its frame contains the failure."""
@@ -33,16 +36,13 @@ class PoolListener(Protocol):
     def no_worker_starts(self, reason: str) -> None:
         """Raise an error in waiting requests, because no worker starts; the pool continues to retry."""
 
-    def worker_recycling(self, worker: int) -> None:
-        """Stop submitting tasks to a worker, which is replaced once its tasks are completed."""
-
-    def worker_stalled(self, worker: int, tasks: Sequence[Task]) -> bool:
+    def worker_stalled(self, tasks: Sequence[Task]) -> bool:
         """Reassign `tasks`, which are queued behind a slow task, to other workers; return False to leave them queued.
 
         If True is returned, the pool revokes the tasks, and the worker gets no tasks until `worker_resumed`.
         """
 
-    def worker_resumed(self, worker: int) -> None:
+    def worker_resumed(self) -> None:
         """Resume submitting tasks to a worker that had stalled."""
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:

@@ -279,7 +279,7 @@ class ProcessPool:
                 "worker %d restarted as pid %s after %.3f s",
                 process.number, process.pid, restarts.last_duration, extra=process.log_fields,
             )  # fmt: skip
-        self._listener.worker_ready(process.number, process.health.tasks)
+        self._listener.worker_ready(process.number, process.health)
 
     def _done(
         self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
@@ -326,7 +326,7 @@ class ProcessPool:
         ):
             match action:
                 case Action.RECLAIM:
-                    if self._listener.worker_stalled(process.number, queued):
+                    if self._listener.worker_stalled(queued):
                         process.revoke(queued)
                         process.health.stalled = True
                 case Action.KILL_STOPPED:
@@ -340,7 +340,7 @@ class ProcessPool:
         process.health.progress(time.monotonic())
         if process.health.stalled:
             process.health.stalled = False
-            self._listener.worker_resumed(process.number)
+            self._listener.worker_resumed()
         if process.health.recycling:
             self._loop.call_soon(self._recycle, process)
 
@@ -371,7 +371,6 @@ class ProcessPool:
             return
         process.health.recycling = True
         logger.info("%s %s: replacing the worker after its pending batches", process, reason, extra=process.log_fields)
-        self._listener.worker_recycling(process.number)
         if not process.health.tasks:
             self._loop.call_soon(self._recycle, process)
 
