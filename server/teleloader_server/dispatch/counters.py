@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure
 from teleloader_shared.histogram import Histogram
-from teleloader_shared.messages import ConsumerReport, DatasetInfo
+from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.stats import WINDOW, ErrorCount, SlowBatch
 
 logger = logging.getLogger(__name__)
@@ -54,18 +54,6 @@ class EngineSource:
     setting: str
     """Setting for the number of workers as shown to users, such as ``--num-workers {}``; ``{}`` stands for the number.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTotals:
-    """Server-wide statistics, not specific to an engine."""
-
-    datasets: Mapping[str, DatasetInfo]
-    memory_sending: int
-    """Memory of frames that are being sent, in bytes."""
-    connections: int
-    """Number of open connections."""
-    draining: bool
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from teleloader_server.dispatch.counters import Counters, ServerTotals
+from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import BatchStream, Engine
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
@@ -413,12 +413,6 @@ class LoaderService:
             for key, engine in self.engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
-
-    # -- state
-
-    def totals(self) -> ServerTotals:
-        """Return the server-wide statistics."""
-        return ServerTotals(self.datasets, self.quotas.sending, self.connections(), self.draining)
 
 
 def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:

@@ -13,13 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.dispatch.counters import (
-    ConsumerCounters,
-    DatasetCounters,
-    EngineSource,
-    LoopCounters,
-    ServerTotals,
-)
+from teleloader_server.dispatch.counters import ConsumerCounters, DatasetCounters, EngineSource, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
@@ -134,15 +128,15 @@ class StatsCollector:
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""
         memory = await self._memory(self._pids(self._service.engines.sources()))
-        totals = self._service.totals()
+        datasets = self._service.datasets
         now = time.monotonic()
         looks = [self._look(engine, source, now) for engine, source in self._service.engines.sources().items()]
-        server = self._server(totals, looks, memory, now)
+        server = self._server(looks, memory, now)
         consumers = await self._consumers(looks, server, now)
         page = consumers[offset : offset + limit]
         return Stats(
             server,
-            datasets=[self._dataset(info, now) for info in totals.datasets.values()],
+            datasets=[self._dataset(info, now) for info in datasets.values()],
             workers=[
                 self._worker(look, state, memory.get(state.pid, NO_MEMORY), busy=busy)
                 for look in looks
@@ -162,9 +156,7 @@ class StatsCollector:
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
         return EngineSnapshot(engine, source, workers, shares, seconds)
 
-    def _server(
-        self, totals: ServerTotals, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float
-    ) -> ServerStats:
+    def _server(self, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
         left = [tally.left.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
         looked, lag = self._lag_window.rates(now, self._looks, self._total_lag)
         return ServerStats(
@@ -178,14 +170,14 @@ class StatsCollector:
             memory_budget=self._limits.memory_budget,
             memory_used=sum(look.engine.memory_used for look in looks),
             memory_mapped=sum(look.engine.memory_mapped for look in looks),
-            memory_sending=totals.memory_sending,
+            memory_sending=self._service.quotas.sending,
             pss=sum(found.pss for found in memory.values()),
             event_loop_lag=lag / looked if looked else 0.0,
-            connections=totals.connections,
+            connections=self._service.connections(),
             worker_restarts=self._counters.worker_restarts,
             batches_per_second=sum(batches for batches, _ in left),
             bytes_per_second=sum(nbytes for _, nbytes in left),
-            draining=totals.draining,
+            draining=self._service.draining,
         )
 
     @staticmethod

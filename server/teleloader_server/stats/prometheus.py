@@ -50,6 +50,13 @@ _OF_DATASETS: Final = {
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }
 """Metric names and descriptions by attribute of `DatasetCounters`."""
+_OF_WORKERS: Final = {
+    "busy": ("worker_busy_seconds", "Time that a shared worker spent on computed batches."),
+    "batches": ("worker_batches", "Batches that a shared worker computed."),
+    "restarts": ("worker_restarts", "Unexpected exits of a shared worker."),
+    "recycled": ("worker_recycles", "Planned replacements of a shared worker."),
+}
+"""Metric names and descriptions by field of `WorkerStats`."""
 _STATES: Final = ("starting", "idle", "busy")
 
 
@@ -69,7 +76,6 @@ class _Now(Collector):
     def __init__(self, stats: Stats, counts: Mapping[str, DatasetCounters]) -> None:
         self._stats = stats
         self._counts = {dataset.dataset: counts[dataset.dataset] for dataset in stats.datasets}
-        self._datasets = stats.datasets
 
     def collect(self) -> Iterator[Metric]:
         """Yield all Prometheus metrics of the server."""
@@ -79,30 +85,14 @@ class _Now(Collector):
         yield from self._of_consumers()
 
     def _of_workers(self) -> Iterator[Metric]:
-        shared = [worker for worker in self._stats.workers if worker.loader is None]
+        shared = {str(worker.worker): worker for worker in self._stats.workers if worker.loader is None}
         states = Counter(worker.state for worker in self._stats.workers)
-        yield _gauge(
-            "workers",
-            "Worker processes, including private workers, by state.",
-            "state",
-            {s: states[s] for s in _STATES},
-        )
-        number = {worker.worker: str(worker.worker) for worker in shared}
-        for name, text, values in (
-            ("worker_busy_seconds", "Time that a shared worker spent on computed batches.", [w.busy for w in shared]),
-            ("worker_batches", "Batches that a shared worker computed.", [w.batches for w in shared]),
-            ("worker_restarts", "Unexpected exits of a shared worker.", [w.restarts for w in shared]),
-            (
-                "worker_recycles",
-                "Planned replacements of a shared worker.",
-                [w.recycled for w in shared],
-            ),
-        ):
-            yield _counter(name, text, "worker", dict(zip(number.values(), values, strict=True)))
-        yield _gauge(
-            "worker_resident_bytes", "Proportional set size (PSS) of a shared worker.",
-            "worker", {number[worker.worker]: worker.pss for worker in shared},
-        )  # fmt: skip
+        by_state = {state: states[state] for state in _STATES}
+        yield _gauge("workers", "Worker processes, including private workers, by state.", "state", by_state)
+        for field, (name, text) in _OF_WORKERS.items():
+            yield _counter(name, text, "worker", {number: getattr(found, field) for number, found in shared.items()})
+        resident = {number: found.pss for number, found in shared.items()}
+        yield _gauge("worker_resident_bytes", "Proportional set size (PSS) of a shared worker.", "worker", resident)
 
     def _of_datasets(self) -> Iterator[Metric]:
         for attribute, (name, text) in _OF_DATASETS.items():
@@ -114,7 +104,7 @@ class _Now(Collector):
         stages = HistogramMetricFamily(
             "teleloader_stage_seconds", "Computing time per batch, by stage.", labels=["dataset", "stage"]
         )
-        for dataset in self._datasets:
+        for dataset in self._stats.datasets:
             for error in dataset.errors:
                 errors.add_metric([dataset.dataset, error.type], error.count)
             for stage, histogram in self._counts[dataset.dataset].stages.items():
