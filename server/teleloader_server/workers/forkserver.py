@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, cast
 
@@ -80,9 +81,15 @@ class ForkServer:
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
         """Start a fork server by forking this process, with the current state of the datasets."""
         channel, theirs = Channel.pair()
-        pid = _fork(theirs)
-        if pid == 0:
-            _be_forked(theirs, hosted)
+
+        def run() -> int:
+            control = Channel(theirs)
+            close_inherited(keep=control)
+            _become_child()
+            worker.ignore_stop_signals()
+            return _serve(control, hosted)
+
+        pid = _fork(theirs, run)
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
@@ -143,22 +150,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _be_forked(theirs: socket.socket, hosted: Mapping[str, HostedDataset]) -> None:
-    """Run a fork server in a fork of the user's process; never return, because the fork would continue the program."""
-    try:
-        control = Channel(theirs)
-        close_inherited(keep=control)
-        _become_child()
-        worker.ignore_stop_signals()
-        _serve(control, hosted)
-    except BaseException:  # noqa: BLE001 - as above
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> int:
+    """Fork workers and further fork servers on request, and report their exits, until the server closes the channel.
 
-
-def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> None:
-    """Fork workers and further fork servers on request, and report their exits, until the server closes the channel."""
+    Returns:
+        Exit code of this process.
+    """
     gc.disable()
     gc.freeze()
     infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]
@@ -178,7 +175,7 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iter
                 received = control.receive()
             except EOFError:
                 _await_workers(selector, control)
-                return
+                return 0
             _carry_out(map(decode, received), control, selector, hosted)
 
 
@@ -192,10 +189,9 @@ def _carry_out(
         try:
             match request:
                 case messages.Split():
-                    _watch(_fork_forkserver(control, selector, hosted), selector)
+                    _fork_child(control, selector, partial(_serve, hosted=hosted))
                 case messages.ForkWorker(worker=number):
-                    pid = _fork_worker(control, selector, hosted, request)
-                    _watch(pid, selector)
+                    pid = _fork_child(control, selector, partial(worker.main, hosted=hosted, settings=request))
                     control.send(encode(messages.Forked(number, pid)))
         except OSError as error:  # the machine is out of a resource
             reason = shortage(error)
@@ -225,22 +221,6 @@ def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
             os.waitpid(key.data, 0)
 
 
-def _fork_forkserver(control: Channel, selector: selectors.BaseSelector, hosted: Mapping[str, HostedDataset]) -> int:
-    end = socket.socket(fileno=control.take_fd())
-    pid = _fork(end)
-    if pid != 0:
-        return pid
-    try:
-        _close_watched(selector)
-        control.close()
-        _become_child()
-        _serve(Channel(end), hosted)
-    except BaseException:  # noqa: BLE001 - as in `_be_forked`
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
 def _close_watched(selector: selectors.BaseSelector) -> None:
     """Close the descriptors of other workers in a forked process."""
     for key in list(selector.get_map().values()):
@@ -249,8 +229,23 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
     selector.close()
 
 
-def _fork(end: socket.socket) -> int:
-    """Fork this process, and close `end`, the child's end of a channel, in the parent."""
+def _fork_child(control: Channel, selector: selectors.BaseSelector, run: Callable[[Channel], int]) -> int:
+    """Fork a process for the channel that the server has sent, and report its exit through the selector."""
+    end = socket.socket(fileno=control.take_fd())
+
+    def run_in_child() -> int:
+        _become_child()
+        _close_watched(selector)
+        control.close()
+        return run(Channel(end))
+
+    pid = _fork(end, run_in_child)
+    _watch(pid, selector)
+    return pid
+
+
+def _fork(end: socket.socket, run: Callable[[], int]) -> int:
+    """Fork a process that exits with the result of `run`; close `end`, its end of a channel, in this process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the child must not print buffered output again
             stream.flush()
@@ -262,8 +257,15 @@ def _fork(end: socket.socket) -> int:
         except OSError:
             end.close()
             raise
-    if pid != 0:
-        end.close()
+    if pid == 0:
+        code = 1
+        try:
+            code = run()
+        except BaseException:  # noqa: BLE001 - the child must not continue the program of its parent
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    end.close()
     return pid
 
 
@@ -272,23 +274,3 @@ def _become_child() -> None:
     worker.end_with_parent()
     # a multiprocessing.Queue that the parent has used expects a feeder thread, until its hook resets it in the child
     BaseProcess._after_fork()  # type: ignore[attr-defined]
-
-
-def _fork_worker(
-    control: Channel,
-    selector: selectors.BaseSelector,
-    hosted: Mapping[str, HostedDataset],
-    settings: messages.ForkWorker,
-) -> int:
-    end = socket.socket(fileno=control.take_fd())
-    pid = _fork(end)
-    if pid != 0:
-        return pid
-    code = 1
-    try:
-        _become_child()
-        _close_watched(selector)
-        control.close()
-        code = worker.main(Channel(end), hosted, settings)
-    finally:
-        os._exit(code)
