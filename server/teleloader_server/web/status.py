@@ -11,8 +11,6 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from teleloader_server.auth.authenticator import RequestCaller
-from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.permissions import STATS, UNCHECKED, needs
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
 from teleloader_server.stats.prometheus import exposed
@@ -41,38 +39,27 @@ class StatsStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        service: LoaderService,
-        collector: StatsCollector,
-        watchers: dict[StatsStream, str],
-        caller: RequestCaller,
-        limit: int,
-        offset: int,
-        every: float,
-    ) -> None:
+    def __init__(self, request: Request, limit: int, offset: int, every: float) -> None:
         # a proxy that buffers responses would delay the events
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._service = service
-        self._collector = collector
-        self._watchers = watchers
-        self._caller = caller
+        self._request = request
         self._page = limit, offset
         self._every = every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, then an event per interval."""
-        self._watchers[self] = self._caller.authorize(STATS).name
+        service, caller, watchers = service_of(self._request), caller_of(self._request), _watchers_of(self._request)
+        watchers[self] = caller.authorize(STATS).name
         revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        drained = asyncio.create_task(self._service.drained())
+        drained = asyncio.create_task(service.drained())
 
         def revoke(_: AccessDenied) -> None:
             if not revoked.done():
                 revoked.set_result(None)
 
         try:
-            with self._service.grants.hold(self._caller, STATS, None, revoke):
+            with service.grants.hold(caller, STATS, None, revoke):
                 async with departure(receive) as gone:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     with suppress(AccessDenied):  # a started response can only be truncated
@@ -80,12 +67,12 @@ class StatsStream(Response):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             drained.cancel()
-            self._watchers.pop(self, None)
+            watchers.pop(self, None)
 
     async def _send_events(self, send: Send, ends: set[asyncio.Future[None]]) -> None:
         """Send events until one of `ends` is done."""
         while not any(end.done() for end in ends):
-            records = _records.dump_json(await _stats_for(self._collector, self._caller, *self._page))
+            records = _records.dump_json(await _stats_for(self._request, *self._page))
             event = b"event: stats\ndata: %b\n\n" % records
             await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.wait(ends, timeout=self._every, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +95,7 @@ def _add_stats(router: APIRouter) -> None:
     @needs(STATS)
     async def stats(request: Request, limit: Limit = DEFAULT_CONSUMERS, offset: Offset = 0) -> Response:
         # encoded here: FastAPI would validate all records first
-        records = await _stats_for(_collector_of(request), caller_of(request), limit, offset)
+        records = await _stats_for(request, limit, offset)
         return Response(_records.dump_json(records), media_type="application/json")
 
     @router.get(
@@ -124,16 +111,14 @@ def _add_stats(router: APIRouter) -> None:
         limit: Limit = DEFAULT_CONSUMERS,
         offset: Offset = 0,
     ) -> Response:
-        caller = caller_of(request)
-        name = caller.authorize(STATS).name
-        watchers: dict[StatsStream, str] = request.app.state.stats_streams
+        name, watchers = caller_of(request).authorize(STATS).name, _watchers_of(request)
         most = MAX_WATCHERS // 2 if request.app.state.authenticator.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
                 f"too many event streams of /stats: {len(watchers)} are open, and the limit is {MAX_WATCHERS}, {most} "
                 "per token. Poll /stats"
             )
-        return StatsStream(service_of(request), _collector_of(request), watchers, caller, limit, offset, interval)
+        return StatsStream(request, limit, offset, interval)
 
     @router.get(
         "/metrics",
@@ -144,24 +129,27 @@ def _add_stats(router: APIRouter) -> None:
     @needs(STATS)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
-        collector = _collector_of(request)
-        records = await _stats_for(collector, caller_of(request), MAX_CONSUMERS, 0)
-        return Response(encode(exposed(records, collector.datasets)), media_type=content_type)
+        records = await _stats_for(request, MAX_CONSUMERS, 0)
+        return Response(encode(exposed(records, _collector_of(request).datasets)), media_type=content_type)
 
 
-async def _stats_for(collector: StatsCollector, caller: RequestCaller, limit: int, offset: int) -> Stats:
-    """Collect the statistics for a caller, and authorize the caller again afterwards.
+async def _stats_for(request: Request, limit: int, offset: int) -> Stats:
+    """Collect the statistics for a request, and authorize its caller again afterwards.
 
     Raises:
         AccessDenied: If the caller's token was revoked, has expired or has lost the scope meanwhile.
     """
-    records = await collector.stats(limit, offset)
-    caller.authorize(STATS)
+    records = await _collector_of(request).stats(limit, offset)
+    caller_of(request).authorize(STATS)
     return records
 
 
 def _collector_of(request: Request) -> StatsCollector:
     return cast("StatsCollector", request.app.state.collector)
+
+
+def _watchers_of(request: Request) -> dict[StatsStream, str]:
+    return cast("dict[StatsStream, str]", request.app.state.stats_streams)
 
 
 def _add_probes(router: APIRouter) -> None:
