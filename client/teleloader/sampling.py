@@ -399,8 +399,8 @@ class RandomState:
 
     def save(self) -> dict[str, Any]:
         """Return the states of all generators as JSON values; the dictionary is empty if there are no generators."""
-        saved = {library: PROCESS_GENERATORS[library].save() for library in self._process}
-        return {**saved, "own": [_save_own(own) for own in self._own]} if self._own else saved
+        saved = {library: _save(PROCESS_GENERATORS[library]()) for library in self._process}
+        return {**saved, "own": [_save(own) for own in self._own]} if self._own else saved
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set all random generators to a saved state.
@@ -417,10 +417,10 @@ class RandomState:
             )
         try:
             for own, saved in zip(self._own, states, strict=True):
-                _restore_own(own, saved)
+                _restore(own, saved)
             for library in self._process:
                 if state.get(library) is not None:
-                    PROCESS_GENERATORS[library].restore(state[library])
+                    _restore(PROCESS_GENERATORS[library](), state[library])
         except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
             raise StateMismatch(
                 f"cannot restore the random generators: {short(str(error))}. Pass an unchanged result of state_dict()"
@@ -450,24 +450,30 @@ def _is_generator(value: object) -> bool:
     return isinstance(value, kinds) or (torch is not None and isinstance(value, torch.Generator))
 
 
-def _save_own(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return _Python.save(generator)
-    if isinstance(generator, np.random.RandomState):
-        return _NumPy.save(generator)
+def _save(generator: Any) -> Any:
+    if generator is None:
+        return None
+    if generator is random or isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return [version, _pack(np.array(words, np.uint32)), gauss]
+    if generator is np.random or isinstance(generator, np.random.RandomState):
+        name, keys, position, has_gauss, cached = generator.get_state(legacy=True)
+        return [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached]
     if isinstance(generator, np.random.Generator):
         return _listed(generator.bit_generator.state)
     return _pack(generator.get_state().numpy())
 
 
-def _restore_own(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        _Python.restore(state, generator)
-    elif isinstance(generator, np.random.RandomState):
-        _NumPy.restore(state, generator)
+def _restore(generator: Any, state: Any) -> None:
+    if generator is random or isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
+    elif generator is np.random or isinstance(generator, np.random.RandomState):
+        name, keys, position, has_gauss, cached = state
+        generator.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    else:
+    elif generator is not None:
         generator.set_state(sys.modules["torch"].from_numpy(_unpack(state, np.uint8)))
 
 
@@ -478,51 +484,12 @@ def _listed(state: Any) -> Any:
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
 
 
-class _Python:
-    """State of a random.Random; by default the global one of the module ``random``."""
-
-    @staticmethod
-    def save(generator: Any = random) -> list[Any]:
-        version, words, gauss = generator.getstate()
-        return [version, _pack(np.array(words, np.uint32)), gauss]
-
-    @staticmethod
-    def restore(state: list[Any], generator: Any = random) -> None:
-        version, words, gauss = state
-        generator.setstate((version, tuple(_unpack(words, np.uint32).tolist()), gauss))
-
-
-class _NumPy:
-    """State of a numpy.random.RandomState; by default NumPy's global one."""
-
-    @staticmethod
-    def save(generator: Any = np.random) -> list[Any]:
-        name, keys, position, has_gauss, cached = generator.get_state(legacy=True)
-        return [name, _pack(np.asarray(keys, np.uint32)), position, has_gauss, cached]
-
-    @staticmethod
-    def restore(state: list[Any], generator: Any = np.random) -> None:
-        name, keys, position, has_gauss, cached = state
-        generator.set_state((name, _unpack(keys, np.uint32), position, has_gauss, cached))
-
-
-class _Torch:
-    """State of torch's global CPU generator, if torch is loaded."""
-
-    @staticmethod
-    def save() -> str | None:
-        torch = sys.modules.get("torch")
-        return None if torch is None else _pack(torch.get_rng_state().numpy())
-
-    @staticmethod
-    def restore(state: str) -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_rng_state(torch.from_numpy(_unpack(state, np.uint8)))
-
-
-PROCESS_GENERATORS: Final[dict[str, Any]] = {"python": _Python, "numpy": _NumPy, "torch": _Torch}
-"""Global generators of the process, by library."""
+PROCESS_GENERATORS: Final[dict[str, Callable[[], Any]]] = {
+    "python": lambda: random,
+    "numpy": lambda: np.random,
+    "torch": lambda: getattr(sys.modules.get("torch"), "default_generator", None),
+}
+"""Functions that return the process's global generator of a library; None if the library is not loaded."""
 
 
 def _pack(array: Any) -> str:
