@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from teleloader_server.limits import ClientLimits
@@ -40,37 +41,30 @@ class Memory:
         """Memory of the frames of all engines, in bytes."""
 
 
+@dataclass(slots=True, eq=False)
 class Quota:
-    """Resource usage and limits of one principal.
+    """Resource usage and limits of one principal."""
 
-    Args:
-        name: Name of the principal.
-        memory: Maximum memory of the principal's frames, in bytes.
-        max_consumers: Maximum number of the principal's consumers.
-        is_alone: True on a server without tokens, where all clients form one principal.
-    """
-
-    __slots__ = (
-        "consumers", "due", "frames", "is_alone", "loaders", "max_consumers", "memory", "name", "sending", "sessions",
-    )  # fmt: skip
-
-    def __init__(self, name: str, memory: int, max_consumers: int, *, is_alone: bool = False) -> None:
-        self.name = name
-        self.is_alone = is_alone
-        self.memory = memory
-        self.max_consumers = max_consumers
-        self.frames = 0
-        """Memory in bytes of the frames computed for the principal, including estimates for batches in progress."""
-        self.sending = 0
-        """Bytes of responses that are being sent to the principal."""
-        self.due = 0.0
-        """Earliest time of the next request at the maximum rate; see `delayed`."""
-        self.consumers: dict[object, Sequence[object]] = {}
-        """Consumers in all engines, each with its open requests."""
-        self.loaders: set[str] = set()
-        """Keys of the loaders that the principal registered."""
-        self.sessions: dict[str, int] = {}
-        """Number of private workers, by loader key."""
+    name: str
+    """Name of the principal."""
+    memory: int
+    """Maximum memory of the principal's frames, in bytes."""
+    max_consumers: int
+    """Maximum number of the principal's consumers."""
+    is_alone: bool = field(default=False, kw_only=True)
+    """True on a server without tokens, where all clients form one principal."""
+    frames: int = field(default=0, init=False)
+    """Memory in bytes of the frames computed for the principal, including estimates for batches in progress."""
+    sending: int = field(default=0, init=False)
+    """Bytes of responses that are being sent to the principal."""
+    due: float = field(default=0.0, init=False)
+    """Earliest time of the next request at the maximum rate; see `delayed`."""
+    consumers: dict[object, Sequence[object]] = field(default_factory=dict, init=False)
+    """Consumers in all engines, each with its open requests."""
+    loaders: set[str] = field(default_factory=set, init=False)
+    """Keys of the loaders that the principal registered."""
+    sessions: dict[str, int] = field(default_factory=dict, init=False)
+    """Number of private workers, by loader key."""
 
     @property
     def unread(self) -> float:
