@@ -47,11 +47,6 @@ _LOOKED_AT: Final = frozenset({
 logger = logging.getLogger(__name__)
 
 
-class _Known(NamedTuple):
-    principal: Principal
-    expires: float
-
-
 class _Session(NamedTuple):
     digest: bytes
     """SHA-256 of the token with which the user signed in."""
@@ -81,7 +76,7 @@ class Authenticator:
         self._sources = tuple(sources)
         self._fixed = () if fixed is None else fixed.entries
         self._hosts = known_hosts((host, socket.gethostname(), *allowed_hosts))
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, Token] = {}
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._refused: Counter[str] = Counter()
         self._told = -LOG_EVERY
@@ -139,8 +134,7 @@ class Authenticator:
             scheme, _, token = authorization.partition(b" ")
             if scheme.lower() != b"bearer":
                 raise Unauthorized("unsupported Authorization scheme: expected 'Bearer' and a token")
-            found = self._valid(token.strip())
-            known = _Known(found.principal, found.expires)
+            known = self._valid(token.strip())
             if len(self._known) < MAX_REMEMBERED:
                 self._known[authorization] = known
         if known.expires <= time.time():

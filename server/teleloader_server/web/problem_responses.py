@@ -122,11 +122,8 @@ def handle_problems(app: FastAPI) -> None:
     """Register exception handlers that convert all errors of an application to problem+json responses."""
 
     @app.exception_handler(TeleloaderError)
-    async def refused(request: Request, error: TeleloaderError) -> Problem:
-        return problem_of(error)
-
     @app.exception_handler(HttpProblem)
-    async def not_done(request: Request, error: HttpProblem) -> Problem:
+    async def refused(request: Request, error: TeleloaderError | HttpProblem) -> Problem:
         return problem_of(error)
 
     @app.exception_handler(RequestValidationError)
