@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teleloader_server.dispatch.counters import Counters
+from teleloader_server.dispatch.counters import Counters, EngineSource
 from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Loader, RangeRequest
@@ -20,6 +20,7 @@ from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from tests.server.dispatching import Tasks
 
 BUDGET = 2**20
+SOURCE = EngineSource(None, "--num-workers {}")
 REPORT = Report(1, failed=False, stages=[1.0, 0.0, 0.0])
 
 
@@ -75,7 +76,7 @@ async def begun() -> None:
 async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
     """A client with an order of its own says once what its batches hold; memory may be full more than once."""
     pool = FakePool()
-    engine = Engine(pool, Memory(BUDGET), Counters())
+    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1, order="client", session="mine")
     loader = Loader(spec.key, spec, 100, MAX_EPOCH)
@@ -115,7 +116,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
     pool = FakePool()
     forgotten: list[str] = []
     pool.forget = forgotten.append  # type: ignore[attr-defined]
-    engine = Engine(pool, Memory(BUDGET), Counters())
+    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
     await engine.start()
     quota = Quota("anyone", BUDGET, 2 * FORGOTTEN_TOGETHER)
     for seed in range(FORGOTTEN_TOGETHER + 1):
@@ -134,7 +135,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
 async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> None:
     """A thread that loads cannot be stopped: its last batch may arrive when the engine is closed."""
     pool, memory = FakePool(), Memory(BUDGET)
-    engine = Engine(pool, memory, Counters())
+    engine = Engine(pool, memory, Counters(), SOURCE)
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1)
     loader = Loader(spec.key, spec, 100, 100)

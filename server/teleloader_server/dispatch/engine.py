@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from teleloader_server import request_ids
-from teleloader_server.dispatch.counters import ConsumerCounters, Counters, PoolCounters
+from teleloader_server.dispatch.counters import ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
@@ -90,14 +90,16 @@ class Engine:
         pool: Worker pool.
         memory: Memory budget, shared with other engines.
         metrics: Counters of the server.
+        source: Owner of the pool's workers, for statistics.
         in_turn: Number of workers that compute batches in turn; 0 if any worker may compute any batch.
     """
 
-    def __init__(self, pool: Pool, memory: Memory, metrics: Counters, in_turn: int = 0) -> None:
+    def __init__(self, pool: Pool, memory: Memory, metrics: Counters, source: EngineSource, in_turn: int = 0) -> None:
         self._last_used = time.monotonic()
         self._end: TeleloaderError | None = None
         """Error of all further requests; None while the engine runs."""
-        self._pool = pool
+        self.pool: Final = pool
+        self.source: Final = source
         self.tally: Final[PoolCounters] = metrics.pool()
         """Counters of the worker pool."""
         self._dispatcher = Dispatcher(memory, in_turn)
@@ -118,7 +120,7 @@ class Engine:
         Raises:
             ConfigError: If a dataset cannot be constructed.
         """
-        return await self._pool.start(self)
+        return await self.pool.start(self)
 
     def give_up(self, error: TeleloaderError) -> None:
         """Raise an error in all requests that wait for a batch."""
@@ -129,7 +131,7 @@ class Engine:
         """Stop all workers, and raise an error in all waiting requests."""
         self._end = UnknownLoader("the session has ended: register the loader again")
         self.give_up(self._end)
-        await self._pool.close()
+        await self.pool.close()
         # a kept lease would keep the whole pool in memory
         self._dispatcher.release()
 
@@ -282,7 +284,7 @@ class Engine:
 
     def _begin(self, worker: int, batch: Batch) -> None:
         loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
-        self._pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
+        self.pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""
@@ -290,13 +292,9 @@ class Engine:
         in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
             self._loaders.remove(key)
-            self.forget_loader(key)
+            self.pool.forget(key)
         self.tally.keep(self._dispatcher.consumers(), self._loaders)
         self._decide_soon()
-
-    def forget_loader(self, key: str) -> None:
-        """Release the state of a loader in the workers; the loader's consumers may remain."""
-        self._pool.forget(key)
 
     def wake(self) -> None:
         """Schedule a dispatcher decision, because memory or a quota may be available again."""
@@ -306,12 +304,12 @@ class Engine:
         """Preempt a worker if a client uses several workers for slow batches, and another client waits for a worker."""
         working = {
             state.worker: (state.task.address, state.working_for)
-            for state in self._pool.workers()
+            for state in self.pool.workers()
             if state.ready and state.task is not None and state.working_for >= LONG_SECONDS
         }
         taken = self._dispatcher.preempt(working)
         if taken is not None:
-            self._pool.take(taken, "the batch was slow, and another client had no worker")
+            self.pool.take(taken, "the batch was slow, and another client had no worker")
 
     def touch(self) -> None:
         """Record a client heartbeat, which postpones the end of an idle session."""
@@ -325,22 +323,13 @@ class Engine:
 
     def workers(self) -> list[tuple[WorkerState, bool]]:
         """Return a pair for each worker: its state, and True if a batch is assigned to the worker."""
-        return [(state, self._dispatcher.is_busy(state.worker)) for state in self._pool.workers()]
+        return [(state, self._dispatcher.is_busy(state.worker)) for state in self.pool.workers()]
 
     def mark_workers(self, now: float) -> None:
         """Sample the busy time of workers; called about once per second."""
-        for state in self._pool.workers():
+        for state in self.pool.workers():
             place = self.tally.workers[state.worker]
             place.window.mark(now, place.busy + state.working_for)
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers in the pool."""
-        return self._pool.num_workers
-
-    def pids(self) -> list[int]:
-        """Return the process IDs of the workers and their fork server."""
-        return self._pool.pids()
 
     @property
     def idle(self) -> float:
@@ -352,11 +341,6 @@ class Engine:
     def memory_used(self) -> int:
         """Memory used by computed batches plus the estimated memory of batches in progress, in bytes."""
         return self._dispatcher.store.used
-
-    @property
-    def memory_mapped(self) -> int:
-        """Size of the shared memory mapped for frames, both used and free, in bytes."""
-        return self._pool.mapped_bytes()
 
 
 def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:

@@ -187,7 +187,7 @@ class LoaderService:
             batches=None if loader.batches == MAX_EPOCH else loader.batches,
             length=length,
             fingerprint=loader.spec.fingerprint or "",
-            num_workers=engine.num_workers,
+            num_workers=engine.pool.num_workers,
             max_batch_bytes=self.limits.max_batch_bytes,
         )
 
@@ -221,7 +221,7 @@ class LoaderService:
         known = self._loaders.pop(key)
         known.held.close()
         if key not in self.engines.sessions:  # the workers of a session end with the session
-            known.engine.forget_loader(key)
+            known.engine.pool.forget(key)
 
     async def end_session_of(self, key: str, caller: Caller) -> None:
         """End a session of the caller and stop its workers; do nothing for an unknown session.

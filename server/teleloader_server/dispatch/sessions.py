@@ -65,7 +65,8 @@ class Engines:
         return await asyncio.shield(self._shared)
 
     async def _start_shared(self) -> Engine:
-        engine = Engine(self._host.shared_pool(), self._memory, self._counters)
+        source = EngineSource(None, self._host.setting)
+        engine = Engine(self._host.shared_pool(), self._memory, self._counters, source)
         self.infos = {info.name: info for info in await engine.start()}
         return engine
 
@@ -88,7 +89,8 @@ class Engines:
             self._refuse_too_many(quota, own.num_workers)
             # the batches of a loader with private workers are computed in turn, as in torch: user code may depend on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
-            engine = Engine(own, self._memory, self._counters, in_turn if own.num_workers else 0)
+            source = EngineSource(key, "num_workers={} of the DataLoader")
+            engine = Engine(own, self._memory, self._counters, source, in_turn if own.num_workers else 0)
             self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
             quota.sessions[key] = own.num_workers
         session = self.sessions[key]
@@ -158,17 +160,6 @@ class Engines:
         """Return the running engines of sessions, by loader key."""
         return {
             key: session.starting.result() for key, session in self.sessions.items() if _has_started(session.starting)
-        }
-
-    def sources(self) -> dict[Engine, EngineSource]:
-        """Return the running engines, each with the owner of the engine's workers."""
-        shared = EngineSource(None, self._host.setting)
-        of_session = {engine: key for key, engine in self.started_sessions().items()}
-        return {
-            engine: EngineSource(of_session[engine], "num_workers={} of the DataLoader")
-            if engine in of_session
-            else shared
-            for engine in self.started()
         }
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.dispatch.counters import ConsumerCounters, DatasetCounters, EngineSource, LoopCounters
+from teleloader_server.dispatch.counters import ConsumerCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
@@ -47,7 +47,6 @@ class EngineSnapshot(NamedTuple):
     """Snapshot of an engine: its workers with their recent load, and its stage times."""
 
     engine: Engine
-    source: EngineSource
     workers: list[tuple[WorkerState, bool]]
     busy_fractions: dict[int, float]
     stages: dict[str, dict[str, float]]
@@ -86,16 +85,11 @@ class StatsCollector:
             self._total_lag += max(0.0, now - due)
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
-                self._cpu.sample(self._pids(self._service.engines.sources()))
-
-    @property
-    def datasets(self) -> Mapping[str, DatasetCounters]:
-        """Counters by dataset name; datasets without requests are omitted."""
-        return self._counters.datasets
+                self._cpu.sample(self._pids(self._service.engines.started()))
 
     async def _mark(self, now: float) -> None:
         self._lag_window.mark(now, self._looks, self._total_lag)
-        engines = list(self._service.engines.sources())
+        engines = self._service.engines.started()
         for engine in engines:
             engine.mark_workers(now)
         marked = [*self._counters.marked(), *itertools.chain.from_iterable(engine.tally.marked() for engine in engines)]
@@ -106,7 +100,7 @@ class StatsCollector:
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
         """Return the process IDs of all workers, and None for this process."""
-        return {None, *(pid for engine in engines for pid in engine.pids())}
+        return {None, *(pid for engine in engines for pid in engine.pool.pids())}
 
     async def _memory(self, pids: set[int | None]) -> dict[int | None, Memory]:
         """Return the memory of processes; concurrent and later requests share a cached measurement."""
@@ -127,10 +121,10 @@ class StatsCollector:
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""
-        memory = await self._memory(self._pids(self._service.engines.sources()))
+        memory = await self._memory(self._pids(self._service.engines.started()))
         datasets = self._service.datasets
         now = time.monotonic()
-        looks = [self._look(engine, source, now) for engine, source in self._service.engines.sources().items()]
+        looks = [self._look(engine, now) for engine in self._service.engines.started()]
         server = self._server(looks, memory, now)
         consumers = await self._consumers(looks, server, now)
         page = consumers[offset : offset + limit]
@@ -147,14 +141,14 @@ class StatsCollector:
         )
 
     @staticmethod
-    def _look(engine: Engine, source: EngineSource, now: float) -> EngineSnapshot:
+    def _look(engine: Engine, now: float) -> EngineSnapshot:
         workers = engine.workers()
         shares = {}
         for state, _ in workers:
             tally = engine.tally.workers[state.worker]
             shares[state.worker] = as_share(tally.window.rates(now, tally.busy + state.working_for)[0])
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
-        return EngineSnapshot(engine, source, workers, shares, seconds)
+        return EngineSnapshot(engine, workers, shares, seconds)
 
     def _server(self, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
         left = [tally.left.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
@@ -169,7 +163,7 @@ class StatsCollector:
             num_workers=self._limits.num_workers,
             memory_budget=self._limits.memory_budget,
             memory_used=sum(look.engine.memory_used for look in looks),
-            memory_mapped=sum(look.engine.memory_mapped for look in looks),
+            memory_mapped=sum(look.engine.pool.mapped_bytes() for look in looks),
             memory_sending=self._service.quotas.sending,
             pss=sum(found.pss for found in memory.values()),
             event_loop_lag=lag / looked if looked else 0.0,
@@ -187,7 +181,7 @@ class StatsCollector:
         return WorkerStats(
             worker=state.worker,
             pid=state.pid,
-            loader=look.source.session,
+            loader=look.engine.source.session,
             state="starting" if not state.ready else "busy" if busy else "idle",
             current_task=None if task is None else _shown(task.address, task.spec.dataset),
             current_task_seconds=None if task is None else state.working_for,
@@ -291,11 +285,11 @@ def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> Pool
     shares = look.busy_fractions.values()
     asking = [seen for seen in loops if seen.recent.is_active]
     return PoolLoad(
-        workers=look.engine.num_workers,
+        workers=look.engine.pool.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
         demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in asking),
         consumers=len(asking),
-        setting=look.source.setting,
+        setting=look.engine.source.setting,
         cpus=server.cpus,
         cpu=server.cpu,
         event_loop_lag=server.event_loop_lag,

@@ -130,7 +130,7 @@ def _add_stats(router: APIRouter) -> None:
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
         records = await _stats_for(request, MAX_CONSUMERS, 0)
-        return Response(encode(exposed(records, _collector_of(request).datasets)), media_type=content_type)
+        return Response(encode(exposed(records, service_of(request).counters.datasets)), media_type=content_type)
 
 
 async def _stats_for(request: Request, limit: int, offset: int) -> Stats:
