@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgpack
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
@@ -38,17 +38,7 @@ SERVICE_RESTART: Final = 1012
 """WebSocket close code of a server that is stopping or cannot compute batches."""
 
 
-class RequestedRange(NamedTuple):
-    """Range of batches requested by a WebSocket message."""
-
-    epoch: int
-    start: int
-    stop: int
-    indices: dict[int, bytes] | None = None
-    """Index list of each batch as a frame, for a client-side sampler; None for seeded order."""
-
-
-def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
+def parse_range(message: bytes, limits: ClientLimits, consumer: str, loader: str) -> RangeRequest:
     """Parse a WebSocket message that requests a range of batches in seeded order.
 
     Raises:
@@ -67,10 +57,10 @@ def parse_range(message: bytes, limits: ClientLimits) -> RequestedRange:
     most = limits.max_batches_per_request
     if not start < stop <= start + most:
         raise InvalidSpec(f"invalid range [{start}, {stop}): request 1 to {most:,} batches (max_batches_per_request)")
-    return RequestedRange(epoch, start, stop)
+    return RangeRequest(consumer=consumer, key=loader, epoch=epoch, start=start, stop=stop)
 
 
-async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRange:
+async def parse_lists(message: bytes, rules: Rules, consumer: str, loader: str) -> RangeRequest:
     """Parse a WebSocket message that requests batches by their index lists (client-side sampler).
 
     Raises:
@@ -79,7 +69,8 @@ async def parse_lists(message: bytes, loader: str, rules: Rules) -> RequestedRan
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:
         raise InvalidSpec(f"invalid request for loader {first.loader[:64]!r}: this connection is for loader {loader!r}")
-    return RequestedRange(first.epoch, first.batch, first.batch + len(indices), indices)
+    stop = first.batch + len(indices)
+    return RangeRequest(consumer=consumer, key=loader, epoch=first.epoch, start=first.batch, stop=stop, indices=indices)
 
 
 async def _pieces(message: bytes) -> AsyncIterator[bytes]:
@@ -160,11 +151,12 @@ class Conversation:
             message = await self._message()
             await enter(self._socket, READ)
             if lists:
-                ask = await parse_lists(message, self._loader, self._service.index_rules(self._caller, self._loader, 0))
+                rules = self._service.index_rules(self._caller, self._loader, 0)
+                request = await parse_lists(message, rules, self._consumer, self._loader)
             else:
-                ask = parse_range(message, limits)
-            count = ask.stop - ask.start
-            kept = sum(map(len, ask.indices.values())) if ask.indices else 0
+                request = parse_range(message, limits, self._consumer, self._loader)
+            count = request.stop - request.start
+            kept = sum(map(len, request.indices.values())) if request.indices else 0
             owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_batches_per_request or (
                 self._kept and not self._body_budget.has_room(owner, kept)
@@ -174,7 +166,6 @@ class Conversation:
             ending = AsyncExitStack()
             self._keep(owner, kept, ending)
             self._outstanding += count
-            request = RangeRequest(consumer=self._consumer, key=self._loader, **ask._asdict())
             asked = self._service.batches(self._caller, request)
             try:
                 self._asked.put_nowait((await ending.enter_async_context(asked), ending))
