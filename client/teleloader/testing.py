@@ -84,39 +84,6 @@ class FakeServer:
         for key in list(self._loaders):
             self._forget(key)
 
-    def _infos(self) -> list[DatasetInfo]:
-        functions = list(self._functions)
-        return [replace(loader.info, functions=functions) for loader in self._datasets.values()]
-
-    def _info(self, name: str) -> DatasetInfo:
-        for info in self._infos():
-            if info.name == name:
-                return info
-        raise UnknownDataset(f"unknown dataset {name!r}: {self.url} hosts {', '.join(map(repr, self._datasets))}")
-
-    def _register(self, spec: LoaderSpec) -> Registration:
-        info = self._info(spec.dataset)
-        if spec.fingerprint not in (None, info.fingerprint):
-            raise DatasetChanged(
-                f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was created for "
-                f"{spec.fingerprint}: the length of the dataset changed. Create another loader"
-            )
-        spec = replace(spec, fingerprint=info.fingerprint)
-        key = spec.key
-        with local.serving(), _loading:
-            if key not in self._loaders:
-                workers = self._datasets[info.name].workers(spec, self._functions)
-                self._loaders[key] = (info.name, workers)
-        is_planned = info.kind == "map" and spec.order == "plan"
-        return Registration(
-            key=key,
-            batches=len(Plan(spec, info.length or 0, 0)) if is_planned else None,
-            length=info.length,
-            fingerprint=info.fingerprint,
-            num_workers=spec.shards,
-            max_batch_bytes=DEFAULT_MAX_BATCH_BYTES,
-        )
-
     def _loader(self, key: str) -> tuple[str, Workers]:
         found = self._loaders.get(key)
         if found is None:
@@ -159,13 +126,37 @@ class _InProcessServer(BatchServer):
         return self._running
 
     def datasets(self) -> list[DatasetInfo]:
-        return self._fake._infos()
+        functions = list(self._fake._functions)
+        return [replace(loader.info, functions=functions) for loader in self._fake._datasets.values()]
 
     def dataset(self, name: str) -> DatasetInfo:
-        return self._fake._info(name)
+        for info in self.datasets():
+            if info.name == name:
+                return info
+        raise UnknownDataset(f"unknown dataset {name!r}: {self.url} hosts {', '.join(map(repr, self._fake._datasets))}")
 
     def register(self, spec: LoaderSpec) -> Registration:
-        return self._fake._register(spec)
+        fake, info = self._fake, self.dataset(spec.dataset)
+        if spec.fingerprint not in (None, info.fingerprint):
+            raise DatasetChanged(
+                f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was created for "
+                f"{spec.fingerprint}: the length of the dataset changed. Create another loader"
+            )
+        spec = replace(spec, fingerprint=info.fingerprint)
+        key = spec.key
+        with local.serving(), _loading:
+            if key not in fake._loaders:
+                workers = fake._datasets[info.name].workers(spec, fake._functions)
+                fake._loaders[key] = (info.name, workers)
+        is_planned = info.kind == "map" and spec.order == "plan"
+        return Registration(
+            key=key,
+            batches=len(Plan(spec, info.length or 0, 0)) if is_planned else None,
+            length=info.length,
+            fingerprint=info.fingerprint,
+            num_workers=spec.shards,
+            max_batch_bytes=DEFAULT_MAX_BATCH_BYTES,
+        )
 
     def touch(self, key: str) -> None:
         self._fake._loader(key)
