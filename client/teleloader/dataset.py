@@ -160,12 +160,14 @@ class RemoteDataset:
                 f"index {operator.index(index)} is out of range: dataset {self.name!r} has {length} samples"
             )
         spec = LoaderSpec(dataset=self.name, batch_size=None)
-        frame = self._batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
+        frame = self.batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
         if isinstance(frame.content, Failure):
             raise exception_of(frame.content, frame.address, self.url)
         return frame.content
 
-    def batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None) -> Frame:
+    def batch(
+        self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str = PREVIEW
+    ) -> Frame:
         """Fetch one batch as a frame, for example to inspect the dataset; the frame may contain a failure.
 
         Args:
@@ -173,28 +175,25 @@ class RemoteDataset:
             epoch: Epoch number, from 0.
             k: Batch number, from 0.
             indices: Sample indices of the batch, if `spec` has ``order="client"``.
+            consumer: Name of the consumer in the server's statistics, which omit the default.
 
         Raises:
             BatchOutOfRange: If the epoch has no such batch.
         """
-        return self._batch(spec, epoch, k, indices, consumer=PREVIEW)
 
-    def _batch(self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str) -> Frame:
-        return self._persistently(lambda: self._registered_batch(spec, epoch, k, indices, consumer))
+        def request() -> Frame:
+            number, registered = self._register(spec)
+            server, address = self.servers[number], Address(registered.key, epoch, k)
+            try:
+                listed = None if indices is None else index_frame(address, indices)
+                frame = server.batch(address, listed, consumer=consumer)
+                server.succeeded()
+            finally:
+                if spec.session is not None:
+                    server.end_session(address.loader)
+            return frame
 
-    def _registered_batch(
-        self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None, consumer: str
-    ) -> Frame:
-        number, registered = self._register(spec)
-        server, address = self.servers[number], Address(registered.key, epoch, k)
-        try:
-            listed = None if indices is None else index_frame(address, indices)
-            frame = server.batch(address, listed, consumer=consumer)
-            server.succeeded()
-        finally:
-            if spec.session is not None:
-                server.end_session(address.loader)
-        return frame
+        return self._persistently(request)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_info"):  # __init__ failed, and an error reporter prints the object
