@@ -9,7 +9,8 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -79,6 +80,13 @@ class HostedDataset:
         """
         collate = self.collate if name is None else self.functions[name]
         return self.default_convert(sample) if collate is None else collate(sample)
+
+    def copied(self) -> HostedDataset:
+        """Return a record with a copy of the dataset; the same record if the dataset cannot be copied."""
+        try:
+            return replace(self, dataset=deepcopy(self.dataset))
+        except Exception:  # noqa: BLE001 - files, locks and generators cannot be copied
+            return self
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
         """Return the worker-init function with a name, or the dataset's own function, if any, for None."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +151,7 @@ class _DirectWorker:
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, shard: int) -> None:
         self._contexts: list[AbstractContextManager[None]] = [OwnRandomState()]
         if hosted.info.kind == "iterable":
-            hosted = replace(hosted, dataset=_copied(hosted.dataset))
+            hosted = hosted.copied()
             shard += spec.num_workers * spec.rank
         seed = (spec.seed + shard) % 2**63
         if hosted.info.kind == "iterable" and spec.num_workers > 0:
@@ -181,14 +180,6 @@ class _DirectWorker:
         for context in self._contexts:
             stack.enter_context(context)
         return stack
-
-
-def _copied(dataset: Any) -> Any:
-    """Return a copy of a dataset, as each worker has one; the dataset itself if it cannot be copied."""
-    try:
-        return deepcopy(dataset)
-    except Exception:  # noqa: BLE001 - a file, lock or generator cannot be copied
-        return dataset
 
 
 def load(dataset: Any, name: str) -> DirectLoader:

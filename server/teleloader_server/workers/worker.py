@@ -16,8 +16,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -317,10 +315,7 @@ def _replica(hosted: HostedDataset) -> HostedDataset:
     """
     if hosted.info.kind == "map" or not accepts(hosted.dataset, "set_epoch", 0):
         return hosted
-    try:
-        return replace(hosted, dataset=deepcopy(hosted.dataset))
-    except Exception:  # noqa: BLE001 - files, locks and generators cannot be copied: use the fork's copy
-        return hosted
+    return hosted.copied()
 
 
 def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> int:
