@@ -352,12 +352,12 @@ class PoolCounters:
         if known is None:
             self._loader(consumer.run[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            known = self._consumers[who] = ConsumerCounters(self._metrics.dataset(dataset), loop, time.monotonic())
+            known = self._consumers[who] = ConsumerCounters(self._metrics.datasets[dataset], loop, time.monotonic())
         return known
 
     def _loader(self, key: str, dataset: str) -> LoaderCounters:
         if key not in self.loaders:
-            self.loaders[key] = LoaderCounters(self._metrics.dataset(dataset), time.monotonic())
+            self.loaders[key] = LoaderCounters(self._metrics.datasets[dataset], time.monotonic())
         return self.loaders[key]
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
@@ -383,11 +383,11 @@ class PoolCounters:
 
     def retried(self, dataset: str) -> None:
         """Count a batch that is recomputed after the exit of its worker."""
-        self._metrics.dataset(dataset).retried += 1
+        self._metrics.datasets[dataset].retried += 1
 
     def given_up(self, dataset: str, failure: Failure) -> None:
         """Count a batch that is not retried, because it hung or ended its workers; the failure was already logged."""
-        self._metrics.dataset(dataset).fail(failure)
+        self._metrics.datasets[dataset].fail(failure)
 
     def worker_lost(self) -> None:
         """Count a worker exit that was not a planned replacement."""
@@ -414,7 +414,7 @@ class Counters:
     """All counters of a server."""
 
     def __init__(self) -> None:
-        self.datasets: dict[str, DatasetCounters] = {}
+        self.datasets: defaultdict[str, DatasetCounters] = defaultdict(lambda: DatasetCounters(time.monotonic()))
         self.worker_restarts = 0
         """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
@@ -424,13 +424,6 @@ class Counters:
         """
         self._kept: list[LoopCounters] = []
         """Training loops with recent requests, including loops without a consumer: a session ends with its epoch."""
-
-    def dataset(self, name: str) -> DatasetCounters:
-        """Return the counters of a dataset, creating them if necessary."""
-        known = self.datasets.get(name)
-        if known is None:
-            known = self.datasets[name] = DatasetCounters(time.monotonic())
-        return known
 
     def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
         """Return the counters of a consumer's training loop, creating them if necessary.

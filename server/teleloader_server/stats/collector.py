@@ -197,7 +197,7 @@ class StatsCollector:
         )
 
     def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
-        tally = self._counters.dataset(info.name)
+        tally = self._counters.datasets[info.name]
         (samples,) = tally.made.rates(now, tally.samples)
         return DatasetStats(
             dataset=info.name,
