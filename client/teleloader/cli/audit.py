@@ -54,14 +54,8 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
         return
     ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
     console = results_console()
-    console.print(
-        Text(
-            harmless(
-                f"epoch {epoch} of {name}: {counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
-            ),
-            style="bold",
-        )
-    )
+    visits = f"{counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
+    console.print(Text(harmless(f"epoch {epoch} of {name}: {visits}"), style="bold"))
     if found.exact:
         console.print(Text("each sample is visited exactly once", style="green"))
     if found.missing.size:

@@ -215,14 +215,9 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
         print_json({**asdict(measured), **rates, "diagnosis": None if diagnosis is None else asdict(diagnosis)})
         return
     console = results_console()
-    console.print(
-        Text(
-            harmless(
-                f"{measured.dataset}: {counted(measured.batches, 'batch', 'batches')} in {seconds(measured.seconds)}"
-            ),
-            style="bold",
-        )
-    )
+    batches = counted(measured.batches, "batch", "batches")
+    heading = f"{measured.dataset}: {batches} in {seconds(measured.seconds)}"
+    console.print(Text(harmless(heading), style="bold"))
     rows = [
         ("batches/s", number(measured.batches_per_second)),
         ("samples/s", number(measured.samples_per_second)),

@@ -212,11 +212,7 @@ def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
         Column("batches/s", lambda found: number(found.batches_per_second)),
         Column("bytes/s", lambda found: size(found.bytes_per_second)),
         Column("waits", _waits),
-        Column(
-            "bottleneck",
-            lambda found: _styled(found.diagnosis),
-            is_words=True,
-        ),
+        Column("bottleneck", lambda found: _styled(found.diagnosis), is_words=True),
         Column("sent", lambda found: size(found.bytes_sent), from_width=VERY_WIDE),
         Column("reconnects", lambda found: _or_dash(found.reconnects), from_width=VERY_WIDE),
         Column("hedges", lambda found: _or_dash(found.hedges), from_width=VERY_WIDE),

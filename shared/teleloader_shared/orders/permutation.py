@@ -87,16 +87,6 @@ class Permutation:
         self._key = key
         self._order: _Sorted | _Feistel = (_Sorted if length <= SORTED_UP_TO else _Feistel)(length, key)
 
-    @property
-    def length(self) -> int:
-        """Length of the permuted range."""
-        return self._length
-
-    @property
-    def key(self) -> int:
-        """Key that selects the permutation."""
-        return self._key
-
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elements at `positions`, in a new int64 array of the same shape.
 
