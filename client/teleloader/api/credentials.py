@@ -47,12 +47,7 @@ class Credentials:
         self._ca, self._cert, self._key = ca, cert, key
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
-        self._token = self._read()
-
-    @property
-    def token(self) -> Secret | None:
-        """Token that authenticates the client; None if no token is configured."""
-        return self._token
+        self.token = self._read()
 
     @property
     def has_certificate(self) -> bool:
@@ -62,18 +57,18 @@ class Credentials:
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers that authenticate the client and protect against cross-site requests."""
-        token = self._token
+        token = self.token
         return {NO_PAGE_HEADER: "1", **({} if token is None else {"Authorization": Secret(f"Bearer {token}")})}
 
     def renew(self, refused: str | None) -> bool:
         """Reload the token after a server rejected the token `refused`; return True if the token now differs."""
         with self._lock:
-            if self._token == refused:
+            if self.token == refused:
                 try:
-                    self._token = self._read()
+                    self.token = self._read()
                 except ValueError:
                     return False  # the file is being written: report the server's error
-            return self._token != refused
+            return self.token != refused
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context, which requires TLS 1.2 or later and verifies the server's certificate and hostname.

@@ -82,18 +82,13 @@ class Authenticator:
         self._told = -LOG_EVERY
         self.on_change: Callable[[], object] = lambda: None
         """Callback, called after tokens were added, removed or changed, and after a token has expired."""
-        self._tokens = self._all()
+        self.tokens = self._all()
         self._next_expiry = self._expiry_after(time.time())
 
     @property
     def has_tokens(self) -> bool:
         """True if clients must authenticate; remains true if all tokens were revoked."""
         return bool(self._sources or self._fixed)
-
-    @property
-    def tokens(self) -> Tokens:
-        """Currently configured tokens."""
-        return self._tokens
 
     def reload_if_changed(self) -> None:
         """Reload changed token files, and replace the tokens; called once a second.
@@ -103,7 +98,7 @@ class Authenticator:
         changed = bool([source for source in self._sources if source.reload_if_changed()])
         if changed:
             try:
-                self._tokens = self._all()
+                self.tokens = self._all()
             except ConfigError as error:
                 logger.error("token reload failed, keeping the previous tokens: %s", error)
                 changed = False
@@ -174,7 +169,7 @@ class Authenticator:
                 "token=...); in a browser, sign in at /"
             )
         session = self._sessions.get(_digest_of(name))
-        token = None if session is None else self._tokens.has(session.digest)
+        token = None if session is None else self.tokens.has(session.digest)
         if session is None or token is None or min(session.expires, token.expires) <= time.time():
             self._sessions.pop(_digest_of(name), None)
             raise Unauthorized("the session has expired or was revoked: sign in again at /")
@@ -224,7 +219,7 @@ class Authenticator:
             )
 
     def _valid(self, token: bytes) -> Token:
-        found = self._tokens.find(token)
+        found = self.tokens.find(token)
         if found is None:
             raise Unauthorized(
                 "unknown token: the token may have been revoked or rotated. Request a new token from the operator"
@@ -235,7 +230,7 @@ class Authenticator:
 
     def _expiry_after(self, now: float) -> float:
         """Return the time (seconds since 1970) at which the next token expires; infinity if no token expires."""
-        return min((entry.expires for entry in self._tokens.entries if entry.expires > now), default=math.inf)
+        return min((entry.expires for entry in self.tokens.entries if entry.expires > now), default=math.inf)
 
     def _all(self) -> Tokens:
         entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]

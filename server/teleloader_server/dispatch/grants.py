@@ -30,7 +30,7 @@ class Grants:
 
     def __init__(self) -> None:
         self._grants: set[_Grant] = set()
-        self._tokens_changed = asyncio.Event()
+        self.tokens_changed = asyncio.Event()
 
     @contextmanager
     def hold(
@@ -51,15 +51,11 @@ class Grants:
         finally:
             self._grants.discard(grant)
 
-    def tokens_changed(self) -> None:
-        """Schedule a check of all open requests, because tokens changed."""
-        self._tokens_changed.set()
-
     async def run(self) -> None:
         """End requests that are no longer authorized, after each token change, until cancelled."""
         while True:
-            await self._tokens_changed.wait()
-            self._tokens_changed.clear()
+            await self.tokens_changed.wait()
+            self.tokens_changed.clear()
             for number, grant in enumerate(list(self._grants)):
                 try:
                     grant.caller.authorize(grant.need, grant.dataset)

@@ -67,7 +67,8 @@ class LoaderService:
         self.client_limits = client_limits
         self.quotas = Quotas(client_limits, limits.memory_budget)
         """Resources and limits of each principal."""
-        self._draining = asyncio.Event()
+        self.draining: Final = asyncio.Event()
+        """Set when the shutdown of the server begins: new requests are rejected from then on."""
         self._host = host
         self.counters = Counters()
         """Counters of all engines, for the statistics."""
@@ -110,23 +111,10 @@ class LoaderService:
                 await task
         await self.engines.close()
 
-    def drain(self) -> None:
-        """Reject new requests from now on, because the server shuts down."""
-        self._draining.set()
-
-    @property
-    def draining(self) -> bool:
-        """True if the server is shutting down."""
-        return self._draining.is_set()
-
-    async def drained(self) -> None:
-        """Wait until the server starts shutting down."""
-        await self._draining.wait()
-
     @property
     def ready(self) -> bool:
         """True if the server can compute batches: at least one worker is ready, and the server is not shutting down."""
-        return not self.draining and self.engines.ready
+        return not self.draining.is_set() and self.engines.ready
 
     @property
     def datasets(self) -> dict[str, DatasetInfo]:
@@ -335,7 +323,7 @@ class LoaderService:
         Raises:
             ServerUnavailable: If the server is shutting down.
         """
-        if self.draining:
+        if self.draining.is_set():
             raise ServerUnavailable("the server is stopping: use another server, or retry later")
 
     @asynccontextmanager

@@ -171,7 +171,7 @@ class StatsCollector:
             worker_restarts=self._counters.worker_restarts,
             batches_per_second=sum(batches for batches, _ in left),
             bytes_per_second=sum(nbytes for _, nbytes in left),
-            draining=self._service.draining,
+            draining=self._service.draining.is_set(),
         )
 
     @staticmethod
@@ -188,10 +188,10 @@ class StatsCollector:
             batches=tally.batches,
             busy=tally.busy,
             busy_fraction=look.busy_fractions[state.worker],
-            restarts=state.restarts,
-            recycled=state.recycled,
-            last_exit=state.last_exit,
-            last_restart=state.last_restart,
+            restarts=state.restarts.count,
+            recycled=state.restarts.recycled,
+            last_exit=state.restarts.last_exit,
+            last_restart=state.restarts.last_duration,
             rss=memory.rss,
             pss=memory.pss,
         )

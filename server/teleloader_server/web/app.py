@@ -77,7 +77,7 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
         responses=DOCUMENTED,
     )
     app.state.authenticator = authenticator or Authenticator()
-    app.state.authenticator.on_change = service.grants.tokens_changed
+    app.state.authenticator.on_change = service.grants.tokens_changed.set
     app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)
@@ -216,7 +216,7 @@ class Server(uvicorn.Server):
         Meanwhile the server still listens, and responds to new requests with an error, so that clients switch to
         another server immediately. Responses that are incomplete after the grace period are aborted.
         """
-        self._service.drain()
+        self._service.draining.set()
         self._connections.drain()
         # at 80 % of the grace period, pending requests get an error response
         if not await self._all_sent(0.8 * self._grace):

@@ -52,7 +52,7 @@ class StatsStream(Response):
         service, caller, watchers = service_of(self._request), caller_of(self._request), _watchers_of(self._request)
         watchers[self] = caller.authorize(STATS).name
         revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        drained = asyncio.create_task(service.drained())
+        drained = asyncio.create_task(service.draining.wait())
 
         def revoke(_: AccessDenied) -> None:
             if not revoked.done():
@@ -69,7 +69,7 @@ class StatsStream(Response):
             drained.cancel()
             watchers.pop(self, None)
 
-    async def _send_events(self, send: Send, ends: set[asyncio.Future[None]]) -> None:
+    async def _send_events(self, send: Send, ends: set[asyncio.Future[Any]]) -> None:
         """Send events until one of `ends` is done."""
         while not any(end.done() for end in ends):
             records = _records.dump_json(await _stats_for(self._request, *self._page))
@@ -164,4 +164,6 @@ def _add_probes(router: APIRouter) -> None:
         service = service_of(request)
         if service.ready:
             return {"status": "ready"}
-        return Problem(503, "NotReady", "the server is stopping" if service.draining else "no worker is ready yet")
+        return Problem(
+            503, "NotReady", "the server is stopping" if service.draining.is_set() else "no worker is ready yet"
+        )

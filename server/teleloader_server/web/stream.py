@@ -122,7 +122,7 @@ class Conversation:
 
     async def _converse(self, *, lists: bool) -> None:
         reading, sending = asyncio.create_task(self._read(lists=lists)), asyncio.create_task(self._send())
-        drained = asyncio.create_task(self._service.drained())
+        drained = asyncio.create_task(self._service.draining.wait())
         drained.add_done_callback(lambda _: reading.cancel())
         ends: set[asyncio.Future[None]] = {self._denied, reading, sending}
         try:

@@ -198,9 +198,13 @@ class Restarts:
     """Exits and restarts of one worker ID, across all processes with this ID."""
 
     count: int = 0
+    """Number of exits, not counting planned replacements."""
+    recycled: int = 0
+    """Number of planned replacements."""
     last_exit: str | None = None
+    """Description of the last exit; None before the first."""
     last_duration: float | None = None
-    """Seconds from the last exit until the next process was ready."""
+    """Seconds from the last exit until the next process was ready; None before the first restart."""
     failures: int = 0
     """Number of consecutive processes that exited before they completed a task."""
     failed_starts: int = 0

@@ -17,7 +17,7 @@ from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.aside import aside
-from teleloader_server.workers.health import WorkerHealth
+from teleloader_server.workers.health import Restarts, WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
@@ -33,6 +33,8 @@ class InProcessPool:
         limits: Limits of the pool.
     """
 
+    num_workers: Final = 0
+
     def __init__(self, open_datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
         self._open_datasets = open_datasets
         self._limits = limits
@@ -45,11 +47,6 @@ class InProcessPool:
         """Task in progress, and the time of its start."""
         # a daemon thread, because user code that never returns must not prevent the process from exiting
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
-
-    @property
-    def num_workers(self) -> int:
-        """0, because the pool has no worker processes."""
-        return 0
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Start the thread, wait until the datasets are constructed, and return the dataset descriptions."""
@@ -79,7 +76,7 @@ class InProcessPool:
         task, since = self._at_hand
         return [
             WorkerState(
-                0, os.getpid(), ready=True, restarts=0, recycled=0, last_exit=None, last_restart=None, task=task,
+                0, os.getpid(), ready=True, restarts=Restarts(), task=task,
                 working_for=0.0 if task is None else time.monotonic() - since,
             )
         ]  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import Report, Task
-from teleloader_server.workers.health import WorkerExit, WorkerHealth
+from teleloader_server.workers.health import Restarts, WorkerExit, WorkerHealth
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
@@ -56,14 +56,7 @@ class WorkerState:
     worker: int
     pid: int | None
     ready: bool
-    restarts: int
-    """Number of exits of processes with this worker ID, not counting planned replacements."""
-    recycled: int
-    """Number of planned replacements."""
-    last_exit: str | None
-    """Description of the last of these exits; None before the first."""
-    last_restart: float | None
-    """Seconds from the last of these exits until the next process was ready; None before the first restart."""
+    restarts: Restarts
     task: Task | None
     """Task in progress."""
     working_for: float

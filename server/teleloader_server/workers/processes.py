@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -50,7 +50,6 @@ class _Place:
 
     process: WorkerHandle
     restarts: Restarts = field(default_factory=Restarts)
-    recycled: int = 0
     respawn: asyncio.TimerHandle | None = None
     """Scheduled start of the next process, after the exit of the previous one."""
     began: Sequence[Any] | None = None
@@ -78,6 +77,7 @@ class ProcessPool:
             self._forkserver_restarted,
             lambda reason: self._listener.no_worker_starts(reason),
         )
+        self.num_workers: Final = limits.num_workers
         self._limits = limits
         self._session = None if session is None else session.to_json()
         self._in_turn = session is not None and session.num_workers > 0
@@ -88,11 +88,6 @@ class ProcessPool:
         self._inspections: set[asyncio.Task[None]] = set()
         self._oom_kills = oom_kills()
         self._shortages = Shortages()
-
-    @property
-    def num_workers(self) -> int:
-        """Number of worker processes in the pool."""
-        return self._limits.num_workers
 
     async def start(self, listener: PoolListener) -> list[DatasetInfo]:
         """Start the fork server, wait until the datasets are constructed, then fork the workers."""
@@ -148,10 +143,7 @@ class ProcessPool:
                 number,
                 place.process.pid,
                 place.process.health.ready and not self._supervisor.is_restarting,
-                place.restarts.count,
-                place.recycled,
-                place.restarts.last_exit,
-                place.restarts.last_duration,
+                place.restarts,
                 place.process.current_task(),
                 place.process.working_for,
             )
@@ -382,7 +374,7 @@ class ProcessPool:
         if not process.health.ready or process.health.has_work:
             return
         self._forget(process)
-        place.recycled += 1
+        place.restarts.recycled += 1
         place.process = self._fork(process.number)
 
     def _exited(self, pid: int, status: int) -> None:

@@ -116,7 +116,11 @@ class Worker:
             None if settings.began is None else Began(*settings.began),
             None if settings.reached is None else Reached.from_message(*settings.reached),
         )
-        self._arena = Arena(settings.free_limit, self._announce, lambda slot: self._send(messages.SlotRemoved(slot)))
+        self._arena = Arena(
+            settings.free_limit,
+            lambda slot, fd, size: self._send(messages.SlotCreated(slot, size), [fd]),
+            lambda slot: self._send(messages.SlotRemoved(slot)),
+        )
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
         self._tasks: deque[tuple[int, Task]] = deque()
         self._finished: deque[messages.Result] = deque()
@@ -297,9 +301,6 @@ class Worker:
                 finished.append(self._finished.popleft())
             if finished:
                 self._channel.send(encode(messages.Done(finished)))
-
-    def _announce(self, slot: int, fd: int, size: int) -> None:
-        self._send(messages.SlotCreated(slot, size), [fd])
 
     def _send(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         with self._sending:
