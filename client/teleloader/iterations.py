@@ -32,7 +32,7 @@ class Start:
     order: Order
     position: Position
     lists: IndexLists | None
-    """Index lists from `position` on; None without a client-side sampler."""
+    """Index lists of a client-side sampler, from `position` on; None if servers compute the indices."""
     placement: Placement
     loader: int
     """Sequence number of the loader in this process."""
@@ -42,7 +42,7 @@ class Start:
     timeout: float
     """Seconds to wait for a batch; 0 for no limit."""
     keeps_workers: bool
-    """True with persistent workers."""
+    """True if the next epoch uses the same (persistent) workers."""
     seeded: bool
     """True if the `seed` argument was given."""
     max_batch_bytes: int
@@ -91,7 +91,7 @@ class Start:
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
         if order.has_plan and stop != registered.batches:
             raise ProtocolError(
-                f"{dataset.url} computed {registered.batches} batches per epoch, expected {stop}: install the same "
+                f"{dataset.url} reports {registered.batches} batches per epoch, expected {stop}: install the same "
                 "release of teleloader on both sides"
             )
         scheduler = RangeScheduler(

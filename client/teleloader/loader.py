@@ -85,18 +85,18 @@ class DataLoader:
         shuffle: Whether to shuffle the samples in each epoch. None (the default) is False.
         sampler: Yields indices; excludes `shuffle`. None by default.
         batch_sampler: Yields index lists; excludes `batch_size`, `shuffle`, `sampler` and `drop_last`. None by default.
-        num_workers: Number of shards of an iterable-style dataset (0, the default: one shard in which
-            ``get_worker_info()`` is None), or of workers for an object of this process (0: the thread that calls
-            ``next()`` loads it; for an object that `serve` hosts, 0 is the number of workers of `serve`). Other servers
-            ignore the value for map-style datasets: their workers are shared by all loaders.
+        num_workers: Number of shards of an iterable-style dataset; 0 (the default) is one shard in which
+            ``get_worker_info()`` is None. For an object of this process, number of workers; 0 loads it in the thread
+            that calls ``next()`` or, if `serve` hosts the object, in the workers of `serve`. Other servers ignore the
+            value for map-style datasets, because all loaders share the workers.
         collate_fn: Builds a batch from a list of samples, on the server, which must allow the function by name; for an
             object of this process any function. None (the default) uses the server's collate function.
         pin_memory: Whether to receive batches into page-locked memory, for fast copies to an accelerator; False by
             default.
         drop_last: Whether to omit an incomplete last batch; False by default.
         timeout: Seconds to wait for a batch; 0 (the default) has no limit while the server is available.
-        worker_init_fn: Called with the worker ID in each worker that serves only this loader; allowed as `collate_fn`
-            is. None by default.
+        worker_init_fn: Called with the worker ID in each worker that serves only this loader; the server must allow
+            the function, as for `collate_fn`. None by default.
         multiprocessing_context: Checked as in torch, otherwise ignored: the client starts no processes.
         generator: A torch.Generator from which the order and the base seed are drawn. None (the default) draws them
             from torch's global generator.
@@ -108,9 +108,9 @@ class DataLoader:
         in_order: Ignored: batches are always yielded in order.
         seed: Seed of the seeded order and of random augmentation, in [0, 2**64); the same on all ranks. None (the
             default) draws both as torch does.
-        rank: Position of this process among `world_size` data-parallel processes. If neither is given (the default),
-            torch.distributed provides both if it is initialised, also for validation data; otherwise they are 0 and 1.
-            A sampler divides the epoch itself.
+        rank: Rank of this process among `world_size` data-parallel processes. If neither argument is given (the
+            default), torch.distributed provides both if it is initialised, for training and validation data alike;
+            otherwise they are 0 and 1. Not permitted with a sampler, which divides the epoch itself.
         world_size: Number of processes that share the epoch.
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
@@ -121,9 +121,9 @@ class DataLoader:
             default.
         compression: ``"zstd"`` or ``"lz4"`` lets the workers compress arrays, for slow networks. None (the default)
             does not compress.
-        max_batch_bytes: Limit of the size of a batch, in bytes; 1 GiB by default.
+        max_batch_bytes: Maximum size of a batch, in bytes; 1 GiB by default.
         device: Accelerator to copy the tensors of batches to: a torch.device, a string such as ``"cuda"`` or
-            ``"cuda:1"``, or an index. None (the default) leaves them in main memory. ``"cuda"`` is the current device
+            ``"cuda:1"``, or an index. None (the default) leaves them in host memory. ``"cuda"`` is the current device
             when ``iter()`` is called. Batches are received into page-locked memory, and a thread copies each on a
             separate stream when it has arrived. The current stream of the thread that calls ``next()`` waits for the
             copy, so a batch can be used immediately, and kept. See docs/accelerators.md.

@@ -23,11 +23,11 @@ class Position(NamedTuple):
     `draws_base_seed` (True if the base seed was drawn from them first) and `drawn` (True if the first index list was
     drawn)."""
     base_seed: int | None = None
-    """Base seed of the workers, if the epoch was started before."""
+    """Base seed of the workers; None if the epoch was not started before."""
     shard_states: tuple[str | None, ...] | None = None
     """States of the shards of an iterable-style dataset; None for a shard without a state."""
     sampler: dict[str, Any] | None = None
-    """State of a stateful client-side sampler, see `sampling.SamplerStates`."""
+    """State of a client-side sampler (see `sampling.SamplerStates`); None if it is not stateful."""
 
     def check(self) -> None:
         """Check that the states of the user's dataset and sampler are serializable.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from teleloader_shared.codec import PROLOGUE_SIZE
 from teleloader_shared.errors import StateMismatch
+from teleloader_shared.text import short
+
+_INVALID: Final = "invalid record of delivered batches {}: send the saved [epoch, [first, next, digest, state], ...]"
 
 
 class Delivered(NamedTuple):
@@ -50,7 +53,7 @@ def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
 
 
 def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
-    """Decode the progress of one shard from the text returned by `pack`; None if the text is for another epoch.
+    """Return the progress of one shard from a result of `pack`, or None if there is none for this shard and epoch.
 
     Raises:
         StateMismatch: If the text does not have the format of `pack`.
@@ -61,7 +64,7 @@ def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
             return None
         first, stop, digest, state = packed[1 + shard]
     except (ValueError, RecursionError, LookupError, TypeError):
-        raise StateMismatch("invalid record of delivered batches: send the saved record unchanged") from None
+        raise StateMismatch(_INVALID.format(short(text))) from None
     if not all(type(number) is int for number in (first, stop, digest)) or not isinstance(state, str | None):
-        raise StateMismatch("invalid record of delivered batches: send the saved record unchanged")
+        raise StateMismatch(_INVALID.format(short(text)))
     return Delivered(first, stop, digest, state)

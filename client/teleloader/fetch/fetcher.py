@@ -50,20 +50,20 @@ class FetchOptions:
     buffers: HostBuffers
     """Allocator of the memory to receive into."""
     device: Device | None
-    """Accelerator that page-locked memory is allocated for; None for ordinary memory."""
+    """Accelerator that page-locked memory is allocated for; None for pageable memory."""
     max_batch_bytes: int
     """Maximum size of a frame."""
     reconnect_timeout: float
     """Seconds for which requests are retried."""
     trace: IterationTrace | None
-    """Creates the spans of the requests; None without tracing."""
+    """Creates the spans of the requests; None if tracing is disabled."""
 
 
 class _Failures:
     """Consecutive failures of a server, since the last batch that it sent.
 
     Args:
-        backoff: Waits between retries.
+        backoff: Backoff between retries.
     """
 
     def __init__(self, backoff: Backoff) -> None:
@@ -307,7 +307,7 @@ class Fetcher:
             )
         with self._reorder_buffer.changed:
             self._connections.append(connection)
-            if self._reorder_buffer.is_over():  # became over while connecting
+            if self._reorder_buffer.is_over():  # the epoch ended while connecting
                 connection.shut_down()
         return connection
 

@@ -52,9 +52,9 @@ class Progress:
     state: tuple[Position, Delivery | None]
     """Position of the next batch, and its delivery if an interrupted call of ``next()`` has prepared it."""
     longest: int | None = None
-    """Number of batches of the rank that has the most, if known."""
+    """Number of batches of the rank with the most batches; None if unknown."""
     sampler_states: SamplerStates | None = None
-    """None without a client-side sampler."""
+    """States of a client-side sampler; None if servers compute the indices."""
     keeps_base_seed: bool = False
     """True if the next epoch has the same base seed, as with torch's persistent workers."""
     keeps_dataset: bool = False
@@ -103,7 +103,7 @@ class Progress:
 
     @property
     def following(self) -> Position:
-        """Start of the next epoch if the current position is the end of the epoch, else None."""
+        """Start of the next epoch, with the states that it continues from this epoch."""
         position = self.next
         return Position(
             position.epoch + 1,
@@ -125,15 +125,15 @@ class Iteration:
     """Object whose length is the number of batches of the epoch; None for an iterable-style dataset."""
     receiver: Receiver | DirectReceiver
     lists: IndexLists | None
-    """None without a client-side sampler."""
+    """Index lists of a client-side sampler; None if servers compute the indices."""
     timeout: float
     """Seconds to wait for a batch; 0 for no limit."""
     stays: bool
     """True if the loader's private workers outlive the epoch."""
     length_check: LengthCheck | None
-    """None for a map-style dataset."""
+    """Sample count check; None for a map-style dataset."""
     stager: Stager | DirectStager | None
-    """None unless batches are copied to a device."""
+    """Copies batches to a device; None if batches stay in host memory."""
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread."""
     # attributes instead of properties: next() reads them ten times for each batch
@@ -329,7 +329,7 @@ class LoaderIterator:
             batch = frame.content if current.stager is None else current.stager.use(frame)
             return Delivery(frame, batch if current.transform is None else current.transform(batch))
         except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
-            stopped = RuntimeError(f"device_transform raised {type(error).__name__}")
+            stopped = RuntimeError(f"device_transform raised {type(error).__name__}: raise another exception")
             stopped.__cause__ = error
             return Delivery(frame, raised=Raised(stopped))
         except BaseException as error:

@@ -44,8 +44,9 @@ class ReorderBuffer:
         scheduler: Scheduler of the requests; guarded by `changed`, except in the training loop's thread.
         urls: URLs of the servers.
         measures: Counters of received batches.
-        memory_limit: Memory limit of buffered batches, in bytes; at the limit, requests are paused.
-        complete: True if the end of the epoch is known or reported by a server; False if `complete` declares it.
+        memory_limit: Maximum memory of buffered batches, in bytes; beyond it, requests are paused.
+        complete: Whether the end of the epoch is known or reported by a server; if False, the method `complete`
+            declares it.
         stays: Whether to keep the receiving threads until `close`, even if all batches have arrived.
     """
 
@@ -62,10 +63,10 @@ class ReorderBuffer:
         self.scheduler = scheduler
         self.measures = measures
         self.lock = threading.RLock()
-        """Its methods are in C, unlike a condition's, so a signal handler that raises cannot leave it locked."""
+        """A lock's methods are in C, unlike a condition's, so a signal handler that raises cannot leave it locked."""
         self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
-        """Exception that waits for a batch raise after the iterator was closed."""
+        """Exception that each wait for a batch raises after `close`; None while the iterator is open."""
         self._memory_limit = memory_limit
         self._bell = threading.Lock()
         """Locked while the training loop waits; released to make the loop check again."""
@@ -87,7 +88,7 @@ class ReorderBuffer:
         self.starved = False
         """True while the training loop waits for a batch."""
         self._is_ready: Callable[[Frame], bool] | None = None
-        """None unless batches are copied to a device before delivery."""
+        """Predicate of `stage`; None if batches are not copied to a device before delivery."""
         self._callback: Callable[[], object] | None = None
         self._idle_threads = 0
         """Number of receiving threads that have nothing to request."""
@@ -99,7 +100,7 @@ class ReorderBuffer:
     # -- in the training loop's thread
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the failure or end of shard in its place; None if the batch is not ready yet."""
+        """Return the next batch, or the failure or end of shard in its place, or None if it is not ready yet."""
         if not self._batches:
             return None
         first = self._batches[0]
@@ -109,7 +110,7 @@ class ReorderBuffer:
         """Wait until the next batch, or the failure in its place, has arrived.
 
         Args:
-            timeout: Limit in seconds; 0 for none.
+            timeout: Maximum wait in seconds; 0 for no limit.
 
         Raises:
             LoaderTimeout: If the batch did not arrive in time; it may still arrive.
@@ -119,7 +120,7 @@ class ReorderBuffer:
             self._await_batch(timeout)
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` once, from any thread, as soon as `wait` would not block; None cancels an earlier call."""
+        """Call `callback` once, from any thread, as soon as `wait` would not block; None cancels a pending call."""
         with self.lock:
             if callback is None:
                 self._callback = None
@@ -179,7 +180,7 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def close(self, why: BaseException | None = None) -> None:
-        """Discard all batches and stop the receiving threads; further waits raise `why`."""
+        """Discard all batches and stop the receiving threads; further waits raise `why` or a `TeleloaderError`."""
         with self.lock:
             self.closed = why or TeleloaderError("this iterator is closed: call iter(loader) for another iterator")
             self._batches.clear()
@@ -212,7 +213,7 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Set the predicate that permits the delivery of a batch; call `staged` when its result may change."""
+        """Set a predicate that permits the delivery of a batch; call `staged` if the predicate's result may change."""
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
@@ -262,14 +263,14 @@ class ReorderBuffer:
             )
 
     def next_range(self, server: int) -> Range | None:
-        """Return the next range of batches to request from a server; None if no request is due."""
+        """Return the next range of batches to request from a server, or None if no request is due."""
         with self.changed:
             wanted = self.scheduler.next_range(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
             return self._with_indices(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds until batches may be requested from a server."""
+        """Wait up to `timeout` seconds (None: no limit) until batches may be requested from a server."""
         if self.scheduler.shared:  # another server's request that becomes overdue causes no notification
             timeout = HEDGE_LEAST
         with self.changed:

@@ -159,7 +159,7 @@ class RangeScheduler:
 
     @property
     def has_retries(self) -> bool:
-        """True if the ranges requested from disconnected servers must be requested again."""
+        """True if ranges must be requested again, because their servers disconnected."""
         return bool(self._retries)
 
     def has_work(self, server: int, now: float) -> bool:
@@ -171,7 +171,7 @@ class RangeScheduler:
         return self.has_room or self._overdue_range(server, now) is not None
 
     def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
-        """Return the next range to request from a server; None if enough requests are pending."""
+        """Return the next range to request from a server, or None if enough requests are pending."""
         while self._retries:
             lost = self._retries.pop(0)
             if (wanted := self._missing(lost)) is not None:
@@ -220,7 +220,7 @@ class RangeScheduler:
         return max(min(self._together, self.window, MAX_AHEAD), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
-        """Return the part of a range that still has to be received; None if it is empty."""
+        """Return the part of a range that still has to be received, or None if everything has arrived."""
         start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
         while start in self._beyond:
             start += 1

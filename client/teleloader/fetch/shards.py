@@ -49,7 +49,7 @@ class DeliveredShards:
     def spec(self) -> LoaderSpec:
         """Spec for registering the session again, with the progress of its shards.
 
-        The states of the shards are omitted if they exceed the limit for a spec.
+        The states are omitted if they exceed `MAX_STATES`.
         """
         text = delivered.pack(self._epoch, self._shards)
         if len(text) + sum(map(len, filter(None, self._spec.shard_states or ()))) > MAX_STATES:
