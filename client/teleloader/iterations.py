@@ -47,7 +47,7 @@ class Start:
     """True if the `seed` argument was given."""
     max_batch_bytes: int
     transform: Callable[[Any], Any] | None
-    """Applied to each batch in the training loop's thread."""
+    """Applied to each batch in the training loop's thread; None for no transform."""
     device_ahead: int
     """Batches to copy to the device before the training loop requests them."""
     before: Measures

@@ -279,7 +279,7 @@ class IndexLists:
         self.exhausted = False
         """True if no more lists can be drawn."""
         self.error: Exception | None = None
-        """Exception to raise in place of the next batch."""
+        """Exception to raise in place of the next batch; None if the sampler did not fail."""
 
     @property
     def drawn(self) -> int:

@@ -23,7 +23,7 @@ class LoaderStats:
     epoch: int | None
     """Epoch number; None before the first epoch."""
     elapsed: float
-    """Time from ``iter()`` to the end of the epoch, or to now."""
+    """Time from ``iter()`` to the end of the epoch, or until now if the epoch has not ended."""
     steps: int
     """Batches that the training loop received, including errors raised in their place."""
     wait: Latency

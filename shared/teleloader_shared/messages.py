@@ -30,7 +30,7 @@ DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
-"""Suffix of `loader_path` in the URL of a loader's WebSocket."""
+"""Suffix appended to `loader_path` in the URL of a loader's WebSocket."""
 
 
 def batches_path(key: str, epoch: int) -> str:

@@ -77,13 +77,13 @@ class LoaderSpec:
     num_workers: int = 0
     """Size of the session's private worker pool; each worker iterates over one shard of an iterable-style dataset."""
     shard_states: Sequence[str | None] | None = None
-    """States from which the shards of an iterable-style dataset resume in `resumed_epoch`, as received in frames."""
+    """Shard states from which `resumed_epoch` resumes, as received in frames; None to start from the beginning."""
     resumed_epoch: int = 0
     """Epoch that `shard_states` belong to."""
     in_process: bool = False
     """True to load the session in the server's own process, for debugging; the server must allow it."""
     delivered: str | None = dataclasses.field(default=None, compare=False)
-    """Progress in an earlier session with this spec (`delivered.pack`); the only field that `key` does not include."""
+    """Progress in an earlier session (`delivered.pack`) or None; the only field that `key` does not include."""
 
     def __post_init__(self) -> None:
         """Validate all fields."""

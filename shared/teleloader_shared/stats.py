@@ -113,9 +113,9 @@ class WorkerStats:
     """Key of the loader that the worker is private to; None for workers of the shared pool."""
     state: Literal["starting", "idle", "busy"]
     current_task: str | None
-    """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``."""
+    """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``; None if the worker is not busy."""
     current_task_seconds: float | None
-    """Time since the current task started."""
+    """Time since the current task started; None if the worker is not busy."""
     batches: int
     """Batches finished."""
     busy: float
@@ -127,9 +127,9 @@ class WorkerStats:
     recycled: int
     """Planned replacements of processes that reached their limit of batches or memory."""
     last_exit: str | None
-    """Latest process exit and its cause, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``."""
+    """Latest process exit, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``; None before any exit."""
     last_restart: float | None
-    """Duration of the latest replacement, from the exit of the old process until the new one was ready."""
+    """Duration of the latest replacement, from the exit until the new process was ready; None before any."""
     rss: int
     """Resident memory, shared pages included."""
     pss: int

@@ -110,7 +110,7 @@ class Bench:
         self._nbytes = 0
 
     def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """Run the benchmark; return the result, and the server's diagnosis of this consumer if available.
+        """Run the benchmark; return the result and the server's diagnosis of this consumer, None if unavailable.
 
         Args:
             url: URL of the server.

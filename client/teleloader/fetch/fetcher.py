@@ -52,7 +52,7 @@ class FetchOptions:
     device: Device | None
     """Accelerator that page-locked memory is allocated for; None for pageable memory."""
     max_batch_bytes: int
-    """Maximum size of a frame."""
+    """Maximum size of a frame, in bytes."""
     reconnect_timeout: float
     """Seconds for which requests are retried."""
     trace: IterationTrace | None

@@ -37,7 +37,7 @@ class Delivery(NamedTuple):
     frame: Frame
     batch: Any = None
     raised: Raised | None = None
-    """Exception to raise in place of the batch."""
+    """Exception to raise in place of the batch; None to return the batch."""
 
 
 @dataclass(slots=True)
@@ -45,12 +45,12 @@ class Progress:
     """Position of an iterator in its epoch; kept after the iterator's deletion, for resuming an abandoned epoch.
 
     Signal handlers may raise in ``next()`` at any bytecode. The position and the delivery that leads to it are
-    therefore replaced in a single store: if it is interrupted before, the next call delivers the same batch; after the
-    store, ``next()`` only returns.
+    therefore replaced in a single store: after an interruption before the store, the next call delivers the same batch;
+    after the store, ``next()`` only returns.
     """
 
     state: tuple[Position, Delivery | None]
-    """Position of the next batch, and its delivery if an interrupted call of ``next()`` has prepared it."""
+    """Position of the next batch, and its delivery, None unless an interrupted call of ``next()`` has prepared it."""
     longest: int | None = None
     """Number of batches of the rank with the most batches; None if unknown."""
     sampler_states: SamplerStates | None = None
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def delivery(self) -> Delivery | None:
-        """Delivery of the next batch, if prepared by an interrupted call of ``next()``."""
+        """Delivery of the next batch; None unless an interrupted call of ``next()`` has prepared it."""
         return self.state[1]
 
     def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
@@ -118,7 +118,7 @@ class Iteration:
     """State and resources of one iteration over an epoch."""
 
     dataset: RemoteDataset | DirectDataset
-    """Referenced so that a server in this process keeps running."""
+    """Referenced to keep a server in this process running."""
     spec: LoaderSpec
     progress: Progress
     batches: Sized | None
@@ -135,7 +135,7 @@ class Iteration:
     stager: Stager | DirectStager | None
     """Copies batches to a device; None if batches stay in host memory."""
     transform: Callable[[Any], Any] | None
-    """Applied to each batch in the training loop's thread."""
+    """Applied to each batch in the training loop's thread; None for no transform."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -202,9 +202,9 @@ class LoaderIterator:
 
     def __init__(self) -> None:
         self.base_seed: int | None = None
-        """Base seed of persistent workers, drawn only once, as in torch."""
+        """Base seed of persistent workers, drawn only once, as in torch; None if it was not drawn yet."""
         self.spec: LoaderSpec | None = None
-        """Spec for which persistent workers were started."""
+        """Spec for which persistent workers were started; None if there are no such workers."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
         """Held by ``next()``, because several threads may share an iterator."""
@@ -413,7 +413,7 @@ class LoaderIterator:
 
 
 class AsyncLoaderIterator:
-    """Asynchronous iterator over the batches of an epoch; neither its start nor waiting blocks the event loop."""
+    """Asynchronous iterator over an epoch; neither starting the epoch nor waiting for a batch blocks the event loop."""
 
     def __init__(self, begin: Callable[[], LoaderIterator]) -> None:
         self._begin = begin

@@ -368,7 +368,7 @@ class ReorderBuffer:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 
     def _with_indices(self, wanted: Range | None) -> Range | None:
-        """Add the encoded indices of its batches to a range, if there is a client-side sampler."""
+        """Return a range with the encoded indices of the batches, if a client-side sampler has yielded them."""
         if wanted is None or not self._indices:
             return wanted
         return wanted._replace(listed=b"".join(self._indices[k] for k in range(wanted.start, wanted.stop)))

@@ -234,7 +234,7 @@ class RangeScheduler:
         return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
 
     def _overdue_range(self, server: int, now: float) -> Range | None:
-        """Return the range to hedge: the rest of another server's overdue request that the training loop waits for."""
+        """Return the range to hedge, or None: the rest of another server's request, if it is overdue and awaited."""
         holding = [
             (other, request)
             for other, state in enumerate(self._servers)
