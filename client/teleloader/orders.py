@@ -228,7 +228,7 @@ class StreamOrder(Order):
         return length // size if spec.drop_last else -(-length // size)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
-        """Return an upper bound of the batch count, because each shard reports its end only during the epoch."""
+        """Return an upper bound of the batch count, and None: each shard reports its end only during the epoch."""
         return MAX_EPOCH, None
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:

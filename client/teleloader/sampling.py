@@ -196,8 +196,8 @@ class SamplerStates:
         """Return the sampler's state at the end of this epoch, or None if no states are stored.
 
         The sampler need not have been iterated to its end: the result is the state before the last list, with the
-        number of draws that follow. The state after the last
-        list would be wrong: a sampler that counts its indices would start the next epoch at that count.
+        number of draws that follow. The state after the last list would be wrong: a sampler that counts its indices
+        would start the next epoch at that count.
         """
         last = sorted(self._states)[-2:]
         if not last:

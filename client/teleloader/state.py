@@ -21,7 +21,7 @@ class Position(NamedTuple):
     random: dict[str, Any] | None = None
     """With a client-side sampler: states of the random generators when the iterator of this epoch was created,
     `draws_base_seed` (True if the base seed was drawn from them first) and `drawn` (True if the first index list was
-    drawn)."""
+    drawn). None for other orders, and before the epoch is started."""
     base_seed: int | None = None
     """Base seed of the workers; None if the epoch was not started before."""
     shard_states: tuple[str | None, ...] | None = None
