@@ -149,7 +149,7 @@ class RemoteDataset:
         Raises:
             IndexError: If the index is out of range.
             TypeError: If the dataset is iterable-style.
-            Exception: The exception that the dataset raised.
+            Exception: If the dataset raises an exception for the sample.
         """
         if self.iterable:
             raise TypeError(f"iterable-style dataset {self.name!r} cannot be indexed: iterate over a DataLoader")

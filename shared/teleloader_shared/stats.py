@@ -125,7 +125,7 @@ class WorkerStats:
     restarts: int
     """Replacements of processes that died, or were killed because they were unresponsive."""
     recycled: int
-    """Planned replacements of processes that reached their limit of batches or memory."""
+    """Planned replacements of processes that reached the batch limit or the memory limit."""
     last_exit: str | None
     """Latest process exit, e.g. ``worker 0 (pid 4711) killed by signal SIGKILL (Killed)``; None before any exit."""
     last_restart: float | None

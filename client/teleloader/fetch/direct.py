@@ -49,7 +49,7 @@ class Epoch(Protocol):
             The batch, or `End` after the last one; and the subsequent state of an iterable-style dataset, else None.
 
         Raises:
-            BaseException: An exception of the dataset or the collate function.
+            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
         """
 
     def close(self) -> None:
@@ -206,8 +206,8 @@ class DirectReceiver:
         """Load the next batch in this thread, unless it is loaded already; `timeout` is ignored.
 
         Raises:
-            BaseException: An interruption of the dataset, such as Ctrl-C; the next call loads the batch again.
-            TeleloaderError: After such an interruption, if the dataset is iterable-style.
+            BaseException: If the dataset is interrupted, for example by Ctrl-C; the next call loads the batch again.
+            TeleloaderError: If an iterable-style dataset was interrupted before.
         """
         with self._lock:
             if self._arrived is not None:

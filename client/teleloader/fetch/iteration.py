@@ -289,7 +289,7 @@ class LoaderIterator:
         """Return the delivery of the next batch: the one that an interrupted call prepared, or a new one.
 
         Raises:
-            StopIteration: At the end of the epoch.
+            StopIteration: If the epoch has ended.
         """
         progress = current.progress
         if progress.finished:
@@ -318,7 +318,7 @@ class LoaderIterator:
         """Return the transformed batch, or the exception in its place.
 
         Raises:
-            BaseException: An interruption, such as KeyboardInterrupt; the next call transforms the same batch again.
+            BaseException: If interrupted, for example by Ctrl-C; the next call transforms the batch again.
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):

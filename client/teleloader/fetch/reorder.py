@@ -114,7 +114,7 @@ class ReorderBuffer:
 
         Raises:
             LoaderTimeout: If the batch did not arrive in time; it may still arrive.
-            Exception: The error that ended the iteration.
+            Exception: If an error ended the iteration.
         """
         if self.peek() is None:
             self._await_batch(timeout)

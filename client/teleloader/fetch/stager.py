@@ -64,7 +64,7 @@ class Stager:
         """Return the copy of a batch on the device, for use on the current stream.
 
         Raises:
-            Exception: The exception with which the copy failed.
+            Exception: If the copy failed.
         """
         copy = self._copies[frame.address.batch]
         if isinstance(copy, Exception):
