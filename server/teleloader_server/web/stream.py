@@ -1,6 +1,6 @@
 """WebSocket endpoint for batches: the client sends requests, and the server responds with frames (docs/protocol.md).
 
-A WebSocket saves the headers of each request. Flow control is credit-based: open requests are the credit, and no batch
+Compared with HTTP, a request needs no headers. Flow control is credit-based: open requests are the credit, and no batch
 is computed before it is requested.
 """
 

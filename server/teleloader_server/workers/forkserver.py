@@ -52,7 +52,10 @@ class ForkServer:
         End of file on the channel is not sufficient, because a process that user code forked may keep the channel open.
         """
         self.exit_code: int | None = None
-        """Exit code in the format of `subprocess.Popen.returncode`; None until reaped, and always after `split`."""
+        """Exit code in the format of `subprocess.Popen.returncode`; None until the process is reaped.
+
+        Always None for a fork server created by `split`, which is not a child of this process.
+        """
         self._wait = wait
         self._reaping = threading.Lock()
         if pid is not None:

@@ -145,7 +145,7 @@ class PassStarted(NamedTuple):
     """Message from a worker: a pass over its shard of an iterable-style dataset has started."""
 
     began: Sequence[Any]
-    """`Began`, which the server sends to a replacement of the worker."""
+    """`Began` record of the pass, which the server sends to a replacement of the worker."""
 
 
 class SlotCreated(NamedTuple):
@@ -170,7 +170,7 @@ class Result(NamedTuple):
     nbytes: int
     report: Report
     reached: Sequence[Any] | None
-    """`Reached`, which the server sends to a replacement of the worker; None for a map-style dataset."""
+    """`Reached` record of the pass, for a replacement of the worker; None for a map-style dataset."""
 
 
 class Done(NamedTuple):
