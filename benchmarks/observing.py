@@ -52,7 +52,7 @@ def serve_blindly() -> None:
         await asyncio.Event().wait()
 
     for owner, names in (
-        (counters.ConsumerCounters, ("sent", "asks", "waits", "has_waited")),
+        (counters.ConsumerCounters, ("sent", "requested", "waits", "has_waited")),
         (counters.PoolCounters, ("computed",)),
         (Stopwatch, ("begin", "end")),
     ):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 HOST = b"Host: localhost\r\n"
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """What came back."""
 
     status: int
@@ -60,16 +60,16 @@ class Raw:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(data)
 
-    def get(self, path: str, headers: bytes = b"") -> Answer:
+    def get(self, path: str, headers: bytes = b"") -> Response:
         """Ask, and wait for the answer."""
-        self.ask(path, headers)
-        return self.answer()
+        self.send_get(path, headers)
+        return self.receive()
 
-    def ask(self, path: str, headers: bytes = b"") -> None:
+    def send_get(self, path: str, headers: bytes = b"") -> None:
         """Send a GET."""
         self.send(f"GET {path} HTTP/1.1\r\n".encode() + HOST + headers + b"\r\n")
 
-    def answer(self) -> Answer:
+    def receive(self) -> Response:
         """The next answer, which states its size."""
         while b"\r\n\r\n" not in self._unread:
             self._read()
@@ -81,9 +81,9 @@ class Raw:
         while len(self._unread) < size:
             self._read()
         body, self._unread = self._unread[:size], self._unread[size:]
-        return Answer(int(first.split()[1]), headers, body)
+        return Response(int(first.split()[1]), headers, body)
 
-    def rest(self) -> bytes:
+    def receive_all(self) -> bytes:
         """All that comes until the server closes the connection."""
         try:
             while True:

@@ -31,7 +31,7 @@ from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end.test_access import TokenTable
-from tests.end_to_end.test_websocket import ask, await_, stream
+from tests.end_to_end.test_websocket import await_, send_range, stream
 from tests.raw import HOST, Raw
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -77,10 +77,10 @@ def test_a_request_that_waits_is_authorized_for_the_loader_that_it_finds(
         spec = LoaderSpec(dataset="many", batch_size=4, fingerprint=fingerprint)
         requests = [stack.enter_context(Raw(server.url)) for _ in range(24)]
         for request in requests:
-            request.ask(f"/v1/loaders/{spec.key}{path}", bearer(attacker))
-        statuses = [requests[0].answer().status]
+            request.send_get(f"/v1/loaders/{spec.key}{path}", bearer(attacker))
+        statuses = [requests[0].receive().status]
         assert client.post("/v1/loaders", json=spec.to_json()).json()["key"] == spec.key
-        statuses += [request.answer().status for request in requests[1:]]
+        statuses += [request.receive().status for request in requests[1:]]
     assert 200 not in statuses
     assert 403 in statuses, "some were held until the loader was there"
 
@@ -100,7 +100,7 @@ def test_a_websocket_that_waits_is_authorized_for_the_loader_that_it_finds(
         with pytest.raises((ConnectionClosed, InvalidStatus)), ExitStack() as stack:  # noqa: PT012 - where is not said
             socket = stack.enter_context(stream(server.url, spec.key, Authorization=f"Bearer {attacker}"))
             client.post("/v1/loaders", json=spec.to_json()).raise_for_status()
-            ask(socket, 0, 0, 3)
+            send_range(socket, 0, 0, 3)
             while True:
                 assert isinstance(socket.recv(30), str), "a batch of a dataset that the token is not for"
 
@@ -150,10 +150,10 @@ def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client, Raw(blocked.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
-        waiting.ask(f"/v1/loaders/{key}{path}", bearer(token))
+        waiting.send_get(f"/v1/loaders/{key}{path}", bearer(token))
         await_(lambda: client.get("/stats").json()["consumers_total"] == 1)
         revoke(blocked, table)
-        assert waiting.answer().problem["code"] == "Unauthorized"
+        assert waiting.receive().problem["code"] == "Unauthorized"
 
 
 @pytest.mark.parametrize("path", ["/stats/stream?interval=60", "/v1/loaders/{key}/epochs/0/batches?start=0&stop=3"])
@@ -162,10 +162,10 @@ def test_a_stream_ends_when_its_token_is_revoked(blocked: ServerProcess, table: 
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client, Raw(blocked.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
-        waiting.ask(path.format(key=key), bearer(token) + b"Connection: close\r\n")
+        waiting.send_get(path.format(key=key), bearer(token) + b"Connection: close\r\n")
         assert b"200 OK" in waiting.socket.recv(1 << 16)
         revoke(blocked, table)
-        waiting.rest()
+        waiting.receive_all()
 
 
 def test_an_idle_websocket_ends_when_its_token_is_revoked(blocked: ServerProcess, table: TokenTable) -> None:
@@ -193,7 +193,7 @@ def test_a_token_that_is_revoked_while_the_body_arrives_gets_nothing(blocked: Se
         late.send(head.encode() + HOST + bearer(token) + b"\r\n" + body[:10])
         revoke(blocked, table)
         late.send(body[10:])
-        assert late.answer().problem["code"] == "Unauthorized"
+        assert late.receive().problem["code"] == "Unauthorized"
 
 
 def test_a_token_ends_what_waits_when_it_expires(
@@ -206,8 +206,8 @@ def test_a_token_ends_what_waits_when_it_expires(
     server = start_server(f"{HOSTED}slow", "--num-workers", "1", "--tokens", table.write())
     with client_of(server.url, token) as client, Raw(server.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
-        waiting.ask(f"/v1/loaders/{key}/epochs/0/batches/3", bearer(token))
-        assert "has expired" in waiting.answer().problem["detail"]
+        waiting.send_get(f"/v1/loaders/{key}/epochs/0/batches/3", bearer(token))
+        assert "has expired" in waiting.receive().problem["detail"]
 
 
 def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
@@ -225,11 +225,11 @@ def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
             for name in ("numbers", "slow")
         ]
         assert client.get(f"/v1/loaders/{keys[0]}/epochs/0/batches/0").status_code == 200
-        waiting.ask(f"/v1/loaders/{keys[1]}/epochs/0/batches/0", bearer(token))
+        waiting.send_get(f"/v1/loaders/{keys[1]}/epochs/0/batches/0", bearer(token))
         await_(lambda: any(consumer["dataset"] == "slow" for consumer in client.get("/stats").json()["consumers"]))
         table.add("first", "read", token=f'"{token}"')
         table.write()
-        assert waiting.answer().problem["code"] == "Forbidden"
+        assert waiting.receive().problem["code"] == "Forbidden"
         for path in ("", "/epochs/0/batches/1"):
             answer = client.get(f"/v1/loaders/{keys[0]}{path}")
             assert (answer.status_code, answer.json()["code"]) == (403, "Forbidden")

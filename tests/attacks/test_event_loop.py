@@ -151,7 +151,7 @@ def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
     def attempt() -> None:
         with Raw(server.url) as client:
             client.send(HEADS[name])
-            client.answer()
+            client.receive()
 
     assert server.longest_of(attempt) < MOST, server.what
 
@@ -166,7 +166,7 @@ def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str
     def attempt() -> None:
         with Raw(server.url) as client:
             client.send(head + chunk * (1000 * KIB // len(chunk)))
-            client.answer()
+            client.receive()
 
     assert server.longest_of(attempt) < MOST, server.what
 

@@ -127,9 +127,9 @@ def test_slow_heads_and_silent_connections_stop_nobody(server: ServerProcess) ->
         assert all(attacker.is_open() for attacker in attackers)
         eventually(lambda: not any(attacker.is_open() for attacker in attackers))
         assert time.monotonic() - began < 15
-        assert all(attacker.rest() == b"" for attacker in attackers[1::2])
+        assert all(attacker.receive_all() == b"" for attacker in attackers[1::2])
         for attacker in attackers[::2]:
-            assert b"408 Request Timeout" in attacker.rest()
+            assert b"408 Request Timeout" in attacker.receive_all()
 
 
 def test_a_thousand_idle_connections_stop_nobody(server: ServerProcess) -> None:
@@ -138,8 +138,8 @@ def test_a_thousand_idle_connections_stop_nobody(server: ServerProcess) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(Raw(server.url)) for _ in range(1000)]
         for client in idle:
-            client.ask("/healthz")
-        assert all(client.answer().status == 200 for client in idle)
+            client.send_get("/healthz")
+        assert all(client.receive().status == 200 for client in idle)
         assert psutil.Process(server.pid).memory_info().rss - before < 64 * MIB
         for client in idle[::50]:
             assert client.get("/healthz").status == 200
@@ -150,7 +150,7 @@ def test_a_storm_of_connections_leaves_nothing(server: ServerProcess) -> None:
     for n in range(3000):
         with Raw(server.url) as client:
             if n % 3 == 0:
-                client.ask("/stats")
+                client.send_get("/stats")
             elif n % 3 == 1:
                 client.send(b"GET /")
 
@@ -161,7 +161,7 @@ def test_clients_that_do_not_read_cost_a_bounded_memory(server: ServerProcess, c
     with contextlib.ExitStack() as stack:
         greedy = [stack.enter_context(Raw(server.url, buffer=4096)) for _ in range(40)]
         for k, each in enumerate(greedy):
-            each.ask(f"/v1/loaders/{key}/epochs/0/batches/{k}", b"Connection: close\r\n")
+            each.send_get(f"/v1/loaders/{key}/epochs/0/batches/{k}", b"Connection: close\r\n")
 
         def mapped() -> int:
             found: int = client.get("/stats").json()["server"]["memory_mapped"]
@@ -222,8 +222,8 @@ def test_other_methods_and_versions_are_refused(client: httpx.Client) -> None:
     """405 for a method, 426 for a version of the protocol."""
     for method in ("PUT", "PATCH", "PROPFIND", "TRACE", "DELETE", "OPTIONS"):
         assert client.request(method, "/v1/datasets").status_code == 405
-    answer = client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "99"})
-    assert (answer.status_code, answer.json()["code"]) == (426, "VersionMismatch")
+    response = client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "99"})
+    assert (response.status_code, response.json()["code"]) == (426, "VersionMismatch")
     _is_refused(client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "1" * 5000}))
 
 
@@ -270,13 +270,13 @@ def hostile_lists(key: str) -> dict[str, bytes]:
 def test_lists_that_are_none_are_refused(client: httpx.Client, own_order: str, name: str) -> None:
     """4xx, or the failure of that batch, soon."""
     body = hostile_lists(own_order)[name]
-    answer = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
-    if answer.status_code == 200:
-        frame = codec.read(codec.Bits(np.frombuffer(answer.content, np.uint8)))
+    response = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
+    if response.status_code == 200:
+        frame = codec.read(codec.Bits(np.frombuffer(response.content, np.uint8)))
         assert isinstance(frame.content, codec.Failure), name
         assert name in ("not indices", "floats", "beyond")
         return
-    _is_refused(answer)
+    _is_refused(response)
 
 
 def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, own_order: str) -> None:
@@ -284,15 +284,15 @@ def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, 
     path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
     with Raw(server.url) as stated, Raw(server.url) as chunked:
         stated.send(path + b"Content-Length: 800000000\r\n\r\n")
-        assert stated.answer().status == 413
+        assert stated.receive().status == 413
         chunked.send(path + b"Transfer-Encoding: chunked\r\n\r\n")
         frame = codec.to_bytes(codec.Address(own_order, 0, 0), np.zeros(10**8, np.int8), checksum=False)
         for start in range(0, len(frame), MIB):
             piece = frame[start : start + MIB]
             chunked.send(b"%x\r\n" % len(piece) + piece + b"\r\n")
-        answer = chunked.answer()
-        assert (answer.status, answer.problem["code"]) == (422, "InvalidSpec")
-        assert "exceeds the limit" in answer.problem["detail"]
+        response = chunked.receive()
+        assert (response.status, response.problem["code"]) == (422, "InvalidSpec")
+        assert "exceeds the limit" in response.problem["detail"]
 
 
 def test_bodies_together_have_a_limit(server: ServerProcess, own_order: str) -> None:
@@ -305,9 +305,9 @@ def test_bodies_together_have_a_limit(server: ServerProcess, own_order: str) -> 
             sender.send(path + b"Content-Length: 67108864\r\n\r\n" + lists)
         refused = [sender for sender in senders if sender.is_open() and _has_answer(sender)]
         assert refused
-        answer = refused[0].answer()
-        assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
-        assert answer.headers["retry-after"]
+        response = refused[0].receive()
+        assert (response.status, response.problem["code"]) == (503, "ServerUnavailable")
+        assert response.headers["retry-after"]
 
 
 def _has_answer(client: Raw) -> bool:
@@ -332,13 +332,13 @@ def test_ten_thousand_loaders_are_not_remembered(server: ServerProcess) -> None:
     with Raw(server.url) as client:
         for first in range(0, 10_000, 10):
             client.send(b"".join(registration(seed) for seed in range(first, first + 10)))
-            assert all(client.answer().status == 200 for _ in range(10))
+            assert all(client.receive().status == 200 for _ in range(10))
     assert psutil.Process(server.pid).memory_info().rss - before < 64 * MIB
 
 
-def _is_refused(answer: httpx.Response) -> None:
-    assert 400 <= answer.status_code < 500, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert len(answer.content) < 14_000
-    assert answer.json()["detail"]
-    assert answer.elapsed.total_seconds() < 5
+def _is_refused(response: httpx.Response) -> None:
+    assert 400 <= response.status_code < 500, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert len(response.content) < 14_000
+    assert response.json()["detail"]
+    assert response.elapsed.total_seconds() < 5

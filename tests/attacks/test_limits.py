@@ -73,16 +73,16 @@ def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
 
 def registered(client: httpx.Client, **fields: Any) -> str:
     """The key of a loader."""
-    answer = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8, **fields})
-    key: str = answer.raise_for_status().json()["key"]
+    response = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8, **fields})
+    key: str = response.raise_for_status().json()["key"]
     return key
 
 
-def refusal(answer: httpx.Response, status: int, limit: str) -> str:
+def refusal(response: httpx.Response, status: int, limit: str) -> str:
     """The sentence, which must name the limit."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    detail: str = answer.json()["detail"]
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    detail: str = response.json()["detail"]
     assert limit in detail, detail
     return detail
 
@@ -94,11 +94,11 @@ def test_consumers_with_open_requests_are_limited(tmp_path: Path) -> None:
         path = f"/v1/loaders/{registered(client)}/epochs/"
         waiting = [stack.enter_context(Raw(url)) for _ in range(2)]
         for number, one in enumerate(waiting):
-            one.ask(f"{path}{number}/batches/0", b"Teleloader-Consumer: waiting\r\n")
+            one.send_get(f"{path}{number}/batches/0", b"Teleloader-Consumer: waiting\r\n")
         eventually(lambda: client.get("/stats").json()["consumers_total"] == 2)
         refusal(client.get(f"{path}2/batches/0"), 503, "max_consumers")
         Numbers.opened.touch()
-        assert [one.answer().status for one in waiting] == [200, 200]
+        assert [one.receive().status for one in waiting] == [200, 200]
         for number in range(5):
             assert client.get(f"{path}{number}/batches/1").status_code == 200
 
@@ -128,8 +128,8 @@ def test_loaders_that_are_not_in_use_are_forgotten() -> None:
     """Those asked longest ago first; whoever asks for one again is told to register it, and goes on."""
     with limited(max_loaders=3) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(6)]
-        answers = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
-        assert answers == [404] * 3 + [200] * 3
+        responses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
+        assert responses == [404] * 3 + [200] * 3
 
 
 def test_the_window_is_limited() -> None:
@@ -154,14 +154,14 @@ def test_requests_beyond_the_rate_wait_and_then_are_refused() -> None:
             many = [stack.enter_context(Raw(url)) for _ in range(80)]
             began = time.monotonic()
             for one in many:
-                one.ask("/v1/datasets")
-            answers = [one.answer() for one in many]
+                one.send_get("/v1/datasets")
+            responses = [one.receive() for one in many]
             taken = time.monotonic() - began
-        statuses = [answer.status for answer in answers]
+        statuses = [response.status for response in responses]
         assert set(statuses) == {200, 429}
         # those of a second at once, those of another one late, and those for which there was time meanwhile
         assert 30 <= statuses.count(200) <= 20 + 20 + 20 * taken + 1
-        refused = next(answer for answer in answers if answer.status == 429)
+        refused = next(response for response in responses if response.status == 429)
         assert "max_requests_per_second" in refused.problem["detail"]
         assert refused.headers["retry-after"]
 
@@ -188,14 +188,14 @@ def test_requests_without_a_token_are_limited_by_address() -> None:
         for number, stranger in enumerate(strangers):
             path = paths[number % len(paths)]
             wrong = b"Authorization: Bearer not-one-of-the-tokens\r\n" if number % 2 else b""
-            stranger.ask(path, wrong + (HANDSHAKE if path.endswith("stream") else b""))
+            stranger.send_get(path, wrong + (HANDSHAKE if path.endswith("stream") else b""))
         valid = f"Authorization: Bearer {TOKEN}\r\n".encode()
         assert [owner.get("/v1/datasets", valid).status for _ in range(50)] == [200] * 50
         assert other.get("/healthz").status == 200
-        refused = [answer for answer in (stranger.answer() for stranger in strangers) if answer.status == 429]
+        refused = [response for response in (stranger.receive() for stranger in strangers) if response.status == 429]
         assert len(refused) >= 20
         assert "max_unauthenticated_requests_per_second" in refused[0].problem["detail"]
-        assert all(answer.headers["retry-after"] for answer in refused)
+        assert all(response.headers["retry-after"] for response in refused)
 
 
 HANDSHAKE = (
@@ -261,7 +261,7 @@ def test_connections_from_one_address_are_limited() -> None:
     with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
         mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(5)]
         assert [one.get("/v1/datasets").status for one in mine] == [200] * 5
-        refused = stack.enter_context(Raw(url, source="127.0.0.2")).answer()
+        refused = stack.enter_context(Raw(url, source="127.0.0.2")).receive()
         assert "127.0.0.2 has reached the limit of 5 connections" in refused.problem["detail"]
 
 

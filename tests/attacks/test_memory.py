@@ -90,7 +90,7 @@ class Attack:
             + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
             + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
-        assert client.answer().status == (101 if headers else 401)
+        assert client.receive().status == (101 if headers else 401)
         return client
 
 

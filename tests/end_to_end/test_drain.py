@@ -57,25 +57,25 @@ def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> No
     path = register(server, "slow")
     with Raw(server.url) as waiting, Raw(server.url) as idle:
         assert idle.get("/healthz").status == 200
-        waiting.ask(f"{path}/3")
+        waiting.send_get(f"{path}/3")
         eventually(lambda: asked(server))
         server.process.send_signal(signal.SIGTERM)
-        assert idle.rest() == b"", "nothing was asked there"
+        assert idle.receive_all() == b"", "nothing was asked there"
         for method, new in (("GET", "/readyz"), ("POST", "/v1/loaders"), ("GET", f"{path}/4")):
-            answer = httpx.request(method, server.url + new, json={"dataset": "slow"} if method == "POST" else None)
-            assert answer.status_code == 503, answer.text
-            assert "stopping" in answer.json()["detail"]
-            assert int(answer.headers["retry-after"]) > 0
-            assert answer.headers["connection"] == "close"
+            response = httpx.request(method, server.url + new, json={"dataset": "slow"} if method == "POST" else None)
+            assert response.status_code == 503, response.text
+            assert "stopping" in response.json()["detail"]
+            assert int(response.headers["retry-after"]) > 0
+            assert response.headers["connection"] == "close"
         assert httpx.get(f"{server.url}/healthz").status_code == 200
         assert server.stats()["server"]["draining"]
         gate.touch()
-        answered = waiting.answer()
+        answered = waiting.receive()
         assert answered.status == 200
         assert answered.headers["connection"] == "close"
         frame = codec.read(codec.Bits(np.frombuffer(answered.body, np.uint8)))
         assert frame.address.batch == 3
-        assert waiting.rest() == b""
+        assert waiting.receive_all() == b""
     assert server.process.wait(10) == 0
 
 
@@ -84,11 +84,11 @@ def test_who_waits_in_vain_is_told(start_server: StartServer, gate: Path) -> Non
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "1")
     path = register(server, "slow")
     with Raw(server.url) as waiting:
-        waiting.ask(f"{path}/3")
+        waiting.send_get(f"{path}/3")
         eventually(lambda: asked(server))
         assert server.end() == 0
-        answer = waiting.answer()
-        assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
+        response = waiting.receive()
+        assert (response.status, response.problem["code"]) == (503, "ServerUnavailable")
     assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
 
 
@@ -101,7 +101,7 @@ def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(server.url, buffer=4096)) for _ in range(3)]
         for client in clients:
-            client.ask(path + query)
+            client.send_get(path + query)
             assert client.socket.recv(1)
         began = time.monotonic()
         assert server.end() == 0
@@ -117,7 +117,7 @@ def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, seco
     path = register(server, "slow")
     family = psutil.Process(server.pid).children(recursive=True)
     with Raw(server.url) as waiting:
-        waiting.ask(f"{path}/3")
+        waiting.send_get(f"{path}/3")
         eventually(lambda: asked(server))
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.stats()["server"]["draining"])

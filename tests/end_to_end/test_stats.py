@@ -176,17 +176,17 @@ def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPa
     key = registered(url)
     path = f"{url}{batches_path(key, 0)}/0"
 
-    def ask(report: str) -> dict[str, Any]:
+    def record_after(report: str) -> dict[str, Any]:
         httpx.get(path, headers={CONSUMER_HEADER: "telling", REPORT_HEADER: report}).raise_for_status()
         (mine,) = [consumer for consumer in stats_of(url)["consumers"] if consumer["consumer"] == "telling"]
         return dict(mine)
 
     for wrong in ("", "nonsense", "x" * 10_000, "elapsed=nan"):
-        assert ask(wrong)["reconnects"] is None
-    assert ask("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["data_wait_fraction"] is None
-    told = ask("elapsed=3.000,waited=1.500,taken=3,reconnects=6,hedges=7")
+        assert record_after(wrong)["reconnects"] is None
+    assert record_after("elapsed=1.000,waited=0.500,taken=3,reconnects=4,hedges=5")["data_wait_fraction"] is None
+    told = record_after("elapsed=3.000,waited=1.500,taken=3,reconnects=6,hedges=7")
     assert (told["data_wait_fraction"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
-    overtaken = ask("elapsed=2.900,waited=0.000,taken=2,reconnects=5,hedges=6")
+    overtaken = record_after("elapsed=2.900,waited=0.000,taken=2,reconnects=5,hedges=6")
     assert (overtaken["data_wait_fraction"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
 
 
@@ -200,9 +200,9 @@ def test_a_thousand_consumers_fit_on_pages(url: str) -> None:
         for number in range(1000):
             headers = {CONSUMER_HEADER: f"consumer {number}"}
             client.get(f"{url}{batches_path(key, 0)}/{number}", headers=headers).raise_for_status()
-        answer = client.get(f"{url}/stats")
-        first = answer.json()
-        assert len(answer.content) < 10**6
+        response = client.get(f"{url}/stats")
+        first = response.json()
+        assert len(response.content) < 10**6
         assert [consumer["consumer"] for consumer in first["consumers"][:3]] == [
             "consumer 999", "consumer 998", "consumer 997",
         ]  # fmt: skip
@@ -219,9 +219,9 @@ def test_a_thousand_consumers_fit_on_pages(url: str) -> None:
 # -- the stream
 
 
-def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """What the events of a stream hold."""
-    lines = answer.iter_lines()
+    lines = response.iter_lines()
     for line in lines:
         assert line == "event: stats"
         name, _, data = next(lines).partition(": ")
@@ -231,10 +231,10 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def test_the_stream_tells_the_same_again_and_again(url: str) -> None:
     """One event at once, then one each interval."""
-    with httpx.stream("GET", f"{url}/stats/stream", params={"interval": 0.5, "limit": 1}) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert answer.headers["cache-control"] == "no-store"
-        told = events(answer)
+    with httpx.stream("GET", f"{url}/stats/stream", params={"interval": 0.5, "limit": 1}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-store"
+        told = events(response)
         first, second, third = next(told), next(told), next(told)
     assert set(first) == set(stats_of(url))
     assert 0.9 < third["server"]["uptime"] - first["server"]["uptime"] < 5
@@ -251,8 +251,8 @@ def test_streams_are_limited_and_end_with_their_clients(url: str) -> None:
     with httpx.Client() as client:
 
         def has_room() -> bool:
-            with client.stream("GET", f"{url}/stats/stream") as answer:
-                return answer.status_code == 200
+            with client.stream("GET", f"{url}/stats/stream") as response:
+                return response.status_code == 200
 
         eventually(has_room)
 
@@ -260,8 +260,8 @@ def test_streams_are_limited_and_end_with_their_clients(url: str) -> None:
 def test_a_stopping_server_ends_its_streams(start_server: StartServer) -> None:
     """In order, and at once: nobody waits for the time that answers have."""
     server = start_server("tests.end_to_end.hosted:many", "--num-workers", "1", "--shutdown-grace", "60")
-    with httpx.stream("GET", f"{server.url}/stats/stream", params={"interval": 60}) as answer:
-        told = events(answer)
+    with httpx.stream("GET", f"{server.url}/stats/stream", params={"interval": 60}) as response:
+        told = events(response)
         next(told)
         began = time.monotonic()
         server.process.terminate()
@@ -279,7 +279,7 @@ def test_intervals_have_limits(url: str) -> None:
 def test_a_watcher_that_does_not_read_holds_up_nobody(url: str) -> None:
     """Its stream waits for it, and others are answered."""
     with Raw(url, buffer=4096) as watcher:
-        watcher.ask("/stats/stream?interval=0.5")
+        watcher.send_get("/stats/stream?interval=0.5")
         for _ in range(20):
             stats_of(url)
 
@@ -377,15 +377,15 @@ def lint(text: str) -> list[str]:
 
 def test_metrics_keep_to_the_conventions(url: str) -> None:
     """As promtool checks them; both formats can be read, and the official one says which it is."""
-    answer = httpx.get(f"{url}/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=")
-    assert lint(answer.text) == []
+    response = httpx.get(f"{url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert lint(response.text) == []
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     other = httpx.get(f"{url}/metrics", headers=accept)
     assert other.headers["content-type"].startswith("application/openmetrics-text")
     read: Any = openmetrics.text_string_to_metric_families
     told = {sample.name for family in read(other.text) for sample in family.samples}
-    assert told == {sample.name for sample in samples(answer.text)}
+    assert told == {sample.name for sample in samples(response.text)}
 
 
 def test_promtool_finds_nothing_wrong(url: str) -> None:

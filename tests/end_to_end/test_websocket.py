@@ -52,7 +52,7 @@ def stream(url: str, key: str, **headers: str) -> Iterator[ClientConnection]:
         yield socket
 
 
-def ask(socket: ClientConnection, epoch: int, start: int, stop: int) -> None:
+def send_range(socket: ClientConnection, epoch: int, start: int, stop: int) -> None:
     """Ask for a range."""
     socket.send(msgpack.packb([epoch, start, stop]))
 
@@ -89,14 +89,14 @@ def test_the_batches_are_those_of_http(url: str) -> None:
     """Byte for byte, in the order of the asks, whatever the epochs."""
     key = register(url, dataset="dict", shuffle=True, seed=3)
     with stream(url, key) as socket:
-        for epoch, start, stop in (asks := [(0, 2, 5), (7, 0, 1), (0, 0, 7)]):
-            ask(socket, epoch, start, stop)
+        for epoch, start, stop in (ranges := [(0, 2, 5), (7, 0, 1), (0, 0, 7)]):
+            send_range(socket, epoch, start, stop)
         received = b""
         wanted = b"".join(
             httpx.get(
                 f"{url}/v1/loaders/{key}/epochs/{epoch}/batches", params={"start": start, "stop": stop}, trust_env=False
             ).content
-            for epoch, start, stop in asks
+            for epoch, start, stop in ranges
         )
         while len(received) < len(wanted):
             message = socket.recv(30)
@@ -108,7 +108,7 @@ def test_the_batches_are_those_of_http(url: str) -> None:
 def test_large_batches_arrive_whole(url: str) -> None:
     """Each is a message of its own, written from the workers' memory."""
     with stream(url, register(url, dataset="heavy", batch_size=2)) as socket:
-        ask(socket, 0, 0, 5)
+        send_range(socket, 0, 0, 5)
         for k in range(5):
             message = socket.recv(30)
             assert isinstance(message, bytes)
@@ -135,7 +135,7 @@ def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
     before = made(url)
     with stream(url, key, **{"Teleloader-Consumer": "frugal"}) as socket:
         for start, stop in ((0, 2), (2, 3), (3, 6)):
-            ask(socket, 5, start, stop)
+            send_range(socket, 5, start, stop)
             frames(socket, stop - start)
             (mine,) = (found for found in records(url)["consumers"] if found["consumer"] == "frugal")
             assert (mine["epoch"], mine["position"]) == (5, stop)
@@ -157,7 +157,7 @@ def test_index_lists_are_asks_too(url: str) -> None:
 def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
     """And those after it come as ever."""
     with stream(url, register(url, dataset="failing", batch_size=10)) as socket:
-        ask(socket, 0, 0, 4)
+        send_range(socket, 0, 0, 4)
         contents = [frame.content for frame in frames(socket, 4)]
     assert isinstance(contents[1], codec.Failure)
     assert "sample 17 is damaged" in contents[1].message
@@ -191,7 +191,7 @@ def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | byte
         assert code == 1008
         assert said in problem["detail"]
         assert problem["status"] in (404, 422)
-        ask(other, 0, 0, 1)
+        send_range(other, 0, 0, 1)
         assert frames(other, 1)[0].address.batch == 0
 
 
@@ -242,7 +242,7 @@ def test_who_leaves_asks_for_nothing_more(
     monkeypatch.setenv("GATE", str(gate))
     server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1")
     with stream(server.url, register(server.url, dataset="slow", batch_size=1)) as socket:
-        ask(socket, 0, 0, 8)
+        send_range(socket, 0, 0, 8)
         await_(lambda: any(worker["state"] == "busy" for worker in server.stats()["workers"]))
     await_(lambda: server.stats()["server"]["connections"] == 1)
     gate.touch()
@@ -255,7 +255,7 @@ def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -
     server = start_server("tests.end_to_end.hosted:unhurried", "--num-workers", "1")
     key = register(server.url, dataset="unhurried", batch_size=100)
     with stream(server.url, key) as socket, stream(server.url, key) as idle:
-        ask(socket, 0, 0, 3)
+        send_range(socket, 0, 0, 3)
         frames(socket, 1)
         server.process.send_signal(signal.SIGTERM)
         assert [frame.address.batch for frame in frames(socket, 2)] == [1, 2]
@@ -364,15 +364,15 @@ def test_a_handshake_for_another_server_is_refused(guarded: tuple[str, str]) -> 
             + b"Authorization: Bearer a-token-for-all-datasets\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
-        answer = client.answer()
+        answer = client.receive()
         assert (answer.status, answer.problem["code"]) == (421, "UnknownHost")
-        assert client.rest() == b""
+        assert client.receive_all() == b""
 
 
 def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
     """The one that is for its dataset."""
     with stream(*guarded, Authorization="Bearer a-token-for-all-datasets") as socket:
-        ask(socket, 0, 0, 1)
+        send_range(socket, 0, 0, 1)
         assert frames(socket, 1)[0].address.batch == 0
 
 
@@ -392,7 +392,7 @@ def test_a_token_that_is_taken_away_ends_the_stream(
         answer = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1})
         key = answer.raise_for_status().json()["key"]
         with stream(server.url, key, **authorized) as socket:
-            ask(socket, 0, 0, 8)
+            send_range(socket, 0, 0, 8)
             await_(lambda: client.get("/stats").json()["workers"][0]["state"] == "busy")
             table.remove("first")
             if instead is not None:

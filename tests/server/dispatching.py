@@ -61,19 +61,19 @@ class Service:
         self.queues: dict[int, list[Address]] = {}
         self.health: dict[int, WorkerHealth] = {}
         self.ready: dict[Address, int] = {}
-        self.begun: Counter[Address] = Counter()
+        self.started: Counter[Address] = Counter()
         self.evicted: list[Address] = []
         self.now = 0.0
         for worker in range(workers):
             self.worker_ready(worker)
 
     @property
-    def worn(self) -> set[int]:
+    def recycling(self) -> set[int]:
         """Workers that get nothing more, and are replaced when they have done what they have."""
         return {worker for worker, health in self.health.items() if health.recycling}
 
     @property
-    def held_up(self) -> set[int]:
+    def stalled(self) -> set[int]:
         """Workers whose batch takes long."""
         return {worker for worker, health in self.health.items() if health.stalled}
 
@@ -87,7 +87,7 @@ class Service:
         """Return a loader, whose costs remain known."""
         return self.loaders.setdefault(key, Loader(key, SPEC, 0, BATCHES))
 
-    def ask(
+    def request(
         self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
     ) -> PendingRange:
         """A client of a principal asks for [start, stop)."""
@@ -95,23 +95,23 @@ class Service:
         request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
         loader = self.loader(key)
         loader.batches = batches
-        return self.dispatcher.ask(self.quota(of), request, loader, self.now)
+        return self.dispatcher.add_request(self.quota(of), request, loader, self.now)
 
     def decide(self) -> list[Address]:
         """Carry out what is decided; what was begun, in this order."""
-        begun = []
+        started = []
 
         def begin(worker: int, batch: Batch) -> None:
             address = batch.address
             assert address not in self.ready, f"{address} is there already"
             assert address not in self.running(), f"{address} is being made already"
-            assert worker not in self.worn | self.held_up
+            assert worker not in self.recycling | self.stalled
             self.queues[worker].append(address)
-            begun.append(address)
+            started.append(address)
 
         self.dispatcher.decide(begin)
-        self.begun.update(begun)
-        return begun
+        self.started.update(started)
+        return started
 
     def running(self) -> list[Address]:
         """What workers have to do."""
@@ -143,12 +143,16 @@ class Service:
                 done += 1
         return done
 
-    def answer(self, ask: PendingRange, limit: int = BATCHES) -> list[int]:
+    def send_ready(self, request: PendingRange, limit: int = BATCHES) -> list[int]:
         """Send what is ready of a request, in its order."""
         sent: list[int] = []
-        while ask.next < ask.stop and Address(*ask.consumer.run, ask.next) in self.ready and len(sent) < limit:
-            sent.append(ask.next)
-            self.dispatcher.sent(ask, self.now)
+        while (
+            request.next < request.stop
+            and Address(*request.consumer.epoch, request.next) in self.ready
+            and len(sent) < limit
+        ):
+            sent.append(request.next)
+            self.dispatcher.sent(request, self.now)
         return sent
 
     def worker_ready(self, worker: int) -> None:
@@ -158,11 +162,11 @@ class Service:
         self.health[worker] = WorkerHealth(0.0, tasks=Tasks(lambda: queue))
         self.dispatcher.worker_ready(worker, self.health[worker])
 
-    def wear_out(self, worker: int = 0) -> None:
+    def recycle(self, worker: int = 0) -> None:
         """The worker is to be replaced when it has done what it has."""
         self.health[worker].recycling = True
 
-    def hold_up(self, worker: int, waiting: list[Address]) -> bool:
+    def stall(self, worker: int, waiting: list[Address]) -> bool:
         """What the worker makes takes long, and these wait behind it; whether they are taken back."""
         if not self.dispatcher.worker_stalled(waiting):
             return False
@@ -171,34 +175,34 @@ class Service:
             self.queues[worker].remove(address)
         return True
 
-    def go_on(self, worker: int) -> None:
+    def resume(self, worker: int) -> None:
         """It has finished that batch."""
         self.health[worker].stalled = False
 
-    def lose(
+    def lose_worker(
         self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
         """The worker dies; what is given up gets a failure in its place."""
         lost = self.queues.pop(worker)
         del self.health[worker]
-        given_up = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
-        for address in given_up:
+        failed = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
+        for address in failed:
             self.dispatcher.finished(None, address, self.frame(address, 1))
-        return given_up
+        return failed
 
-    def teach(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:
+    def warm_up(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:
         """At the start: have one batch of each loader made, and let go of, so that size and time are known."""
         for loader, _ in runs:
-            ask = self.ask("teacher", (loader, 99), 0, 1)
+            request = self.request("teacher", (loader, 99), 0, 1)
             self.decide()
             for worker, queue in self.queues.items():
                 if queue:
                     self.finish(worker, nbytes, seconds)
-            assert self.answer(ask) == [0]
-            self.dispatcher.close(ask)
+            assert self.send_ready(request) == [0]
+            self.dispatcher.close(request)
         self.pass_time(FORGET_AFTER + 1)
         self.empty_cache()
-        self.begun.clear()
+        self.started.clear()
         self.evicted.clear()
 
     def empty_cache(self) -> None:
@@ -228,15 +232,15 @@ def names(addresses: Iterable[Address]) -> list[str]:
     return [f"{address.loader} {address.batch}" for address in addresses]
 
 
-def run_through(service: Service, ask: PendingRange, nbytes: int = 1) -> list[int]:
+def complete(service: Service, request: PendingRange, nbytes: int = 1) -> list[int]:
     """Make and send all that a request asks for, and close it; what was begun for it."""
-    before = service.begun.copy()
-    while ask.next < ask.stop:
+    before = service.started.copy()
+    while request.next < request.stop:
         service.decide()
         service.finish_all(nbytes)
-        service.answer(ask)
-    service.dispatcher.close(ask)
-    return sorted(numbers((service.begun - before).elements(), ask.consumer.run))
+        service.send_ready(request)
+    service.dispatcher.close(request)
+    return sorted(numbers((service.started - before).elements(), request.consumer.epoch))
 
 
 def containers(dispatcher: Dispatcher) -> dict[str, int]:
@@ -246,13 +250,13 @@ def containers(dispatcher: Dispatcher) -> dict[str, int]:
     return {name: size for name, size in held.items() if size}
 
 
-def let_go_of_all(service: Service) -> None:
+def release_all(service: Service) -> None:
     """All consumers, workers and loaders go; what is kept is let go."""
     for consumer in service.dispatcher.consumers():
-        for ask in list(consumer.asks):
-            service.dispatcher.close(ask)
+        for request in list(consumer.requests):
+            service.dispatcher.close(request)
     service.finish_all()
     service.pass_time(FORGET_AFTER + 1)
     service.empty_cache()
     for worker in list(service.queues):
-        service.lose(worker)
+        service.lose_worker(worker)

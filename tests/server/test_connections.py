@@ -133,7 +133,7 @@ def test_a_connection_that_says_nothing_is_closed(url: str) -> None:
     """Without a word, when the time for a head is over, and not before."""
     with Raw(url) as client:
         began = time.monotonic()
-        assert client.rest() == b""
+        assert client.receive_all() == b""
         assert time.monotonic() - began >= QUICK.header_timeout
 
 
@@ -145,9 +145,9 @@ def test_a_head_that_drips_is_refused(url: str) -> None:
             time.sleep(0.02)
             if client.socket in _readable([client.socket]):
                 break
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (408, "RequestTimeout")
-        assert answer.headers["connection"] == "close"
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (408, "RequestTimeout")
+        assert response.headers["connection"] == "close"
 
 
 def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
@@ -163,8 +163,8 @@ def test_each_head_of_a_connection_has_its_own_deadline(url: str) -> None:
         time.sleep(3 * QUICK.header_timeout)
         assert client.get("/healthz").status == 200
         client.send(b"GET /hea")
-        assert client.answer().status == 408
-        assert client.rest() == b""
+        assert client.receive().status == 408
+        assert client.receive_all() == b""
 
 
 HEADS = {
@@ -185,8 +185,8 @@ def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
     with Raw(start(header_timeout=30).url) as client:
         for begin in range(0, min(len(data), 200_000 if piece == 1000 else len(data)), piece):
             client.send(data[begin : begin + piece])
-        assert client.answer().status == status
-        assert client.rest() == b""
+        assert client.receive().status == status
+        assert client.receive_all() == b""
 
 
 def test_a_head_within_the_limit_is_read(start: Start) -> None:
@@ -196,7 +196,7 @@ def test_a_head_within_the_limit_is_read(start: Start) -> None:
             head = b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 60 * 1024 + b"\r\n\r\n"
             for begin in range(0, len(head), piece):
                 client.send(head[begin : begin + piece])
-            assert client.answer().status == 200
+            assert client.receive().status == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
@@ -204,9 +204,9 @@ def test_a_body_that_says_it_is_too_large_is_not_read(url: str, method: str) -> 
     """413 before a byte of it came."""
     with Raw(url) as client:
         client.send(f"{method} /v1/loaders HTTP/1.1\r\n".encode() + HOST + b"Content-Length: 268435456\r\n\r\n")
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (413, "BodyTooLarge")
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (413, "BodyTooLarge")
+        assert client.receive_all() == b""
 
 
 @pytest.mark.parametrize("path", ["/v1/loaders", "/nothing"])
@@ -216,9 +216,9 @@ def test_a_body_that_does_not_say_its_size_is_cut_off(url: str, path: str) -> No
     with Raw(url) as client:
         client.send(f"POST {path} HTTP/1.1\r\n".encode() + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
         client.send(200 * chunk)
-        answer = client.answer()
-        assert answer.status == (413 if path == "/v1/loaders" else 404)
-        assert client.rest() == b""
+        response = client.receive()
+        assert response.status == (413 if path == "/v1/loaders" else 404)
+        assert client.receive_all() == b""
 
 
 @pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "one byte"])
@@ -226,9 +226,9 @@ def test_a_body_that_trickles_is_refused(url: str, sent: bytes) -> None:
     """Slower than the least rate over the time in which it is taken."""
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n" + sent)
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (408, "RequestTimeout")
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (408, "RequestTimeout")
+        assert client.receive_all() == b""
 
 
 def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
@@ -238,7 +238,7 @@ def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
         for _ in range(12):
             client.send(b" " * 1000)
             time.sleep(0.1)
-        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
+        assert client.receive().problem["detail"].startswith("invalid request body: expected JSON")
 
 
 def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
@@ -247,7 +247,7 @@ def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
         client.send(
             b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + HOST + b"Content-Length: 900000\r\n\r\n"
         )
-        assert client.answer().problem["code"] == "UnknownLoader"
+        assert client.receive().problem["code"] == "UnknownLoader"
         client.send(b"x" * 900_000)
         assert client.get("/healthz").status == 200
 
@@ -257,8 +257,8 @@ def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
     with Raw(start(body_timeout=30).url) as client:
         head = HOST + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
         client.send(b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + head)
-        assert client.answer().problem["code"] == "UnknownLoader"
-        assert client.rest() == b""
+        assert client.receive().problem["code"] == "UnknownLoader"
+        assert client.receive_all() == b""
 
 
 def test_connections_have_a_limit(start: Start) -> None:
@@ -269,10 +269,10 @@ def test_connections_have_a_limit(start: Start) -> None:
         for client in clients:
             assert client.get("/v1/datasets").status == 200
         with Raw(running.url) as refused:
-            answer = refused.answer()
-            assert (answer.status, answer.problem["code"]) == (503, "ServerUnavailable")
-            assert answer.headers["retry-after"]
-            assert refused.rest() == b""
+            response = refused.receive()
+            assert (response.status, response.problem["code"]) == (503, "ServerUnavailable")
+            assert response.headers["retry-after"]
+            assert refused.receive_all() == b""
         for client in clients:
             assert client.get("/healthz").status == 200
         clients[0].socket.close()
@@ -289,10 +289,10 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
-        client.ask(f"{path}/0")
+        client.send_get(f"{path}/0")
         eventually(lambda: running.service.quotas.sending >= MEGABYTES * 2**20)
         eventually(lambda: running.service.quotas.sending == 0)
-        assert len(client.rest()) < MEGABYTES * 2**20
+        assert len(client.receive_all()) < MEGABYTES * 2**20
 
 
 @pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
@@ -301,7 +301,7 @@ def test_a_peer_that_reads_slowly_is_served(start: Start, query: str) -> None:
     running = start(send_timeout=0.8)
     path = running.register()
     with Raw(running.url, buffer=2**18) as client:
-        client.ask(path + query, b"Connection: close\r\n")
+        client.send_get(path + query, b"Connection: close\r\n")
         time.sleep(0.4)
         got = 0
         began = time.monotonic()
@@ -321,7 +321,7 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url, buffer=4096)) for _ in range(4)]
         for k, client in enumerate(clients):
-            client.ask(f"{path}/{k}")
+            client.send_get(f"{path}/{k}")
         eventually(lambda: running.service.quotas.sending >= 4 * MEGABYTES * 2**20)
         time.sleep(0.6)
         assert running.service.quotas.sending >= 4 * MEGABYTES * 2**20, "there is room"
@@ -334,15 +334,15 @@ def test_pipelined_requests_are_answered_in_order(url: str) -> None:
     """Each with its own answer."""
     with Raw(url) as client:
         for path in ("/healthz", "/nothing", "/readyz"):
-            client.ask(path)
-        assert [client.answer().status for _ in range(3)] == [200, 404, 200]
+            client.send_get(path)
+        assert [client.receive().status for _ in range(3)] == [200, 404, 200]
 
 
 def test_too_many_pipelined_requests_are_not_taken(url: str) -> None:
     """They are cheap to send and dear to keep."""
     with Raw(url) as client:
         client.send((b"GET /stats HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)
-        assert client.rest().count(b"HTTP/1.1 200") <= QUICK.max_pipelined
+        assert client.receive_all().count(b"HTTP/1.1 200") <= QUICK.max_pipelined
 
 
 def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,8 +350,8 @@ def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogC
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
-        client.ask(f"{path}?start=0&stop=200")
-        client.ask("/healthz")
+        client.send_get(f"{path}?start=0&stop=200")
+        client.send_get("/healthz")
         eventually(lambda: running.service.quotas.sending > 0)
     stats = f"{running.url}/stats"
     eventually(lambda: running.service.quotas.sending == 0)
@@ -397,10 +397,10 @@ def test_what_is_no_request_is_refused(url: str, name: str) -> None:
     """400 with a sentence, and the connection is closed."""
     with Raw(url) as client:
         client.send(MALFORMED[name])
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (400, "BadRequest")
-        assert answer.headers["connection"] == "close"
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (400, "BadRequest")
+        assert response.headers["connection"] == "close"
+        assert client.receive_all() == b""
 
 
 @pytest.mark.parametrize("version", ["2.0", "0.9"])
@@ -408,9 +408,9 @@ def test_other_versions_of_http_are_refused(url: str, version: str) -> None:
     """A request line with a version other than 1.0 and 1.1 is answered with 505, and the connection is closed."""
     with Raw(url) as client:
         client.send(f"GET /healthz HTTP/{version}\r\n".encode() + HOST + b"\r\n")
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (505, "HttpVersionNotSupported")
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (505, "HttpVersionNotSupported")
+        assert client.receive_all() == b""
 
 
 def test_header_fields_have_a_limit(start: Start) -> None:
@@ -419,10 +419,10 @@ def test_header_fields_have_a_limit(start: Start) -> None:
     with Raw(running.url) as client:
         assert client.get("/healthz", b"".join(b"X-%d: y\r\n" % n for n in range(39))).status == 200
         client.send(b"GET /healthz HTTP/1.1\r\n" + HOST + b"a:\r\n" * 41)
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (431, "HeadTooLarge")
-        assert "max_headers" in answer.problem["detail"]
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (431, "HeadTooLarge")
+        assert "max_headers" in response.problem["detail"]
+        assert client.receive_all() == b""
 
 
 CHUNKED = b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -441,25 +441,25 @@ def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piec
     with Raw(start(body_timeout=30).url) as client:
         for begin in range(0, len(data), piece):
             client.send(data[begin : begin + piece])
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (431, "HeadTooLarge")
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (431, "HeadTooLarge")
+        assert client.receive_all() == b""
 
 
 def test_framing_is_limited_between_bytes_of_content(start: Start) -> None:
     """The limit of chunk extensions counts from the last byte of content: a body of any length may have some."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + (b"40;" + b"x" * 100 + b"\r\n" + b" " * 64 + b"\r\n") * 2000 + b"0\r\n\r\n")
-        assert client.answer().problem["detail"].startswith("the body is too large for a loader spec")
+        assert client.receive().problem["detail"].startswith("the body is too large for a loader spec")
 
 
 def test_some_chunks_may_be_small(start: Start) -> None:
     """A body has 256 chunks of any size, and one for each 64 bytes; with more of them it is refused."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + b"1\r\n \r\n" * 256 + b"0\r\n\r\n")
-        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
+        assert client.receive().problem["detail"].startswith("invalid request body: expected JSON")
         client.send(CHUNKED + b"1\r\n \r\n" * 300 + b"0\r\n\r\n")
-        assert "send chunks of at least 64 bytes" in client.answer().problem["detail"]
+        assert "send chunks of at least 64 bytes" in client.receive().problem["detail"]
 
 
 def test_trailers_are_not_headers(start: Start) -> None:
@@ -468,8 +468,8 @@ def test_trailers_are_not_headers(start: Start) -> None:
         body = b'{"dataset": "dataset"}'
         for field in (b"Authorization: Bearer a-token-of-the-tests", b"Host: evil.example"):
             client.send(CHUNKED + b"%x\r\n%b\r\n0\r\n%b\r\n\r\n" % (len(body), body, field))
-            answer = client.answer()
-            assert (answer.status, answer.problem["code"]) == (401, "Unauthorized")
+            response = client.receive()
+            assert (response.status, response.problem["code"]) == (401, "Unauthorized")
 
 
 def test_idle_strangers_do_not_keep_clients_out(start: Start) -> None:
@@ -486,8 +486,8 @@ def test_idle_strangers_do_not_keep_clients_out(start: Start) -> None:
         for closed in (silent, refused):
             newcomer = stack.enter_context(Raw(url))
             assert newcomer.get("/v1/datasets", b"Authorization: Bearer a-token-of-the-tests\r\n").status == 200
-            assert closed.rest() == b""
-        assert stack.enter_context(Raw(url)).answer().status == 503, "authenticated connections are not closed"
+            assert closed.receive_all() == b""
+        assert stack.enter_context(Raw(url)).receive().status == 503, "authenticated connections are not closed"
 
 
 def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
@@ -502,7 +502,7 @@ def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
         eventually(lambda: sum(client.is_open() for client in clients) <= 15)
         assert clients[-1].is_open()
         clients[-1].send(b"\r\n\r\n")
-        assert clients[-1].answer().status == 200
+        assert clients[-1].receive().status == 200
 
 
 def test_header_fields_of_unfinished_heads_count(start: Start) -> None:
@@ -538,7 +538,7 @@ def open_websocket(running: Running, client: Raw) -> None:
     """Make a connection a WebSocket."""
     key = running.register().split("/")[3]
     client.send(f"GET /v1/loaders/{key}/stream HTTP/1.1\r\n".encode() + HANDSHAKE)
-    assert client.answer().status == 101
+    assert client.receive().status == 101
 
 
 def websocket(running: Running, client: Raw) -> None:
@@ -582,7 +582,7 @@ def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
         first = begin()
         eventually(lambda: running.unfinished() >= 90_000)
         refused = begin()
-        received = refused.rest()
+        received = refused.receive_all()
         assert b"a quarter of max_buffered_request_bytes" in received
         assert received.endswith((1012).to_bytes(2))
         assert first.is_open()
@@ -630,7 +630,7 @@ def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptur
     with Raw(running.url) as client:
         open_websocket(running, client)
         client.send(masked(0x01, text) + masked(0x80, text))
-        received = client.rest()
+        received = client.receive_all()
     assert b"expected a binary message, got text" in received
     assert received.endswith((1008).to_bytes(2))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -657,11 +657,11 @@ def test_a_websocket_whose_request_cannot_be_read_is_refused(start: Start, name:
     head = HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     with Raw(running.url) as client, Raw(running.url) as other:
         client.send(b"GET /v1/loaders/x/stream HTTP/1.1\r\n" + head + UNREADABLE[name] + b"\r\n")
-        answer = client.answer()
-        assert (answer.status, answer.problem["code"]) == (400, "BadRequest")
-        assert client.rest() == b""
+        response = client.receive()
+        assert (response.status, response.problem["code"]) == (400, "BadRequest")
+        assert client.receive_all() == b""
         other.send(b"GET /hea")
-        assert other.answer().status == 408
+        assert other.receive().status == 408
 
 
 def test_a_connection_that_cannot_be_checked_is_broken_off(
@@ -677,7 +677,7 @@ def test_a_connection_that_cannot_be_checked_is_broken_off(
         eventually(lambda: client.is_open() != other.is_open())
         left = client if client.is_open() else other
         left.send(b"GET /hea")
-        assert left.answer().status == 408
+        assert left.receive().status == 408
     assert "cannot enforce the limits of a connection" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
@@ -691,7 +691,7 @@ def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
         client.socket.recv(1, socket.MSG_PEEK)  # now there is something to read
         client.send(masked(0x89, b"x" * 100) * count)
         client.send(masked(0x88, b""))
-        received = client.rest()
+        received = client.receive_all()
     pongs = received.count(b"\x8a\x64" + b"x" * 100)
     assert pongs < count // 2
     assert len(received) - pongs * 102 > MEGABYTES * 2**20
@@ -701,7 +701,7 @@ def test_bodies_are_not_unpacked(url: str) -> None:
     """A compressed one is refused, whatever it would unpack to."""
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n")
-        assert client.answer().status == 415
+        assert client.receive().status == 415
 
 
 def test_a_head_that_has_begun_ends_idleness(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -712,8 +712,8 @@ def test_a_head_that_has_begun_ends_idleness(start: Start, monkeypatch: pytest.M
         client.send(b"GET /healthz HTTP/1.1\r\n")
         time.sleep(1.5)
         client.send(HOST + b"\r\n")
-        assert client.answer().status == 200
-        assert client.rest() == b"", "an idle connection is closed"
+        assert client.receive().status == 200
+        assert client.receive_all() == b"", "an idle connection is closed"
 
 
 def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
@@ -721,18 +721,18 @@ def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
     with Raw(url) as client:
         fields = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n"
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + fields)
-        assert client.answer().problem["detail"].startswith("invalid request body: expected JSON")
-        assert client.rest() == b""
+        assert client.receive().problem["detail"].startswith("invalid request body: expected JSON")
+        assert client.receive_all() == b""
 
 
 def test_another_upgrade_is_not_taken(url: str) -> None:
     """The request is answered as it is, and the connection closed: what follows could be of either protocol."""
     with Raw(url) as client:
-        answer = client.get(
+        response = client.get(
             "/healthz", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
         )
-        assert answer.status == 200
-        assert client.rest() == b""
+        assert response.status == 200
+        assert client.receive_all() == b""
 
 
 def test_http_1_0_is_answered(start: Start) -> None:
@@ -741,10 +741,10 @@ def test_http_1_0_is_answered(start: Start) -> None:
     path = running.register()
     with Raw(running.url) as client:
         client.send(b"GET /healthz HTTP/1.0\r\n\r\n")
-        assert (client.answer().status, client.rest()) == (200, b"")
+        assert (client.receive().status, client.receive_all()) == (200, b"")
     with Raw(running.url) as client:
         client.send(f"GET {path}?start=0&stop=1 HTTP/1.0\r\n\r\n".encode())
-        assert (client.answer().status, client.rest()) == (426, b"")
+        assert (client.receive().status, client.receive_all()) == (426, b"")
 
 
 def test_the_log_has_one_line_for_many_breaches(
@@ -757,11 +757,11 @@ def test_the_log_has_one_line_for_many_breaches(
     for _ in range(20):
         with Raw(running.url) as client:
             client.send(b"GET /\r\n 2026 ERROR forged\r\n\r\n")
-            client.rest()
+            client.receive_all()
         eventually(lambda: "BadRequest" in caplog.text)
     with Raw(running.url) as client:  # closed by the same round that would write the next line
         client.send(b"GET")
-        client.rest()
+        client.receive_all()
     lines = [record.getMessage() for record in caplog.records]
     assert sum("BadRequest" in line for line in lines) == 1
     assert not any("forged" in line or "\n" in line for line in lines)

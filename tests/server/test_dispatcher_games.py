@@ -15,14 +15,14 @@ from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
 from tests.conftest import examples
-from tests.server.dispatching import Service, containers, let_go_of_all
+from tests.server.dispatching import Service, containers, release_all
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 EPOCH = 12
 SMALL_LIMITS = [
     (store, "MAX_BATCHES", 9),
-    (dispatcher, "MAX_ASKED", 4),
+    (dispatcher, "MAX_REQUESTED", 4),
     (dispatcher, "MAX_BEHIND", 3),
     (dispatcher, "MAX_QUEUE", 3),
 ]
@@ -40,7 +40,7 @@ class Game(RuleBasedStateMachine):
         self.budget = budget
         self.service = Service(budget, 0)
         self.workers = range(workers)
-        self.asks: list[PendingRange] = []
+        self.requests: list[PendingRange] = []
         self.due: dict[int, int] = {}
         """The batch that each open request must be sent next."""
         self.sizes: dict[str, float] = {}
@@ -62,45 +62,45 @@ class Game(RuleBasedStateMachine):
         length=st.integers(1, 6),
         ahead=st.integers(0, 6),
     )
-    def ask(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
+    def request(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
         """A client asks for some batches, anywhere."""
         stop = min(EPOCH, start + length)
-        ask = self.service.ask(who, run, start, stop, ahead, batches=EPOCH)
-        self.asks.append(ask)
-        self.due[id(ask)] = start
+        request = self.service.request(who, run, start, stop, ahead, batches=EPOCH)
+        self.requests.append(request)
+        self.due[id(request)] = start
 
-    @precondition(lambda self: self.asks)
+    @precondition(lambda self: self.requests)
     @rule(pick=pick, most=st.integers(1, 3))
     def send(self, pick: int, most: int) -> None:
         """A client takes what is ready for it, or some of it."""
-        self.answer(self.asks[pick % len(self.asks)], most)
+        self.send_ready(self.requests[pick % len(self.requests)], most)
 
-    def answer(self, ask: PendingRange, most: int = EPOCH) -> None:
+    def send_ready(self, request: PendingRange, most: int = EPOCH) -> None:
         """Each batch comes once and in its place, as what it is or as an error."""
-        for k in self.service.answer(ask, most):
-            assert k == self.due[id(ask)]
-            self.due[id(ask)] += 1
-        if ask.next == ask.stop:
-            assert self.due[id(ask)] == ask.stop
-            self.drop(ask)
+        for k in self.service.send_ready(request, most):
+            assert k == self.due[id(request)]
+            self.due[id(request)] += 1
+        if request.next == request.stop:
+            assert self.due[id(request)] == request.stop
+            self.drop(request)
 
-    @precondition(lambda self: self.asks)
+    @precondition(lambda self: self.requests)
     @rule(pick=pick)
     def hang_up(self, pick: int) -> None:
         """A client goes, whatever it has got."""
-        self.drop(self.asks[pick % len(self.asks)])
+        self.drop(self.requests[pick % len(self.requests)])
 
     @rule(who=st.sampled_from("abc"))
     def leave(self, who: str) -> None:
         """A client goes with all that it has asked for."""
-        for ask in [ask for ask in self.asks if ask.consumer.name == who]:
-            self.drop(ask)
+        for request in [request for request in self.requests if request.consumer.name == who]:
+            self.drop(request)
 
-    def drop(self, ask: PendingRange) -> None:
+    def drop(self, request: PendingRange) -> None:
         """The request is over."""
-        self.asks.remove(ask)
-        del self.due[id(ask)]
-        self.service.dispatcher.close(ask)
+        self.requests.remove(request)
+        del self.due[id(request)]
+        self.service.dispatcher.close(request)
 
     # -- workers
 
@@ -121,9 +121,9 @@ class Game(RuleBasedStateMachine):
     def done(self, worker: int, nbytes: int, seconds: float) -> None:
         """That worker does; one that was held up goes on, and one that is worn is replaced after its last."""
         address = self.service.finish(worker, nbytes, seconds)
-        if worker in self.service.held_up:
-            self.service.go_on(worker)
-        if worker in self.service.worn and not self.service.queues[worker]:
+        if worker in self.service.stalled:
+            self.service.resume(worker)
+        if worker in self.service.recycling and not self.service.queues[worker]:
             self.service.worker_ready(worker)
         before = self.sizes.get(address.loader)
         self.sizes[address.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
@@ -136,54 +136,54 @@ class Game(RuleBasedStateMachine):
         self.recorded.pop(address, None)
 
     @rule(pick=pick)
-    def wear_out(self, pick: int) -> None:
+    def recycle(self, pick: int) -> None:
         """A worker gets nothing more: it is replaced when it has nothing left to do, if that is not so already."""
         if self.service.queues:
             worker = list(self.service.queues)[pick % len(self.service.queues)]
-            self.service.wear_out(worker)
+            self.service.recycle(worker)
             if not self.service.queues[worker]:
                 self.service.worker_ready(worker)
 
     @rule(pick=pick, at_hand=pick)
-    def hold_up(self, pick: int, at_hand: int) -> None:
+    def stall(self, pick: int, at_hand: int) -> None:
         """A batch takes long: what the worker has besides is taken back, or all, if it had not begun any of it."""
-        busy = [w for w, queue in self.service.queues.items() if queue and w not in self.service.held_up]
+        busy = [w for w, queue in self.service.queues.items() if queue and w not in self.service.stalled]
         if not busy:
             return
         worker = busy[pick % len(busy)]
         queue = self.service.queues[worker]
-        begun = [*queue, None][at_hand % (len(queue) + 1)]
-        waiting = [address for address in queue if address != begun]
-        assert self.service.hold_up(worker, waiting)
+        started = [*queue, None][at_hand % (len(queue) + 1)]
+        waiting = [address for address in queue if address != started]
+        assert self.service.stall(worker, waiting)
         for address in waiting:
             del self.estimates[address]
         self.forget_suspects()
 
     @rule()
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Workers that had begun nothing find that there is nothing left to do."""
         for worker, queue in self.service.queues.items():
-            if worker in self.service.held_up and not queue:
-                self.service.go_on(worker)
+            if worker in self.service.stalled and not queue:
+                self.service.resume(worker)
 
     @rule(pick=pick)
-    def lose(self, pick: int) -> None:
+    def lose_worker(self, pick: int) -> None:
         """A worker dies: a batch that died alone three times, and no other, is given up."""
         for worker in self.one_of_the_workers(pick):
             queue = list(self.service.queues[worker])
             for address in queue:
                 self.deaths[address] += len(queue) == 1
                 self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
-            given_up = self.service.lose(worker)
-            self.check_given_up(queue, given_up)
-            assert all(self.deaths[address] >= MAX_ATTEMPTS for address in given_up)
+            failed = self.service.lose_worker(worker)
+            self.check_given_up(queue, failed)
+            assert all(self.deaths[address] >= MAX_ATTEMPTS for address in failed)
 
     @rule(pick=pick)
     def take(self, pick: int) -> None:
         """A worker is ended for what is not its batches' fault: none is given up, and none is suspected."""
         for worker in self.one_of_the_workers(pick):
             queue = list(self.service.queues[worker])
-            assert self.service.lose(worker, "nobody") == []
+            assert self.service.lose_worker(worker, "nobody") == []
             self.check_given_up(queue, [])
 
     @rule(pick=pick, at_hand=pick)
@@ -193,19 +193,19 @@ class Game(RuleBasedStateMachine):
             queue = list(self.service.queues[worker])
             if queue:
                 hung = queue[at_hand % len(queue)]
-                given_up = self.service.lose(worker, hung)
-                assert given_up == [hung]
-                self.check_given_up(queue, given_up)
+                failed = self.service.lose_worker(worker, hung)
+                assert failed == [hung]
+                self.check_given_up(queue, failed)
 
     def one_of_the_workers(self, pick: int) -> list[int]:
         """If there is any."""
         workers = list(self.service.queues)
         return workers[pick % len(workers) :][:1] if workers else []
 
-    def check_given_up(self, queue: list[Address], given_up: list[Address]) -> None:
+    def check_given_up(self, queue: list[Address], failed: list[Address]) -> None:
         """Whatever a lost worker had is ready as a failure, or is not there any more."""
         for address in queue:
-            if address in given_up:
+            if address in failed:
                 self.forgive(address)
             else:
                 assert self.recorded.get(address, 0) < MAX_ATTEMPTS
@@ -217,11 +217,11 @@ class Game(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, FORGET_AFTER / 2, FORGET_AFTER + 1]))
     def pass_time(self, seconds: float) -> None:
         """Those that have gone are forgotten, and loaders that nobody uses."""
-        before = {(c.name, c.run): (c.asks, c.last_seen) for c in self.service.dispatcher.consumers()}
+        before = {(c.name, c.epoch): (c.requests, c.last_seen) for c in self.service.dispatcher.consumers()}
         self.service.pass_time(seconds)
-        after = {(c.name, c.run) for c in self.service.dispatcher.consumers()}
-        for known, (asks, last_seen) in before.items():
-            assert (known in after) == (bool(asks) or self.service.now - last_seen <= FORGET_AFTER)
+        after = {(c.name, c.epoch) for c in self.service.dispatcher.consumers()}
+        for known, (requests, last_seen) in before.items():
+            assert (known in after) == (bool(requests) or self.service.now - last_seen <= FORGET_AFTER)
         for loader in "xy":
             batches = [*self.service.running(), *self.service.ready]
             if not any(run[0] == loader for _, run in after) and not any(a.loader == loader for a in batches):
@@ -231,7 +231,7 @@ class Game(RuleBasedStateMachine):
 
     def forget_suspects(self) -> None:
         """A dispatcher may forget who died, when no consumer and no batch of the run is left."""
-        known = {consumer.run for consumer in self.service.dispatcher.consumers()}
+        known = {consumer.epoch for consumer in self.service.dispatcher.consumers()}
         known |= {(address.loader, address.epoch) for address in (*self.service.running(), *self.service.ready)}
         self.recorded = {a: count for a, count in self.recorded.items() if (a.loader, a.epoch) in known}
 
@@ -240,7 +240,7 @@ class Game(RuleBasedStateMachine):
     @rule()
     def decide(self) -> None:
         """What is decided may be done (`Service.decide`), and nobody waits who could be served."""
-        waited_for = {Address(*ask.consumer.run, ask.next) for ask in self.asks}
+        waited_for = {Address(*request.consumer.epoch, request.next) for request in self.requests}
         decided = self.service.decide()
         for address in decided:
             self.estimates[address] = int(self.sizes.get(address.loader, 0))
@@ -250,12 +250,14 @@ class Game(RuleBasedStateMachine):
         for queue in self.service.queues.values():
             assert len(queue) <= dispatcher.MAX_QUEUE + 1
             assert len(queue) == 1 or not any(address in self.recorded for address in queue), "suspects are alone"
-        begun = {*self.service.ready, *self.service.running()}
+        started = {*self.service.ready, *self.service.running()}
         idle = any(
-            not queue and worker not in self.service.worn | self.service.held_up
+            not queue and worker not in self.service.recycling | self.service.stalled
             for worker, queue in self.service.queues.items()
         )
-        waiting = [ask for ask in self.asks if Address(*ask.consumer.run, ask.next) not in begun]
+        waiting = [
+            request for request in self.requests if Address(*request.consumer.epoch, request.next) not in started
+        ]
         assert not idle or not waiting
 
     @invariant()
@@ -283,16 +285,16 @@ class Game(RuleBasedStateMachine):
         """Each round every worker finishes what it has, and every client takes what is there."""
         for worker in self.workers:
             self.worker_ready(worker)
-        wanted = sum(ask.stop - ask.next for ask in self.asks)
+        wanted = sum(request.stop - request.next for request in self.requests)
         for _ in range(2 * wanted + 2):
-            self.go_on()
+            self.resume()
             self.decide()
             for worker, queue in self.service.queues.items():
                 while queue:
                     self.done(worker, 2, 0.003)
-            for ask in list(self.asks):
-                self.answer(ask)
-        assert self.asks == [], "somebody waits for ever"
+            for request in list(self.requests):
+                self.send_ready(request)
+        assert self.requests == [], "somebody waits for ever"
 
     def leave_nothing(self) -> None:
         """No consumer, no batch, no worker: no record."""
@@ -300,7 +302,7 @@ class Game(RuleBasedStateMachine):
         for worker, queue in self.service.queues.items():
             while queue:
                 self.done(worker, 1, 0.003)
-        let_go_of_all(self.service)
+        release_all(self.service)
         assert self.service.ready == {}
         assert self.service.dispatcher.store.used == 0
         left: dict[str, Any] = containers(self.service.dispatcher)

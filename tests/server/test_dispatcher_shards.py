@@ -14,7 +14,7 @@ from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
 from teleloader_shared.codec import Address
 from tests.conftest import examples
-from tests.server.dispatching import QUICK, TRAIN, Service, numbers, run_through
+from tests.server.dispatching import QUICK, TRAIN, Service, complete, numbers
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
@@ -37,7 +37,7 @@ def queued(service: Service) -> dict[int, list[int]]:
 def test_a_batch_goes_to_the_worker_of_its_shard() -> None:
     """Batch k to worker k mod S, whoever else is idle; each worker's in the order of the epoch."""
     service = sharded(3)
-    service.ask("a", TRAIN, 0, 8)
+    service.request("a", TRAIN, 0, 8)
     service.decide()
     assert queued(service) == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
 
@@ -45,8 +45,8 @@ def test_a_batch_goes_to_the_worker_of_its_shard() -> None:
 def test_a_worker_is_given_its_batches_beforehand_however_long_they_take() -> None:
     """Nobody else could make them sooner."""
     service = sharded(2)
-    service.teach(TRAIN, seconds=10.0)
-    service.ask("a", TRAIN, 0, 2, ahead=6)
+    service.warm_up(TRAIN, seconds=10.0)
+    service.request("a", TRAIN, 0, 2, ahead=6)
     service.decide()
     assert queued(service) == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
 
@@ -54,11 +54,11 @@ def test_a_worker_is_given_its_batches_beforehand_however_long_they_take() -> No
 def test_an_epoch_goes_on_where_it_was_left() -> None:
     """The first batch may be any, and the shards keep their turns."""
     service = sharded(3)
-    ask = service.ask("a", TRAIN, 100, 104)
+    request = service.request("a", TRAIN, 100, 104)
     service.decide()
     assert queued(service) == {0: [102], 1: [100, 103], 2: [101]}
     service.finish_all()
-    assert service.answer(ask) == [100, 101, 102, 103]
+    assert service.send_ready(request) == [100, 101, 102, 103]
 
 
 def test_ranges_one_after_another_are_made_in_order() -> None:
@@ -66,22 +66,22 @@ def test_ranges_one_after_another_are_made_in_order() -> None:
     service = sharded(2)
     order: dict[int, list[int]] = {0: [], 1: []}
     for start in range(0, 40, 4):
-        ask = service.ask("a", TRAIN, start, start + 4, ahead=3)
-        while ask.next < ask.stop:
+        request = service.request("a", TRAIN, start, start + 4, ahead=3)
+        while request.next < request.stop:
             service.decide()
             for worker, queue in service.queues.items():
                 order[worker] += [address.batch for address in queue]
             service.finish_all(seconds=QUICK)
-            service.answer(ask)
-        service.dispatcher.close(ask)
+            service.send_ready(request)
+        service.dispatcher.close(request)
     assert [made[:20] for made in order.values()] == [list(range(0, 40, 2)), list(range(1, 40, 2))]
 
 
 def test_what_two_connections_ask_for_is_made_in_the_order_of_the_epoch() -> None:
     """A client of a map-style dataset has two; a worker must not be given batch 3 before batch 1."""
     service = sharded(2)
-    service.ask("a", TRAIN, 0, 3)
-    service.ask("a", TRAIN, 3, 6)
+    service.request("a", TRAIN, 0, 3)
+    service.request("a", TRAIN, 3, 6)
     service.decide()
     assert queued(service) == {0: [0, 2, 4], 1: [1, 3, 5]}
 
@@ -89,14 +89,14 @@ def test_what_two_connections_ask_for_is_made_in_the_order_of_the_epoch() -> Non
 def test_a_batch_waits_for_its_worker_though_others_are_idle() -> None:
     """A worker that is not there yet is not stood in for, and nothing is lost."""
     service = Service(workers=0, in_turn=2)
-    ask = service.ask("a", TRAIN, 0, 4)
+    request = service.request("a", TRAIN, 0, 4)
     service.worker_ready(1)
     service.decide()
     assert set(numbers(service.running())) <= {1, 3}
     service.worker_ready(0)
-    run_through(service, ask)
-    assert ask.next == 4
-    assert set(service.begun.values()) == {1}
+    complete(service, request)
+    assert request.next == 4
+    assert set(service.started.values()) == {1}
 
 
 # --- What is kept -------------------------------------------------------------------------------------------------
@@ -105,25 +105,25 @@ def test_a_batch_waits_for_its_worker_though_others_are_idle() -> None:
 def test_nothing_that_is_wanted_is_let_go() -> None:
     """Not for a batch that is wanted sooner, nor for one that a client waits for: memory is exceeded instead."""
     service = sharded(2, budget=4)
-    service.teach(TRAIN)
-    service.ask("a", TRAIN, 0, 4)
+    service.warm_up(TRAIN)
+    service.request("a", TRAIN, 0, 4)
     while service.decide():
         service.finish_all()
     assert len(service.ready) == 4
-    other = service.ask("a", NEXT_EPOCH, 0, 2)
-    assert run_through(service, other) == [0, 1]
+    other = service.request("a", NEXT_EPOCH, 0, 2)
+    assert complete(service, other) == [0, 1]
     assert numbers(service.evicted) == []
 
 
 def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
     """As with any loader; then the next ones are made, in their order."""
     service = sharded(2, budget=4)
-    service.teach(TRAIN)
-    ask = service.ask("a", TRAIN, 0, 4, ahead=20)
+    service.warm_up(TRAIN)
+    request = service.request("a", TRAIN, 0, 4, ahead=20)
     while service.decide():
         service.finish_all()
     assert sorted(numbers(service.ready)) == [0, 1, 2, 3]
-    assert service.answer(ask, limit=2) == [0, 1]
+    assert service.send_ready(request, limit=2) == [0, 1]
     assert numbers(service.decide()) == [4, 5]
     assert service.dispatcher.store.used <= 4
 
@@ -131,31 +131,31 @@ def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
 def test_what_nobody_wants_any_more_makes_room() -> None:
     """What was sent is let go first."""
     service = sharded(1, budget=4)
-    service.teach(TRAIN)
-    ask = service.ask("a", TRAIN, 0, 100)
+    service.warm_up(TRAIN)
+    request = service.request("a", TRAIN, 0, 100)
     for _ in range(100):
         service.decide()
         service.finish_all()
-        service.answer(ask)
+        service.send_ready(request)
         assert service.dispatcher.store.used <= 4
-    assert ask.next == 100
-    assert set(service.begun.values()) == {1}
+    assert request.next == 100
+    assert set(service.started.values()) == {1}
     assert numbers(service.evicted) == sorted(numbers(service.evicted))
 
 
 def test_a_long_pause_of_the_training_loses_nothing() -> None:
     """A validation of minutes: what was made ahead is there afterwards, or the shards would have to begin again."""
     service = sharded(2, budget=8)
-    service.teach(TRAIN)
-    ask = service.ask("a", TRAIN, 0, 2, ahead=6)
+    service.warm_up(TRAIN)
+    request = service.request("a", TRAIN, 0, 2, ahead=6)
     while service.decide():
         service.finish_all()
-    assert service.answer(ask) == [0, 1]
-    service.dispatcher.close(ask)
+    assert service.send_ready(request) == [0, 1]
+    service.dispatcher.close(request)
     service.pass_time(5 * FORGET_AFTER)
     service.decide()
-    again = service.ask("a", TRAIN, 2, 8)
-    assert service.answer(again) == [2, 3, 4, 5, 6, 7]
+    again = service.request("a", TRAIN, 2, 8)
+    assert service.send_ready(again) == [2, 3, 4, 5, 6, 7]
 
 
 # --- Workers that die ---------------------------------------------------------------------------------------------
@@ -164,40 +164,40 @@ def test_a_long_pause_of_the_training_loses_nothing() -> None:
 def test_what_a_lost_worker_had_is_made_by_the_one_in_its_place() -> None:
     """In its order, and nobody else's is made again."""
     service = sharded(2)
-    ask = service.ask("a", TRAIN, 0, 6)
+    request = service.request("a", TRAIN, 0, 6)
     service.decide()
     service.finish(0)
-    assert service.lose(0) == []
+    assert service.lose_worker(0) == []
     service.finish_all()
     service.worker_ready(0)
     for k in (2, 4):  # one after another: either of them may have done it
         assert numbers(service.decide()) == [k]
         service.finish_all()
-    assert service.answer(ask) == list(range(6))
-    assert [service.begun[Address(*TRAIN, k)] for k in range(6)] == [1, 1, 2, 1, 2, 1]
+    assert service.send_ready(request) == list(range(6))
+    assert [service.started[Address(*TRAIN, k)] for k in range(6)] == [1, 1, 2, 1, 2, 1]
 
 
 def test_only_what_a_worker_had_alone_is_to_blame() -> None:
     """What stood at the head of its queue may have been finished and not reported yet."""
     service = sharded(1)
-    ask = service.ask("a", TRAIN, 0, 3)
+    request = service.request("a", TRAIN, 0, 3)
     service.decide()
-    assert service.lose() == []  # it had 0, 1 and 2
+    assert service.lose_worker() == []  # it had 0, 1 and 2
     for attempt in range(1, MAX_ATTEMPTS + 1):
         service.worker_ready(0)
         assert numbers(service.decide()) == [0]
-        assert numbers(service.lose()) == ([0] if attempt == MAX_ATTEMPTS else [])
+        assert numbers(service.lose_worker()) == ([0] if attempt == MAX_ATTEMPTS else [])
     service.worker_ready(0)
-    assert service.answer(ask) == [0]
-    assert run_through(service, ask) == [1, 2]
+    assert service.send_ready(request) == [0]
+    assert complete(service, request) == [1, 2]
 
 
 def test_a_suspect_has_its_worker_to_itself() -> None:
     """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely the cause."""
     service = sharded(1)
-    service.ask("a", TRAIN, 0, 3)
+    service.request("a", TRAIN, 0, 3)
     service.decide()
-    service.lose()
+    service.lose_worker()
     service.worker_ready(0)
     service.decide()
     assert queued(service) == {0: [0]}
@@ -219,25 +219,25 @@ class Game(RuleBasedStateMachine):
         self.shards = shards
         self.service = Service(budget, 0, shards)
         self.position = start
-        self.request: PendingRange | None = None
+        self.pending: PendingRange | None = None
         self.made: dict[int, int] = {}
         """The last batch that each worker was given, since it lives."""
 
     @rule(length=st.integers(1, 5), ahead=st.integers(0, 9))
-    def ask(self, length: int, ahead: int) -> None:
+    def request(self, length: int, ahead: int) -> None:
         """The client asks for what comes next; what was open before is closed."""
-        if self.request is not None:
-            self.service.dispatcher.close(self.request)
+        if self.pending is not None:
+            self.service.dispatcher.close(self.pending)
         if self.position < EPOCH:
             stop = min(EPOCH, self.position + length)
-            self.request = self.service.ask("a", TRAIN, self.position, stop, ahead, batches=EPOCH)
+            self.pending = self.service.request("a", TRAIN, self.position, stop, ahead, batches=EPOCH)
 
-    @precondition(lambda self: self.request is not None)
+    @precondition(lambda self: self.pending is not None)
     @rule(most=st.integers(1, 4))
     def send(self, most: int) -> None:
         """The client takes what is ready."""
-        assert self.request is not None
-        for k in self.service.answer(self.request, most):
+        assert self.pending is not None
+        for k in self.service.send_ready(self.pending, most):
             assert k == self.position
             self.position += 1
 
@@ -256,12 +256,12 @@ class Game(RuleBasedStateMachine):
             self.service.finish(busy[pick % len(busy)], nbytes)
 
     @rule(pick=pick)
-    def lose(self, pick: int) -> None:
+    def lose_worker(self, pick: int) -> None:
         """A worker dies; only what it was at can be given up."""
         if self.service.queues:
             worker = list(self.service.queues)[pick % len(self.service.queues)]
             first = self.service.queues[worker][:1]
-            assert self.service.lose(worker) in ([], first)
+            assert self.service.lose_worker(worker) in ([], first)
 
     @rule()
     def decide(self) -> None:
@@ -282,7 +282,7 @@ class Game(RuleBasedStateMachine):
             self.worker_ready(worker)
         while self.position < EPOCH:
             before = self.position
-            self.ask(3, 2)
+            self.request(3, 2)
             self.decide()
             for worker, queue in self.service.queues.items():
                 while queue:

@@ -6,7 +6,7 @@ import pytest
 
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_shared.codec import Address
-from tests.server.dispatching import OTHER, QUICK, TRAIN, Service, numbers, run_through
+from tests.server.dispatching import OTHER, QUICK, TRAIN, Service, complete, numbers
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
@@ -14,37 +14,37 @@ pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 def test_a_batch_that_hung_is_given_up_at_once() -> None:
     """And it alone: what waited behind it is made by others, several at a time, as nothing of it is suspected."""
     service = Service()
-    service.teach(TRAIN, seconds=QUICK)
-    ask = service.ask("a", TRAIN, 0, 8)
+    service.warm_up(TRAIN, seconds=QUICK)
+    request = service.request("a", TRAIN, 0, 8)
     service.decide()
     service.finish(seconds=QUICK)
-    assert numbers(service.lose(attribution=Address(*TRAIN, 1))) == [1]
+    assert numbers(service.lose_worker(attribution=Address(*TRAIN, 1))) == [1]
     service.worker_ready(0)
     assert numbers(service.decide()) == [2, 3, 4, 5, 6, 7]
     service.finish_all(seconds=QUICK)
-    assert service.answer(ask) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert service.begun[Address(*TRAIN, 1)] == 1
+    assert service.send_ready(request) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert service.started[Address(*TRAIN, 1)] == 1
 
 
 def test_what_is_nobodys_fault_is_never_held_against_a_batch() -> None:
     """A batch whose worker is taken away again and again is tried again and again."""
     service = Service()
-    service.teach(TRAIN)
-    ask = service.ask("a", TRAIN, 0, 2)
+    service.warm_up(TRAIN)
+    request = service.request("a", TRAIN, 0, 2)
     for _ in range(2 * MAX_ATTEMPTS):
         assert numbers(service.decide()) == [0]
-        assert service.lose(attribution="nobody") == []
+        assert service.lose_worker(attribution="nobody") == []
         service.worker_ready(0)
-    assert run_through(service, ask) == [0, 1]
+    assert complete(service, request) == [0, 1]
 
 
 def test_what_is_nobodys_fault_makes_no_suspects() -> None:
     """Work is queued as before."""
     service = Service()
-    service.teach(TRAIN, seconds=QUICK)
-    service.ask("a", TRAIN, 0, 8)
+    service.warm_up(TRAIN, seconds=QUICK)
+    service.request("a", TRAIN, 0, 8)
     service.decide()
-    service.lose(attribution="nobody")
+    service.lose_worker(attribution="nobody")
     service.worker_ready(0)
     assert numbers(service.decide()) == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -52,40 +52,40 @@ def test_what_is_nobodys_fault_makes_no_suspects() -> None:
 def test_a_suspect_stays_one_whatever_happens_to_others() -> None:
     """Deaths before count on when its worker is taken away in between."""
     service = Service()
-    service.teach(TRAIN)
-    service.ask("a", TRAIN, 0, 1)
+    service.warm_up(TRAIN)
+    service.request("a", TRAIN, 0, 1)
     for _ in range(MAX_ATTEMPTS - 1):
         service.decide()
-        assert service.lose() == []
+        assert service.lose_worker() == []
         service.worker_ready(0)
     service.decide()
-    assert numbers(service.lose(attribution="nobody")) == []
+    assert numbers(service.lose_worker(attribution="nobody")) == []
     service.worker_ready(0)
     service.decide()
-    assert numbers(service.lose()) == [0]
+    assert numbers(service.lose_worker()) == [0]
 
 
 def test_what_waits_behind_a_slow_batch_is_made_by_others() -> None:
     """The slow one stays where it is, and its worker gets nothing more until it goes on."""
     service = Service(workers=2)
-    service.teach(TRAIN, OTHER, seconds=QUICK)
-    ask = service.ask("a", TRAIN, 0, 8)
+    service.warm_up(TRAIN, OTHER, seconds=QUICK)
+    request = service.request("a", TRAIN, 0, 8)
     service.decide()
     slow, *waiting = service.queues[0]
-    assert service.hold_up(0, waiting)
+    assert service.stall(0, waiting)
     assert sorted(numbers(service.decide())) == sorted(numbers(waiting))
     assert service.queues[0] == [slow]
-    other = service.ask("b", OTHER, 0, 4)
+    other = service.request("b", OTHER, 0, 4)
     service.decide()
     while service.queues[1]:
         service.finish(1, seconds=QUICK)
         service.decide()
-    assert service.answer(other) == [0, 1, 2, 3]
+    assert service.send_ready(other) == [0, 1, 2, 3]
     assert service.queues[0] == [slow]
     assert service.finish(0) == slow
-    service.go_on(0)
-    assert service.answer(ask) == [0, 1, 2, 3, 4, 5, 6, 7]
-    service.ask("c", ("train", 1), 0, 8)
+    service.resume(0)
+    assert service.send_ready(request) == [0, 1, 2, 3, 4, 5, 6, 7]
+    service.request("c", ("train", 1), 0, 8)
     service.decide()
     assert service.queues[0]
 
@@ -93,20 +93,20 @@ def test_what_waits_behind_a_slow_batch_is_made_by_others() -> None:
 def test_in_turn_nobody_else_may_make_what_waits() -> None:
     """A shard's next batch can only come from its own worker."""
     service = Service(workers=2, in_turn=2)
-    service.ask("a", TRAIN, 0, 6)
+    service.request("a", TRAIN, 0, 6)
     service.decide()
     assert numbers(service.queues[0]) == [0, 2, 4]
-    assert not service.hold_up(0, service.queues[0][1:])
+    assert not service.stall(0, service.queues[0][1:])
     assert service.decide() == []
 
 
 def test_a_worn_worker_finishes_what_it_has_and_gets_nothing_more() -> None:
     """The other one makes the rest; a fresh worker in its place is given work again."""
     service = Service(workers=2)
-    service.teach(TRAIN)
-    ask = service.ask("a", TRAIN, 0, 6)
+    service.warm_up(TRAIN)
+    request = service.request("a", TRAIN, 0, 6)
     assert numbers(service.decide()) == [0, 1]
-    service.wear_out(0)
+    service.recycle(0)
     service.finish(0)
     assert service.decide() == []
     service.finish(1)
@@ -115,15 +115,15 @@ def test_a_worn_worker_finishes_what_it_has_and_gets_nothing_more() -> None:
     service.worker_ready(0)
     assert numbers(service.decide()) == [3]
     assert numbers(service.queues[0]) == [3]
-    assert run_through(service, ask) == [4, 5]
+    assert complete(service, request) == [4, 5]
 
 
 @pytest.mark.parametrize("in_turn", [0, 1])
 def test_a_worn_worker_gets_nothing_in_turn_either(in_turn: int) -> None:
     """Its batches wait for the fresh one."""
     service = Service(in_turn=in_turn)
-    service.ask("a", TRAIN, 0, 2)
-    service.wear_out(0)
+    service.request("a", TRAIN, 0, 2)
+    service.recycle(0)
     assert service.decide() == []
     service.worker_ready(0)
     assert numbers(service.decide()) == [0, 1]
@@ -132,10 +132,10 @@ def test_a_worn_worker_gets_nothing_in_turn_either(in_turn: int) -> None:
 def test_a_fresh_worker_is_not_held_up() -> None:
     """Whatever its predecessor was, which was replaced when it had nothing left."""
     service = Service()
-    service.ask("a", TRAIN, 0, 1)
+    service.request("a", TRAIN, 0, 1)
     service.decide()
-    assert service.hold_up(0, list(service.queues[0]))
-    service.wear_out(0)
+    assert service.stall(0, list(service.queues[0]))
+    service.recycle(0)
     assert service.decide() == []
     service.worker_ready(0)
     assert numbers(service.decide()) == [0]
@@ -145,11 +145,11 @@ def test_a_fresh_worker_is_not_held_up() -> None:
 def test_the_place_of_a_lost_worker_is_like_new(attribution: str) -> None:
     """Worn and held up are processes, not places."""
     service = Service()
-    service.ask("a", TRAIN, 0, 1)
+    service.request("a", TRAIN, 0, 1)
     service.decide()
-    service.hold_up(0, [])
-    service.wear_out(0)
-    service.lose(0, "unknown" if attribution == "unknown" else "nobody")
+    service.stall(0, [])
+    service.recycle(0)
+    service.lose_worker(0, "unknown" if attribution == "unknown" else "nobody")
     assert service.decide() == []
     service.worker_ready(0)
     assert numbers(service.decide()) == [0]

@@ -107,7 +107,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     submitted = [task.address.batch for task in pool.submitted]
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
     assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
-    assert not any(consumer.asks for consumer in engine.consumers()), "and nothing is kept of it"
+    assert not any(consumer.requests for consumer in engine.consumers()), "and nothing is kept of it"
 
 
 async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

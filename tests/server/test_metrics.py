@@ -141,7 +141,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
     """The server itself put it in the batch's place."""
     metrics = Counters()
     pool = metrics.pool()
-    pool.given_up("data", Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
+    pool.batch_failed("data", Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
     pool.retried("data")
     pool.worker_lost()
     tally = metrics.datasets["data"]
@@ -190,14 +190,14 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
         tally = pool.consumer(consumer(f"host:1/rank0/loader0#{epoch}", epoch), "data")
         for ask in range(2):
             elapsed = 0.1 * epoch + 0.05 * ask
-            tally.asks(now, report_at(elapsed, 0.4 * elapsed))
+            tally.requested(now, report_at(elapsed, 0.4 * elapsed))
             tally.sent(1000)
             now += 0.05
         now += 1.0
         _mark(metrics, now)
     recent = tally.loop.recent(now)
     assert recent.span == pytest.approx(4.95)
-    assert recent.loop_waiting == pytest.approx(0.4)
+    assert recent.data_wait == pytest.approx(0.4)
     assert recent.batches == pytest.approx(20, rel=0.02)
     assert recent.nbytes == pytest.approx(20_000, rel=0.02)
 
@@ -250,8 +250,8 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
 def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
     """Asks are on several connections, and arrive in any order."""
     loop = LoopCounters(0.0)
-    assert all(loop.reported(report_at(second, 0.5 * second), second) for second in range(4))
-    assert not loop.reported(report_at(2.9, 1.45), 3.0)
+    assert all(loop.add_report(report_at(second, 0.5 * second), second) for second in range(4))
+    assert not loop.add_report(report_at(2.9, 1.45), 3.0)
     assert loop.recent(3.0) == Recent(3.0, 0.0, 0.0, 0.0, 0.0, 0.5)
 
 
@@ -259,36 +259,36 @@ def test_a_client_that_counts_anew_begins_anew() -> None:
     """Its process was started again, with the same name: no share is taken over both lives, and none below 0."""
     loop = LoopCounters(0.0)
     for second in range(5):
-        loop.reported(report_at(second, 0.5 * second), second)
+        loop.add_report(report_at(second, 0.5 * second), second)
         loop.mark(second)
-    assert loop.recent(4.0).loop_waiting == pytest.approx(0.5)
-    loop.reported(report_at(0.0, 0.0), 7.0)
-    assert loop.recent(7.0).loop_waiting is None
-    loop.reported(report_at(3.0, 0.3), 10.0)
-    assert loop.recent(10.0).loop_waiting == pytest.approx(0.1)
+    assert loop.recent(4.0).data_wait == pytest.approx(0.5)
+    loop.add_report(report_at(0.0, 0.0), 7.0)
+    assert loop.recent(7.0).data_wait is None
+    loop.add_report(report_at(3.0, 0.3), 10.0)
+    assert loop.recent(10.0).data_wait == pytest.approx(0.1)
 
 
 def test_a_loop_is_not_judged_by_its_start() -> None:
     """For its first batch workers are forked and files opened; what comes after that is what it will be like."""
     loop = LoopCounters(0.0)
-    loop.reported(ConsumerReport(0.0, 0.0, 0, 0, 0), 0.0)
-    loop.reported(ConsumerReport(5.0, 5.0, 0, 0, 0), 5.0)
-    loop.reported(ConsumerReport(5.1, 5.1, 1, 0, 0), 5.1)
-    loop.reported(ConsumerReport(8.1, 5.1, 60, 0, 0), 8.1)
-    assert loop.recent(8.1).loop_waiting == 0.0
+    loop.add_report(ConsumerReport(0.0, 0.0, 0, 0, 0), 0.0)
+    loop.add_report(ConsumerReport(5.0, 5.0, 0, 0, 0), 5.0)
+    loop.add_report(ConsumerReport(5.1, 5.1, 1, 0, 0), 5.1)
+    loop.add_report(ConsumerReport(8.1, 5.1, 60, 0, 0), 8.1)
+    assert loop.recent(8.1).data_wait == 0.0
 
 
 def test_what_a_client_said_long_ago_is_not_recent() -> None:
     """It was trained by fast batches, and waits for one that takes for ever: it asks no more, so it says no more."""
     loop = LoopCounters(0.0)
     for second in range(5):
-        loop.reported(report_at(second, 0.0), second)
+        loop.add_report(report_at(second, 0.0), second)
         loop.mark(second)
     loop.waiting.begin(4.0)
     for second in range(5, 20):
         loop.mark(second)
     recent = loop.recent(19.5)
-    assert recent.loop_waiting is None
+    assert recent.data_wait is None
     assert recent.waiting == pytest.approx(1.0)
     assert recent.batches == 0.0
 

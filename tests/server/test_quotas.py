@@ -48,19 +48,19 @@ def work(service: Service, rounds: int, seconds: dict[str, float] | None = None)
                 spent[loader] += took  # type: ignore[assignment]
                 service.finish(worker, seconds=took)
         for consumer in service.dispatcher.consumers():
-            for ask in consumer.asks:
-                service.answer(ask)
+            for request in consumer.requests:
+                service.send_ready(request)
     return spent
 
 
 def test_many_clients_of_one_principal_are_not_many_shares() -> None:
     """A hundred consumers of one token, each of which waits on several connections, get what one of another's gets."""
     service = Service()
-    service.teach(TRAIN, OTHER)
+    service.warm_up(TRAIN, OTHER)
     for number in range(100):
         for start in (0, 1000):
-            service.ask(f"greedy {number}", TRAIN, start + number, start + 900 + number, ahead=100, of="greedy")
-    service.ask("modest", OTHER, 0, 1000, of="modest")
+            service.request(f"greedy {number}", TRAIN, start + number, start + 900 + number, ahead=100, of="greedy")
+    service.request("modest", OTHER, 0, 1000, of="modest")
     spent = work(service, 60)
     assert abs(spent["train"] - spent["other"]) <= 2 * SLOW
 
@@ -68,10 +68,10 @@ def test_many_clients_of_one_principal_are_not_many_shares() -> None:
 def test_work_ahead_of_one_principal_is_worth_what_another_waits_for() -> None:
     """Else who always waits, on many connections, would leave nobody else the time to work ahead."""
     service = Service()
-    service.teach(TRAIN, OTHER)
+    service.warm_up(TRAIN, OTHER)
     for number in range(50):
-        service.ask("greedy", TRAIN, 10 * number, 10 * number + 1, of="greedy")
-    done = service.ask("modest", OTHER, 0, 1, ahead=50, of="modest")
+        service.request("greedy", TRAIN, 10 * number, 10 * number + 1, of="greedy")
+    done = service.request("modest", OTHER, 0, 1, ahead=50, of="modest")
     work(service, 1)
     if done.next == 1:
         service.dispatcher.close(done)
@@ -82,8 +82,8 @@ def test_work_ahead_of_one_principal_is_worth_what_another_waits_for() -> None:
 def test_a_principal_that_is_alone_has_all_workers() -> None:
     """A share that nobody else wants is not kept free."""
     service = Service(workers=4)
-    service.teach(TRAIN)
-    service.ask("a", TRAIN, 0, 100, of="alone")
+    service.warm_up(TRAIN)
+    service.request("a", TRAIN, 0, 100, of="alone")
     service.decide()
     assert [len(queue) for queue in service.queues.values()] == [1] * 4
 
@@ -100,12 +100,12 @@ def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, floa
     service = Service(workers=workers)
     seconds = {f"loader {number}": took for number, (_, took, _) in enumerate(clients)}
     for loader, took in seconds.items():
-        service.teach((loader, 0), seconds=took)
+        service.warm_up((loader, 0), seconds=took)
     for number, (consumers, _, ahead) in enumerate(clients):
         loader = f"loader {number}"
         for consumer in range(consumers):
             start = consumer * 10_000
-            service.ask(f"c{consumer}", (loader, 0), start, start + 9000, ahead, of=f"principal {number}")
+            service.request(f"c{consumer}", (loader, 0), start, start + 9000, ahead, of=f"principal {number}")
     busy: dict[int, float] = dict.fromkeys(range(workers), 0.0)
     spent = dict.fromkeys(seconds, 0.0)
     while min(busy.values()) < 30:
@@ -116,8 +116,8 @@ def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, floa
         spent[loader] += seconds[loader]
         service.finish(worker, seconds=seconds[loader])
         for known in service.dispatcher.consumers():
-            for ask in known.asks:
-                service.answer(ask)
+            for request in known.requests:
+                service.send_ready(request)
     longest = max(seconds.values())
     assert max(spent.values()) - min(spent.values()) <= (workers + 2) * longest
 
@@ -125,10 +125,10 @@ def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, floa
 def test_batches_that_take_longer_than_expected_are_charged_as_they_are() -> None:
     """The first ones are quick, and then each takes ten seconds: what it had too much of, the other one gets."""
     service = Service()
-    service.teach(TRAIN, seconds=0.001)
-    service.teach(OTHER, seconds=SLOW)
-    service.ask("slow", TRAIN, 0, 1000, of="slow")
-    service.ask("steady", OTHER, 0, 1000, of="steady")
+    service.warm_up(TRAIN, seconds=0.001)
+    service.warm_up(OTHER, seconds=SLOW)
+    service.request("slow", TRAIN, 0, 1000, of="slow")
+    service.request("steady", OTHER, 0, 1000, of="steady")
     spent = work(service, 200, {"train": 10.0, "other": SLOW})
     assert spent["train"] <= spent["other"] + 11
 
@@ -136,22 +136,22 @@ def test_batches_that_take_longer_than_expected_are_charged_as_they_are() -> Non
 def test_a_principal_whose_batches_kill_workers_pays_for_them() -> None:
     """A worker that has to be replaced costs time, which is not the others'."""
     service = Service()
-    service.teach(TRAIN, OTHER)
-    service.ask("deadly", TRAIN, 0, 1000, of="deadly")
-    service.ask("steady", OTHER, 0, 1000, of="steady")
+    service.warm_up(TRAIN, OTHER)
+    service.request("deadly", TRAIN, 0, 1000, of="deadly")
+    service.request("steady", OTHER, 0, 1000, of="steady")
     made: Counter[str] = Counter()
     for _ in range(40):
         service.decide()
         loader = service.queues[0][0].loader
         made[loader] += 1
         if loader == "train":
-            service.lose()
+            service.lose_worker()
             service.worker_ready(0)
         else:
             service.finish(seconds=SLOW)
             for consumer in service.dispatcher.consumers():
-                for ask in consumer.asks:
-                    service.answer(ask)
+                for request in consumer.requests:
+                    service.send_ready(request)
     assert made["other"] >= 18
 
 
@@ -167,7 +167,7 @@ def stolen(service: Service) -> int | None:
     """The worker that is taken from somebody, which is replaced then."""
     worker = service.dispatcher.preempt(hanging(service))
     if worker is not None:
-        assert service.lose(worker, "nobody") == []
+        assert service.lose_worker(worker, "nobody") == []
         service.worker_ready(worker)
     return worker
 
@@ -176,11 +176,11 @@ def stolen(service: Service) -> int | None:
 def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool) -> None:
     """And leaves it to the others from then on, be they other principals or other consumers of the same one."""
     service = Service(workers=3)
-    service.teach(TRAIN, OTHER)
-    service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    service.warm_up(TRAIN, OTHER)
+    service.request("hangs", TRAIN, 0, 100, of="hangs")
     service.decide()
     assert stolen(service) is None, "nobody waits"
-    victim = service.ask("victim", OTHER, 0, 4, of="hangs" if same else "victim")
+    victim = service.request("victim", OTHER, 0, 4, of="hangs" if same else "victim")
     assert service.decide() == []
     taken = stolen(service)
     assert taken is not None
@@ -188,7 +188,7 @@ def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool
         assert numbers(service.decide(), OTHER) == [k]
         assert service.dispatcher.preempt(hanging(service)) is None, "somebody works for it"
         service.finish(taken, seconds=SLOW)
-        assert service.answer(victim) == [k]
+        assert service.send_ready(victim) == [k]
     service.dispatcher.close(victim)
     assert service.decide() == [], "nothing is made on the last worker for the one that had them all"
     hung = [address for address in service.running() if address.loader == "train"]
@@ -198,34 +198,34 @@ def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool
 def test_without_workers_none_is_taken() -> None:
     """All may have died at once."""
     service = Service(workers=0)
-    service.ask("a", TRAIN, 0, 1)
+    service.request("a", TRAIN, 0, 1)
     assert stolen(service) is None
 
 
 def test_who_has_one_worker_keeps_it() -> None:
     """However long its batch takes: it would be begun again and again, and never be done."""
     service = Service(workers=2)
-    service.ask("a", TRAIN, 0, 1, of="a")
-    service.ask("b", OTHER, 0, 1, of="b")
+    service.request("a", TRAIN, 0, 1, of="a")
+    service.request("b", OTHER, 0, 1, of="b")
     service.decide()
-    service.ask("c", ("third", 0), 0, 1, of="c")
+    service.request("c", ("third", 0), 0, 1, of="c")
     assert stolen(service) is None
 
 
 def test_who_was_forgotten_begins_anew() -> None:
     """A minute after its last request, it may have all workers again."""
     service = Service(workers=2)
-    ask = service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    request = service.request("hangs", TRAIN, 0, 100, of="hangs")
     service.decide()
-    victim = service.ask("victim", OTHER, 0, 1, of="victim")
+    victim = service.request("victim", OTHER, 0, 1, of="victim")
     assert stolen(service) is not None
-    service.dispatcher.close(ask)
+    service.dispatcher.close(request)
     service.decide()
     service.finish_all()
-    service.answer(victim)
+    service.send_ready(victim)
     service.dispatcher.close(victim)
     service.pass_time(FORGET_AFTER + 1)
-    service.ask("hangs", TRAIN, 0, 100, of="hangs")
+    service.request("hangs", TRAIN, 0, 100, of="hangs")
     service.decide()
     assert len(service.running()) == 2
 
@@ -244,12 +244,12 @@ def fill(service: Service, rounds: int = 50) -> None:
 def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
     """What is made ahead for it ends there; the others' is not let go for it."""
     service = Service(budget=100, workers=2)
-    service.teach(TRAIN, OTHER)
+    service.warm_up(TRAIN, OTHER)
     service.quota("small", memory=10)
-    service.ask("greedy", TRAIN, 0, 90, ahead=4000, of="small")
+    service.request("greedy", TRAIN, 0, 90, ahead=4000, of="small")
     fill(service)
     assert service.quota("small").frames == 10
-    service.ask("other", OTHER, 0, 90, of="large")
+    service.request("other", OTHER, 0, 90, of="large")
     fill(service)
     assert service.quota("large").frames == 90
     assert service.quota("small").frames == 10
@@ -259,16 +259,16 @@ def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
 def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
     """Room is made among its own batches, or it goes beyond the share by what is waited for."""
     service = Service(budget=100, workers=1)
-    service.teach(TRAIN)
+    service.warm_up(TRAIN)
     service.quota("small", memory=3)
-    first = service.ask("a", TRAIN, 0, 50, of="small")
+    first = service.request("a", TRAIN, 0, 50, of="small")
     fill(service)
-    second = service.ask("b", TRAIN, 1000, 1050, of="small")
+    second = service.request("b", TRAIN, 1000, 1050, of="small")
     for _ in range(40):
         service.decide()
         service.finish_all()
-        service.answer(first, 1)
-        service.answer(second, 1)
+        service.send_ready(first, 1)
+        service.send_ready(second, 1)
     assert first.next >= 15
     assert second.next >= 1015
     assert service.quota("small").frames <= 5
@@ -281,17 +281,17 @@ def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
 def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]]) -> None:
     """Together it is what is kept and what is being made; each stays in its share but for what it waits for."""
     service = Service(budget=40, workers=2)
-    service.teach(TRAIN, OTHER)
+    service.warm_up(TRAIN, OTHER)
     for name, memory in (("a", 5), ("b", 20), ("c", 40)):
         service.quota(name, memory=memory)
     for name, start, length, taken in steps:
         run: Epoch = TRAIN if start % 2 else OTHER
-        ask = service.ask(name, run, start, start + length, ahead=length, of=name)
+        request = service.request(name, run, start, start + length, ahead=length, of=name)
         for _ in range(taken):
             service.decide()
             service.finish_all()
-            service.answer(ask, 2)
-        service.dispatcher.close(ask)
+            service.send_ready(request, 2)
+        service.dispatcher.close(request)
         quotas = service.quotas.values()
         assert sum(quota.frames for quota in quotas) == service.memory.used == service.dispatcher.store.used
         assert all(quota.frames >= 0 for quota in quotas)
@@ -305,10 +305,10 @@ def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]])
 def test_who_does_not_read_is_given_no_more_and_its_principal_neither_in_the_end() -> None:
     """What a client waits for is begun in any case, but for one that leaves its answers alone."""
     service = Service(workers=2)
-    service.teach(TRAIN, OTHER)
+    service.warm_up(TRAIN, OTHER)
     quota = service.quota("p")
-    lazy = service.ask("lazy", TRAIN, 0, 5, of="p").consumer
-    service.ask("reads", OTHER, 0, 5, of="p")
+    lazy = service.request("lazy", TRAIN, 0, 5, of="p").consumer
+    service.request("reads", OTHER, 0, 5, of="p")
     lazy.sending = quota.sending = int(1.5 * max(quota.memory, MIN_SENDING))
     assert numbers(service.decide(), OTHER) != []
     assert numbers(service.running(), TRAIN) == []
@@ -324,13 +324,13 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
     service = Service()
     service.quota("p", max_consumers=3)
     for number in range(10):
-        service.dispatcher.close(service.ask(f"idle {number}", TRAIN, 0, 1, of="p"))
+        service.dispatcher.close(service.request(f"idle {number}", TRAIN, 0, 1, of="p"))
         assert len(service.quota("p").consumers) <= 3
     for number in range(3):
-        service.ask(f"busy {number}", TRAIN, 0, 1, of="p")
+        service.request(f"busy {number}", TRAIN, 0, 1, of="p")
     with pytest.raises(ServerUnavailable, match=r"'p' has reached the limit of 3 consumers .* max_consumers"):
-        service.ask("one more", TRAIN, 0, 1, of="p")
-    service.ask("another's", TRAIN, 0, 1, of="q")
+        service.request("one more", TRAIN, 0, 1, of="p")
+    service.request("another's", TRAIN, 0, 1, of="q")
 
 
 # --- Requests -----------------------------------------------------------------------------------------------------

@@ -314,8 +314,8 @@ events = st.sampled_from(["unknown", "machine", "timeout", "completes"])
 def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: list[tuple[str, float]]) -> None:
     """Each exit that may be a batch's fault is one of three; those of the machine end after `batch_timeout`."""
     service, shortages, now = Service(), Shortages(), START
-    service.teach(TRAIN, seconds=QUICK)
-    ask = service.ask("a", TRAIN, 0, queue)
+    service.warm_up(TRAIN, seconds=QUICK)
+    request = service.request("a", TRAIN, 0, queue)
     attempts = dict.fromkeys(range(queue), 0)
     first_lost: dict[int, float] = {}
     for event, seconds in [*sequence, *[("unknown", 1.0)] * (MAX_ATTEMPTS + 1) * queue]:
@@ -335,15 +335,15 @@ def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: lis
             for batch in numbers(tasks):
                 since = first_lost.setdefault(batch, now)
                 assert (Address(*TRAIN, batch) in overdue) == (now - since > LIMITS.batch_timeout)
-        given_up = service.lose(0, tasks[0] if event == "timeout" else event, overdue)  # type: ignore[arg-type]
-        assert set(given_up) >= overdue
+        failed = service.lose_worker(0, tasks[0] if event == "timeout" else event, overdue)  # type: ignore[arg-type]
+        assert set(failed) >= overdue
         if event == "timeout":
-            assert given_up == tasks[:1]
+            assert failed == tasks[:1]
         if event == "unknown":
             for batch in numbers(tasks):
                 attempts[batch] += len(tasks) == 1
-                assert (Address(*TRAIN, batch) in given_up) == (attempts[batch] == MAX_ATTEMPTS)
+                assert (Address(*TRAIN, batch) in failed) == (attempts[batch] == MAX_ATTEMPTS)
         service.worker_ready(0)
-    service.answer(ask)
-    assert ask.next == queue, "each batch was computed, or an error is in its place"
+    service.send_ready(request)
+    assert request.next == queue, "each batch was computed, or an error is in its place"
     assert MAX_ATTEMPTS == 3, "as docs/faults.md says"

@@ -85,9 +85,9 @@ class DatasetCounters:
         self.samples = 0
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
-        self.made = RateWindow(now, 0)
+        self.computed_window = RateWindow(now, 0)
         """Sliding window of the number of computed samples."""
-        self.left = RateWindow(now, 0, 0)
+        self.sent_window = RateWindow(now, 0, 0)
         """Sliding window of the numbers of sent batches and bytes."""
         self.slow_from = 0.0
         """Fetch time in seconds above which a batch is one of the `SLOWEST` slowest batches."""
@@ -98,8 +98,8 @@ class DatasetCounters:
 
     def mark(self, now: float) -> None:
         """Add a sample of the totals to the rate window."""
-        self.made.mark(now, self.samples)
-        self.left.mark(now, self.sent, self.nbytes)
+        self.computed_window.mark(now, self.samples)
+        self.sent_window.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
         """Record the fetch time of a batch, and keep only the `SLOWEST` slowest batches."""
@@ -192,7 +192,7 @@ class Recent(NamedTuple):
     """Fraction of time for which requested batches were not ready."""
     sending: float
     """Fraction of time for which a response was being sent."""
-    loop_waiting: float | None
+    data_wait: float | None
     """Fraction of time for which the training loop waited for data; None if the client does not report it."""
 
 
@@ -205,7 +205,7 @@ class LoopCounters:
     """
 
     def __init__(self, now: float) -> None:
-        self.asked = now
+        self.last_request = now
         """Time of the last request."""
         self.batches = 0
         self.nbytes = 0
@@ -215,12 +215,12 @@ class LoopCounters:
         """Time during which a response was being sent."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
-        self._said: RateWindow | None = None
+        self._reported: RateWindow | None = None
         """Sliding window of data wait and the server's totals, by the client's clock; None before the first report."""
-        self._said_last: tuple[float, ...] = ()
-        self._said_at: float | None = None
+        self._last_reported: tuple[float, ...] = ()
+        self._reported_at: float | None = None
 
-    def reported(self, report: ConsumerReport, now: float) -> bool:
+    def add_report(self, report: ConsumerReport, now: float) -> bool:
         """Record the report that the client sends with each request.
 
         Reports from before the training loop's first batch are not used for rates: workers and caches are still
@@ -229,17 +229,17 @@ class LoopCounters:
         Returns:
             False if the report is older than the previous one.
         """
-        if self._said is not None and report.elapsed < self._said_last[0]:
-            if self._said_at is not None and now - self._said_at < OVERTAKEN:
+        if self._reported is not None and report.elapsed < self._last_reported[0]:
+            if self._reported_at is not None and now - self._reported_at < OVERTAKEN:
                 return False
-            self._said = None  # another client process with the same name starts to count at 0
-        self._said_at = now
+            self._reported = None  # another client process with the same name starts to count at 0
+        self._reported_at = now
         if not report.taken:
             return True
         last = (report.elapsed, report.waited, *self._totals(now))
-        if self._said is None:
-            self._said = RateWindow(*last)
-        self._said_last = last
+        if self._reported is None:
+            self._reported = RateWindow(*last)
+        self._last_reported = last
         return True
 
     def _totals(self, now: float) -> tuple[float, ...]:
@@ -248,8 +248,8 @@ class LoopCounters:
     def mark(self, now: float) -> None:
         """Add a sample of the totals to the rate window."""
         self._window.mark(now, *self._totals(now))
-        if self._said is not None:
-            self._said.mark(*self._said_last)
+        if self._reported is not None:
+            self._reported.mark(*self._last_reported)
 
     def recent(self, now: float) -> Recent:
         """Return the recent rates of the training loop.
@@ -257,20 +257,20 @@ class LoopCounters:
         Args:
             now: Time of the last request; the current time while a request is open.
         """
-        if self._said_at is not None and now - self._said_at <= WINDOW:
-            return self._recent_as_said()
+        if self._reported_at is not None and now - self._reported_at <= WINDOW:
+            return self._recent_as_reported()
         batches, nbytes, waiting, sending = self._window.rates(now, *self._totals(now))
         span = max(0.0, now - self._since)
         return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), None)
 
-    def _recent_as_said(self) -> Recent:
-        if self._said is None:
+    def _recent_as_reported(self) -> Recent:
+        if self._reported is None:
             return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None)
-        elapsed, *last = self._said_last
-        span = self._said.span(elapsed)
-        waited, batches, nbytes, waiting, sending = self._said.rates(elapsed, *last)
-        told = as_share(waited) if span > 0 else None
-        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), told)
+        elapsed, *last = self._last_reported
+        span = self._reported.span(elapsed)
+        waited, batches, nbytes, waiting, sending = self._reported.rates(elapsed, *last)
+        data_wait = as_share(waited) if span > 0 else None
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait)
 
 
 class ConsumerCounters:
@@ -311,10 +311,10 @@ class ConsumerCounters:
         self.loop.waiting.end(now)
         self.dataset.waiting += self.waiting.end(now)
 
-    def asks(self, now: float, report: ConsumerReport | None) -> None:
+    def requested(self, now: float, report: ConsumerReport | None) -> None:
         """Record a request, and the client's report if the request includes one."""
-        self.loop.asked = now
-        if report is not None and self.loop.reported(report, now):
+        self.loop.last_request = now
+        if report is not None and self.loop.add_report(report, now):
             self.report = report
 
     def mark(self, now: float) -> None:
@@ -329,7 +329,7 @@ class Marked(Protocol):
         """Add a sample of the totals to the rate window."""
 
 
-_Who = tuple[str, str, Epoch]
+_Key = tuple[str, str, Epoch]
 
 
 class PoolCounters:
@@ -341,18 +341,18 @@ class PoolCounters:
             lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0))
         )
         self.loaders: dict[str, LoaderCounters] = {}
-        self._consumers: dict[_Who, ConsumerCounters] = {}
+        self._consumers: dict[_Key, ConsumerCounters] = {}
 
     # -- events
 
     def consumer(self, consumer: Consumer, dataset: str) -> ConsumerCounters:
         """Return the counters of a consumer, creating them if necessary."""
-        who = _who(consumer)
-        known = self._consumers.get(who)
+        key = _key(consumer)
+        known = self._consumers.get(key)
         if known is None:
-            self._loader(consumer.run[0], dataset)
+            self._loader(consumer.epoch[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            known = self._consumers[who] = ConsumerCounters(self._metrics.datasets[dataset], loop, time.monotonic())
+            known = self._consumers[key] = ConsumerCounters(self._metrics.datasets[dataset], loop, time.monotonic())
         return known
 
     def _loader(self, key: str, dataset: str) -> LoaderCounters:
@@ -362,9 +362,9 @@ class PoolCounters:
 
     def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """Count a batch computed by a worker."""
-        place = self.workers[worker]
-        place.batches += 1
-        place.busy += report.seconds
+        counters = self.workers[worker]
+        counters.batches += 1
+        counters.busy += report.seconds
         loader = self.loaders.get(task.address.loader) or self._loader(task.address.loader, task.spec.dataset)
         loader.batches += 1
         dataset = loader.dataset
@@ -385,7 +385,7 @@ class PoolCounters:
         """Count a batch that is recomputed after the exit of its worker."""
         self._metrics.datasets[dataset].retried += 1
 
-    def given_up(self, dataset: str, failure: Failure) -> None:
+    def batch_failed(self, dataset: str, failure: Failure) -> None:
         """Count a batch that is not retried, because it hung or ended its workers; the failure was already logged."""
         self._metrics.datasets[dataset].fail(failure)
 
@@ -395,15 +395,15 @@ class PoolCounters:
 
     def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
         """Keep only the counters of the given consumers and loaders."""
-        known = set(map(_who, consumers))
-        self._consumers = {who: tally for who, tally in self._consumers.items() if who in known}
+        known = set(map(_key, consumers))
+        self._consumers = {key: tally for key, tally in self._consumers.items() if key in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
 
     # -- reading
 
     def of(self, consumer: Consumer) -> ConsumerCounters:
         """Return the counters of a consumer that was passed to `consumer` before."""
-        return self._consumers[_who(consumer)]
+        return self._consumers[_key(consumer)]
 
     def marked(self) -> list[Marked]:
         """Return all counters of consumers and loaders, to sample their totals."""
@@ -445,7 +445,8 @@ class Counters:
     def keep_recent(self, now: float) -> None:
         """Keep training loops with recent requests; others are removed together with their last consumer."""
         recent = sorted(
-            (loop for loop in self._loops.values() if now - loop.asked <= KEEP_LOOPS), key=lambda loop: loop.asked
+            (loop for loop in self._loops.values() if now - loop.last_request <= KEEP_LOOPS),
+            key=lambda loop: loop.last_request,
         )
         self._kept = recent[-MAX_KEPT_LOOPS:]
 
@@ -454,9 +455,9 @@ class Counters:
         return PoolCounters(self)
 
 
-def _who(consumer: Consumer) -> _Who:
+def _key(consumer: Consumer) -> _Key:
     """Return a unique key of a consumer: clients choose names, which are unique only within a principal."""
-    return consumer.principal_share.quota.name, consumer.name, consumer.run
+    return consumer.principal_share.quota.name, consumer.name, consumer.epoch
 
 
 def _log(task: Task, failure: Failure) -> None:

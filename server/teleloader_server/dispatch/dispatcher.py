@@ -1,8 +1,8 @@
 """Batch scheduling: which worker computes which batch next.
 
-Synchronous functions over plain state, without processes, sockets or clocks. `Engine` reports events (`ask`, `sent`,
-`finished`, `worker_lost`, ...), then submits the batches that `decide` starts. `Store` decides which finished batches
-are kept; `records` defines the records of both.
+Synchronous functions over plain state, without processes, sockets or clocks. `Engine` reports events (`add_request`,
+`sent`, `finished`, `worker_lost`, ...), then submits the batches that `decide` starts. `Store` decides which finished
+batches are kept; `records` defines the records of both.
 
 Rules:
 
@@ -40,7 +40,7 @@ from teleloader_shared.codec import Address
 
 MAX_ATTEMPTS: Final = 3
 """Number of worker exits that a batch may cause before it is replaced by an error."""
-MAX_ASKED: Final = 256
+MAX_REQUESTED: Final = 256
 """Maximum number of a request's batches that are computed ahead of the batch for which the client waits."""
 MAX_BEHIND: Final = 4096
 """Maximum number of batches sent out of order to a consumer; above it, the consumer's position moves past them."""
@@ -55,7 +55,7 @@ LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
 
-Begin = Callable[[int, Batch], object]
+Submit = Callable[[int, Batch], object]
 """Callback, called with the worker ID and each batch that the worker must compute."""
 
 
@@ -84,7 +84,7 @@ class Dispatcher:
 
     # -- events of consumers
 
-    def ask(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRange:
+    def add_request(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRange:
         """Add a client's request for batches of an epoch.
 
         Args:
@@ -96,40 +96,40 @@ class Dispatcher:
         Raises:
             ServerUnavailable: If the principal has too many consumers with open requests.
         """
-        run, start, stop = (request.key, request.epoch), request.start, request.stop
-        consumer = self._consumers.get((quota.name, request.consumer, run))
+        epoch, start, stop = (request.key, request.epoch), request.start, request.stop
+        consumer = self._consumers.get((quota.name, request.consumer, epoch))
         if consumer is None:
             if self._in_turn:  # the next epoch of a session: batches prefetched in the previous epoch are unwanted
-                self._forget([other for other in self._consumers.values() if not other.asks and other.run != run])
+                self._forget([c for c in self._consumers.values() if not c.requests and c.epoch != epoch])
             consumer = self._join(quota, request, loader, now)
         if consumer not in self.store.active:
-            # idle time is no credit: otherwise the consumer would block all others until it has caught up
+            # at least the current level: otherwise a consumer that was idle would block all others until it catches up
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
             consumer.served = max(consumer.served, principal_share.level)
         consumer.last_seen = now
-        asked = PendingRange(consumer, start, stop, start, request.indices)
+        pending = PendingRange(consumer, start, stop, start, request.indices)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
-        consumer.asks.append(asked)
+        consumer.requests.append(pending)
         if consumer.sent_beyond:
-            self.store.want_again(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
-        furthest = max(ask.stop for ask in consumer.asks)
+            self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
+        furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
         consumer.ahead_stop = min(loader.batches, furthest + request.prefetch)
         self.store.active[consumer] = None
-        return asked
+        return pending
 
-    def sent(self, ask: PendingRange, now: float) -> None:
+    def sent(self, pending: PendingRange, now: float) -> None:
         """Record that a request's next batch was sent."""
-        consumer = ask.consumer
+        consumer = pending.consumer
         consumer.last_seen = now
-        k = ask.next
+        k = pending.next
         if k >= consumer.position:
             consumer.sent_beyond.add(k)
-        ask.next += 1
-        ask.cursor = max(ask.cursor, ask.next)
+        pending.next += 1
+        pending.cursor = max(pending.cursor, pending.next)
         position = consumer.position
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)
@@ -141,35 +141,37 @@ class Dispatcher:
             self.store.move(consumer, position)
         self.store.sent(consumer, k)
 
-    def close(self, ask: PendingRange) -> None:
+    def close(self, pending: PendingRange) -> None:
         """Close a request that is complete, or whose client disconnected."""
-        ask.consumer.asks.remove(ask)
-        self.store.mark_unwanted(ask.consumer.state, range(ask.next, min(ask.stop, max(ask.cursor, ask.next + 1))))
+        pending.consumer.requests.remove(pending)
+        self.store.mark_unwanted(
+            pending.consumer.state, range(pending.next, min(pending.stop, max(pending.cursor, pending.next + 1)))
+        )
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Remove and return the consumers that have sent no request for `FORGET_AFTER` seconds."""
         if self._in_turn:
             return []  # a session ends with its client, and its evicted batches would be expensive to recompute
-        gone = [c for c in self._consumers.values() if not c.asks and now - c.last_seen > FORGET_AFTER]
-        self._forget(gone)
-        return gone
+        removed = [c for c in self._consumers.values() if not c.requests and now - c.last_seen > FORGET_AFTER]
+        self._forget(removed)
+        return removed
 
     def _join(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> Consumer:
         if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
         principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
-        run, level = (request.key, request.epoch), principal_share.level
-        state = self.store.state(run)
-        consumer = Consumer(principal_share, request.consumer, loader, run, state, request.start, level, now)
-        self._consumers[quota.name, consumer.name, run] = consumer
-        quota.consumers[consumer] = consumer.asks
+        epoch, level = (request.key, request.epoch), principal_share.level
+        state = self.store.state(epoch)
+        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.start, level, now)
+        self._consumers[quota.name, consumer.name, epoch] = consumer
+        quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)
         return consumer
 
     def _forget_some(self, quota: Quota) -> None:
         """Make room for a principal's next consumer: remove half of those without an open request, idlest first."""
         mine = [c for c in self._consumers.values() if c.principal_share.quota is quota]
-        idle = [c for c in mine if not c.asks]
+        idle = [c for c in mine if not c.requests]
         if not idle:
             if sum(map(bool, quota.consumers.values())) < quota.max_consumers:
                 return  # the principal's consumers in other dispatchers are idle
@@ -177,13 +179,13 @@ class Dispatcher:
         idle.sort(key=lambda consumer: consumer.last_seen)
         self._forget(idle[: len(idle) // 2 + 1])
 
-    def _forget(self, gone: list[Consumer]) -> None:
-        for consumer in gone:
+    def _forget(self, removed: list[Consumer]) -> None:
+        for consumer in removed:
             quota = consumer.principal_share.quota
-            del self._consumers[quota.name, consumer.name, consumer.run], quota.consumers[consumer]
+            del self._consumers[quota.name, consumer.name, consumer.epoch], quota.consumers[consumer]
         shares = (consumer.principal_share for consumer in self._consumers.values())
         self._principal_shares = {share.quota.name: share for share in shares}
-        self.store.leave(gone)
+        self.store.leave(removed)
 
     # -- events of workers
 
@@ -218,7 +220,7 @@ class Dispatcher:
         """
         self._workers.pop(worker, None)
         deaths = self.store.deaths
-        given_up = []
+        failed = []
         if lost and loss.attribution not in ("nobody", "machine"):
             self._charge(self.store.batch(lost[0]), LOSS_SECONDS)
         for address in lost:
@@ -227,10 +229,10 @@ class Dispatcher:
                 # worker without other batches, so that the next death identifies the culprit.
                 deaths[address] = deaths.get(address, 0) + (len(lost) == 1)
             if address == loss.attribution or address in loss.overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
-                given_up.append(address)
+                failed.append(address)
             else:
                 self.store.remove(self.store.batch(address))
-        return given_up
+        return failed
 
     def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
         """Store the frame of a completed batch; `worker` is None for a failure frame created by the server itself."""
@@ -267,76 +269,76 @@ class Dispatcher:
 
     # -- decisions
 
-    def decide(self, begin: Begin) -> None:
-        """Start batches on available workers by calling `begin`; evict sent failures and excess cached batches."""
+    def decide(self, submit: Submit) -> None:
+        """Start batches on available workers by calling `submit`; evict sent failures and excess cached batches."""
         store = self.store
-        store.evict_told()
-        self._begin(begin)
-        for consumer in [c for c in store.active if not c.asks and c.ahead_cursor >= c.ahead_stop]:
+        store.evict_sent_failures()
+        self._start_batches(submit)
+        for consumer in [c for c in store.active if not c.requests and c.ahead_cursor >= c.ahead_stop]:
             del store.active[consumer]
         store.evict_cached()
 
-    def _begin(self, begin: Begin) -> None:
+    def _start_batches(self, submit: Submit) -> None:
         """Start batches while workers are available, each for the principal with the least served time."""
         active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
             active.setdefault(consumer.principal_share, []).append(consumer)
-        wishes = {principal_share: self._wishes(consumers) for principal_share, consumers in active.items()}
-        while wishes:
-            principal_share = min(wishes, key=lambda principal_share: principal_share.served)
-            wish = next(wishes[principal_share], None)
-            if wish is None:
-                del wishes[principal_share]
+        candidates = {principal_share: self._candidates(consumers) for principal_share, consumers in active.items()}
+        while candidates:
+            principal_share = min(candidates, key=lambda principal_share: principal_share.served)
+            candidate = next(candidates[principal_share], None)
+            if candidate is None:
+                del candidates[principal_share]
                 continue
-            urgency, consumer, k = wish
-            address = Address(*consumer.run, k)
+            urgency, consumer, k = candidate
+            address = Address(*consumer.epoch, k)
             worker = self._free_worker(address)
             if worker is None:
                 return  # otherwise the next principal could take the worker for which this one waits
             level, before = principal_share.served, consumer.served
-            principal_share.was_begun = self._start(worker, address, consumer, urgency, begin)
-            if principal_share.was_begun:
+            principal_share.was_started = self._start(worker, address, consumer, urgency, submit)
+            if principal_share.was_started:
                 self._level = max(self._level, level)
                 principal_share.level = max(principal_share.level, before)
 
-    def _wishes(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
+    def _candidates(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
         """Yield the batches that a principal wants, by urgency, then by least served time of the consumer."""
         for urgency in Urgency:
-            left = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
-            while left:
-                consumer = min(left, key=lambda consumer: consumer.served)
+            remaining = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
+            while remaining:
+                consumer = min(remaining, key=lambda consumer: consumer.served)
                 k = self._next(consumer, urgency)
                 if k is not None:
                     yield urgency, consumer, k
-                if k is None or not consumer.principal_share.was_begun:
-                    left.remove(consumer)
+                if k is None or not consumer.principal_share.was_started:
+                    remaining.remove(consumer)
 
-    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, begin: Begin) -> bool:
+    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, submit: Submit) -> bool:
         loader, principal_share = consumer.loader, consumer.principal_share
         estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
         if self.store.is_full(principal_share, estimate):
             distance = consumer.distance(address.batch) or 0
-            waited_for = urgency is Urgency.WAITING
-            self.store.make_room(estimate, distance, principal_share, at_any_price=waited_for)
-            if not waited_for and self.store.is_full(principal_share, estimate):
+            is_awaited = urgency is Urgency.WAITING
+            self.store.make_room(estimate, distance, principal_share, force=is_awaited)
+            if not is_awaited and self.store.is_full(principal_share, estimate):
                 return False
-        batch = self.store.begun(address, consumer, estimate)
+        batch = self.store.add(address, consumer, estimate)
         self._charge(batch, 0.001 if loader.batch_seconds is None else loader.batch_seconds)
-        begin(worker, batch)
+        submit(worker, batch)
         return True
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
         """Return the consumer's first batch of this urgency that is not started yet, or None if all are started."""
         batches = consumer.state.batches
-        if self._in_turn and urgency is not Urgency.AHEAD:
+        if self._in_turn and urgency is not Urgency.PREFETCHED:
             return self._next_in_turn(consumer, urgency)
         if urgency is Urgency.WAITING:
-            return next((ask.next for ask in consumer.asks if ask.next < ask.stop and ask.next not in batches), None)
-        if urgency is Urgency.ASKED:
-            for ask in consumer.asks:
-                missing = ask.first_missing(batches, min(ask.stop, ask.next + MAX_ASKED))
+            return next((p.next for p in consumer.requests if p.next < p.stop and p.next not in batches), None)
+        if urgency is Urgency.REQUESTED:
+            for pending in consumer.requests:
+                missing = pending.first_missing(batches, min(pending.stop, pending.next + MAX_REQUESTED))
                 if missing is not None:
                     return missing
             return None
@@ -349,11 +351,11 @@ class Dispatcher:
     def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
         """Return the first batch of all requests that is not started yet, so that no batch overtakes another."""
         batches = consumer.state.batches
-        for number, ask in enumerate(sorted(consumer.asks, key=lambda ask: ask.next)):
-            missing = ask.first_missing(batches, ask.stop)
+        for number, pending in enumerate(sorted(consumer.requests, key=lambda pending: pending.next)):
+            missing = pending.first_missing(batches, pending.stop)
             if missing is not None:
-                waited_for = number == 0 and missing == ask.next
-                return missing if waited_for == (urgency is Urgency.WAITING) else None
+                is_awaited = number == 0 and missing == pending.next
+                return missing if is_awaited == (urgency is Urgency.WAITING) else None
         return None
 
     def _free_worker(self, address: Address) -> int | None:
@@ -361,10 +363,10 @@ class Dispatcher:
         suspect = address in self.store.deaths
         if self._in_turn:
             owner = address.batch % self._in_turn
-            open_ = self._takes(owner, suspect=suspect) and len(self._workers[owner].tasks) < MAX_QUEUE
-            return owner if open_ else None
-        open_to_all = [number for number in self._workers if self._takes(number, suspect=suspect)]
-        worker = min(open_to_all, key=lambda number: len(self._workers[number].tasks), default=None)
+            is_available = self._takes(owner, suspect=suspect) and len(self._workers[owner].tasks) < MAX_QUEUE
+            return owner if is_available else None
+        available = [number for number in self._workers if self._takes(number, suspect=suspect)]
+        worker = min(available, key=lambda number: len(self._workers[number].tasks), default=None)
         if worker is None or not self._workers[worker].tasks:
             return worker
         queue = self._workers[worker].tasks
@@ -419,8 +421,8 @@ class Dispatcher:
         def is_mine(other: Consumer) -> bool:
             return other is consumer or (principal_share.is_capped and other.principal_share is principal_share)
 
-        lately = consumer.last_seen - LEAVE_SECONDS
-        if all(is_mine(other) or not (other.asks or other.last_seen > lately) for other in self._consumers.values()):
+        recent = consumer.last_seen - LEAVE_SECONDS
+        if all(is_mine(c) or not (c.requests or c.last_seen > recent) for c in self._consumers.values()):
             return False  # no other consumer is active
         current = [next(iter(health.tasks.values())) for health in self._workers.values() if health.tasks]
         busy = [self.store.batch(task.address).consumer for task in current]

@@ -38,7 +38,7 @@ class BatchStream:
     """Ordered stream of the batches in one request, each available as soon as it is computed."""
 
     _engine: Engine
-    _ask: PendingRange
+    _pending: PendingRange
     tally: ConsumerCounters
     """Counters of the consumer."""
     trace: RequestTrace | None
@@ -62,12 +62,12 @@ class BatchStream:
     @property
     def consumer(self) -> Consumer:
         """Consumer that sent the request."""
-        return self._ask.consumer
+        return self._pending.consumer
 
     @property
     def exhausted(self) -> bool:
         """True once all batches of the request were returned by `take` or `take_ready`."""
-        return self._ask.next >= self._ask.stop
+        return self._pending.next >= self._pending.stop
 
     async def take(self) -> ReadyFrame:
         """Wait for the next batch and return its frame, or raise the error that was passed to `end`."""
@@ -80,7 +80,7 @@ class BatchStream:
     async def linger(self, seconds: float) -> None:
         """Wait up to `seconds` for the last batch of the request."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._engine._arrival(self._ask.stop - 1, self), seconds)
+            await asyncio.wait_for(self._engine._arrival(self._pending.stop - 1, self), seconds)
 
 
 class Engine:
@@ -153,12 +153,12 @@ class Engine:
             ServerUnavailable: If the principal has too many consumers.
         """
         now = time.monotonic()
-        ask = self._dispatcher.ask(quota, request, loader, now)
+        pending = self._dispatcher.add_request(quota, request, loader, now)
         self._loaders.add(loader.key)
         self._decide_soon()
-        tally = self.tally.consumer(ask.consumer, loader.spec.dataset)
-        tally.asks(now, request.report)
-        stream = BatchStream(self, ask, tally, request.trace, authorize, request_ids.current())
+        tally = self.tally.consumer(pending.consumer, loader.spec.dataset)
+        tally.requested(now, request.report)
+        stream = BatchStream(self, pending, tally, request.trace, authorize, request_ids.current())
         self._streams.add(stream)
         try:
             yield stream
@@ -167,7 +167,7 @@ class Engine:
             if request.trace is not None:
                 request.trace.end()
             self._last_used = time.monotonic()
-            self._dispatcher.close(ask)
+            self._dispatcher.close(pending)
 
     async def _take(self, stream: BatchStream) -> ReadyFrame:
         frame = self._take_ready(stream)
@@ -176,7 +176,7 @@ class Engine:
         stream.tally.waits()
         try:
             while frame is None:
-                await self._arrival(stream._ask.next, stream)
+                await self._arrival(stream._pending.next, stream)
                 frame = self._take_ready(stream)
         finally:
             stream.tally.has_waited()
@@ -199,14 +199,14 @@ class Engine:
                 raise
 
     def _take_ready(self, stream: BatchStream) -> ReadyFrame | None:
-        ask = stream._ask
-        frame = ask.consumer.state.frame(ask.next)
+        pending = stream._pending
+        frame = pending.consumer.state.frame(pending.next)
         if frame is None:
             return None
         if stream.trace is not None:
-            stream.trace.made(ask.next, frame.made)
+            stream.trace.made(pending.next, frame.made)
         stream.tally.sent(len(frame.raw))
-        self._dispatcher.sent(ask, time.monotonic())
+        self._dispatcher.sent(pending, time.monotonic())
         self._decide_soon()
         return frame
 
@@ -236,7 +236,7 @@ class Engine:
         wanting = (
             stream.request_id
             for stream in self._streams
-            if stream.consumer.run == (loader, epoch) and stream._ask.next <= k < stream._ask.stop
+            if stream.consumer.epoch == (loader, epoch) and stream._pending.next <= k < stream._pending.stop
         )
         return next(wanting, None)
 
@@ -252,15 +252,15 @@ class Engine:
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
         """Requeue the batches of an exited worker; batches that the dispatcher does not retry fail."""
         self.tally.worker_lost()
-        given_up = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
+        failed = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
         for task in tasks:
-            if task.address not in given_up:
+            if task.address not in failed:
                 self.tally.retried(task.spec.dataset)
                 continue
             indices = indices_of(task)
-            kind, message = _told_of(loss)
+            kind, message = _error_of(loss)
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
-            self.tally.given_up(task.spec.dataset, failure)
+            self.tally.batch_failed(task.spec.dataset, failure)
             frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
             self._dispatcher.finished(None, task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
         self._decide_soon()
@@ -280,16 +280,16 @@ class Engine:
     def _decide(self) -> None:
         self._decision_due = False
         if self._end is None:
-            self._dispatcher.decide(self._begin)
+            self._dispatcher.decide(self._submit)
 
-    def _begin(self, worker: int, batch: Batch) -> None:
+    def _submit(self, worker: int, batch: Batch) -> None:
         loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
         self.pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""
         self._dispatcher.forget_idle(time.monotonic())
-        in_use = {consumer.run[0] for consumer in self._dispatcher.consumers()}
+        in_use = {consumer.epoch[0] for consumer in self._dispatcher.consumers()}
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
             self._loaders.remove(key)
             self.pool.forget(key)
@@ -334,8 +334,8 @@ class Engine:
     @property
     def idle(self) -> float:
         """Seconds since the last request or heartbeat; 0 while a request is open."""
-        waited_for = any(consumer.asks for consumer in self._dispatcher.consumers())
-        return 0.0 if waited_for else time.monotonic() - self._last_used
+        is_awaited = any(consumer.requests for consumer in self._dispatcher.consumers())
+        return 0.0 if is_awaited else time.monotonic() - self._last_used
 
     @property
     def memory_used(self) -> int:
@@ -343,7 +343,7 @@ class Engine:
         return self._dispatcher.store.used
 
 
-def _told_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
+def _error_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
     """Return class and message of the error that replaces a batch."""
     if isinstance(loss.attribution, Address):
         return LoaderTimeout, f"DataLoader {loss.reason}. Stack of the worker:\n{loss.stack}"

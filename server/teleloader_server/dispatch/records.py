@@ -26,9 +26,9 @@ class Urgency(enum.Enum):
 
     WAITING = enum.auto()
     """The client waits for the batch."""
-    ASKED = enum.auto()
+    REQUESTED = enum.auto()
     """The client requested the batch, and waits for an earlier one."""
-    AHEAD = enum.auto()
+    PREFETCHED = enum.auto()
     """The client will request the batch later (prefetching)."""
 
 
@@ -134,7 +134,7 @@ class PrincipalShare:
     level: float = 0.0
     """Value of `served` of the consumer for which a batch was started last; new consumers start with this value."""
     scans_to_skip: int = 0
-    was_begun: bool = False
+    was_started: bool = False
     """True if the last attempt to start a batch for the principal succeeded."""
     is_capped: bool = False
     """True after preemption: the principal then leaves one worker to others."""
@@ -147,7 +147,7 @@ class Consumer:
     principal_share: PrincipalShare
     name: str
     loader: Loader
-    run: Epoch
+    epoch: Epoch
     state: EpochState = field(repr=False)
     """State of the epoch."""
     position: int
@@ -157,7 +157,7 @@ class Consumer:
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
     """Batches at or after `position` that were already sent, on another connection."""
-    asks: list[PendingRange] = field(default_factory=list)
+    requests: list[PendingRange] = field(default_factory=list)
     sending: int = 0
     """Bytes of responses that are being sent to the consumer."""
     is_capped: bool = False
@@ -169,7 +169,7 @@ class Consumer:
 
     @property
     def reads_too_little(self) -> bool:
-        """True if too many response bytes are unread to start further batches for this consumer.
+        """True if the consumer gets no further batches until the client reads more of its responses.
 
         Above the principal's limit on unread bytes, this affects consumers with an unread response; above twice the
         limit, all consumers of the principal.
@@ -180,19 +180,19 @@ class Consumer:
     def distance(self, k: int) -> int | None:
         """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k."""
         # a request may start before the position, if another connection of the consumer requested the same batches
-        found = min((k - ask.next for ask in self.asks if ask.next <= k < ask.stop), default=None)
+        found = min((k - p.next for p in self.requests if p.next <= k < p.stop), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
             found = k - self.position
         return found
 
     def index_list(self, k: int) -> bytes | None:
         """Return the index list of batch k from an open request, or None in seeded order (computed by workers)."""
-        return next((ask.indices[k] for ask in self.asks if ask.indices and k in ask.indices), None)
+        return next((p.indices[k] for p in self.requests if p.indices and k in p.indices), None)
 
     def wants(self, k: int) -> bool:
         """Return True if the consumer has requested batch k, or will request it later."""
         ahead = k >= self.position and k not in self.sent_beyond
-        return ahead or any(ask.next <= k < ask.stop for ask in self.asks)
+        return ahead or any(pending.next <= k < pending.stop for pending in self.requests)
 
 
 @dataclass(slots=True)

@@ -235,7 +235,7 @@ class LoaderService:
         Returns:
             The number of removed loaders.
         """
-        in_use = {consumer.run[0] for engine in self.engines.started() for consumer in engine.consumers()}
+        in_use = {consumer.epoch[0] for engine in self.engines.started() for consumer in engine.consumers()}
         idle = [
             key
             for key, known in self._loaders.items()

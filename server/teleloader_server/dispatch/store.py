@@ -45,9 +45,9 @@ class Store:
 
         Not a dict, which takes linear time to find its first item after items were removed from its start.
         """
-        self._told: dict[Batch, None] = {}
+        self._sent_failures: dict[Batch, None] = {}
         """Failures that were sent, and are evicted because no failure is sent twice."""
-        self._runs: dict[Epoch, EpochState] = {}
+        self._epochs: dict[Epoch, EpochState] = {}
         """State of each epoch that has a batch or a consumer."""
         self.used = 0
         """Memory of kept frames, and estimates for batches in progress, in bytes."""
@@ -60,9 +60,9 @@ class Store:
 
     def batch(self, address: Address) -> Batch:
         """Return a batch, which must be stored or in progress."""
-        return self._runs[address.loader, address.epoch].batches[address.batch]
+        return self._epochs[address.loader, address.epoch].batches[address.batch]
 
-    def begun(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
+    def add(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
         """Add a batch at the start of its computation; `estimate` is the expected size in bytes."""
         batch = Batch(address, 0, consumer, 0.0)
         consumer.state.batches[address.batch] = batch
@@ -72,7 +72,7 @@ class Store:
 
     def finished(self, address: Address, frame: ReadyFrame) -> Batch:
         """Set the frame of a computed batch, and wake the requests waiting for the batch."""
-        state = self._runs[address.loader, address.epoch]
+        state = self._epochs[address.loader, address.epoch]
         batch = state.batches[address.batch]
         self._resize(batch, len(frame.raw))
         batch.frame = frame
@@ -87,40 +87,40 @@ class Store:
         self.mark_unwanted(state, (k,))
         batch = state.batches.get(k)
         if batch is not None and batch.frame is not None and batch.frame.failed:
-            self._told[batch] = None
+            self._sent_failures[batch] = None
 
     def remove(self, batch: Batch) -> None:
         """Remove a batch; it will be recomputed if a consumer wants it."""
         address = batch.address
-        run = (address.loader, address.epoch)
-        state = self._runs[run]
+        epoch = (address.loader, address.epoch)
+        state = self._epochs[epoch]
         del state.batches[address.batch]
         batch.frame = None  # releases the memory now, even if callers still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
-            for ask in consumer.asks:
-                if ask.next <= address.batch < ask.cursor:
-                    ask.cursor = address.batch
+            for pending in consumer.requests:
+                if pending.next <= address.batch < pending.cursor:
+                    pending.cursor = address.batch
             # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
             # requested again: with a client-side sampler, only an open request contains its indices.
-            furthest = max((ask.stop for ask in consumer.asks), default=consumer.position)
+            furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
             if (
                 max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor
                 and consumer.distance(address.batch) is not None
             ):
                 consumer.ahead_cursor = address.batch
                 self.active[consumer] = None
-        self._drop_empty(run)
+        self._drop_empty(epoch)
 
     def release(self) -> None:
         """Remove all batches, and release their memory for other stores."""
-        for state in self._runs.values():
+        for state in self._epochs.values():
             for batch in state.batches.values():
                 self._resize(batch, 0)
             state.batches.clear()
         self._unwanted.clear()
-        self._told.clear()
+        self._sent_failures.clear()
 
     def _resize(self, batch: Batch, nbytes: int) -> None:
         """Set the size of a batch."""
@@ -130,48 +130,48 @@ class Store:
         self._memory.used += more
         batch.consumer.principal_share.quota.frames += more
 
-    def _drop_empty(self, run: Epoch) -> None:
-        state = self._runs[run]
+    def _drop_empty(self, epoch: Epoch) -> None:
+        state = self._epochs[epoch]
         if not state.batches and not state.consumers:
-            del self._runs[run]
-            for address in [a for a in self.deaths if (a.loader, a.epoch) == run]:
+            del self._epochs[epoch]
+            for address in [a for a in self.deaths if (a.loader, a.epoch) == epoch]:
                 del self.deaths[address]
 
     # -- consumers
 
-    def state(self, run: Epoch) -> EpochState:
+    def state(self, epoch: Epoch) -> EpochState:
         """Return the state of an epoch, creating it if necessary."""
-        return self._runs.setdefault(run, EpochState())
+        return self._epochs.setdefault(epoch, EpochState())
 
     def join(self, consumer: Consumer) -> None:
         """Add a consumer, and unmark unwanted batches that the consumer wants."""
         consumer.state.consumers.append(consumer)
-        self.want_again(consumer.state, consumer.state.batches)
+        self.unmark_unwanted(consumer.state, consumer.state.batches)
 
-    def leave(self, gone: list[Consumer]) -> None:
+    def leave(self, consumers: list[Consumer]) -> None:
         """Remove consumers, and mark batches that no other consumer wants as unwanted."""
-        for consumer in gone:
+        for consumer in consumers:
             self.active.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
         # once for all of them: hundreds may be removed together, and this examines every batch
-        for run in {consumer.run for consumer in gone}:
-            state = self._runs[run]
+        for epoch in {consumer.epoch for consumer in consumers}:
+            state = self._epochs[epoch]
             self.mark_unwanted(state, state.batches)
-            self._drop_empty(run)
+            self._drop_empty(epoch)
 
     def move(self, consumer: Consumer, position: int) -> None:
         """Set the position of a consumer, and update the unwanted marks of batches."""
         before, consumer.position = consumer.position, position
         state = consumer.state
         if position < before:
-            self.want_again(state, state.batches)
+            self.unmark_unwanted(state, state.batches)
         elif position - before <= len(state.batches):
             self.mark_unwanted(state, range(before, position))
         else:
             self.mark_unwanted(state, state.batches)
 
-    def want_again(self, state: EpochState, numbers: Iterable[int]) -> None:
-        """Unmark unwanted batches that a consumer wants again."""
+    def unmark_unwanted(self, state: EpochState, numbers: Iterable[int]) -> None:
+        """Unmark batches that a consumer wants again."""
         for k in numbers:
             batch = state.batches.get(k)
             if batch is not None and batch in self._unwanted and state.wants(k):
@@ -186,9 +186,9 @@ class Store:
 
     # -- eviction
 
-    def evict_told(self) -> None:
+    def evict_sent_failures(self) -> None:
         """Evict all failures that were already sent to a client."""
-        for batch in list(self._told):
+        for batch in list(self._sent_failures):
             self._evict(batch)
 
     def evict_cached(self) -> None:
@@ -207,36 +207,36 @@ class Store:
             return quota.frames + nbytes > quota.memory
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
-    def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool) -> None:
+    def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, force: bool) -> None:
         """Evict batches that are needed later than a new batch, if eviction frees enough memory for the new batch.
 
         Args:
             nbytes: Estimated size of the new batch.
             distance: Number of batches that its consumer needs before it.
             principal_share: Principal of its consumer.
-            at_any_price: True to evict batches for which no client waits, even if that does not free enough memory.
+            force: True to evict batches for which no client waits, even if that does not free enough memory.
         """
         for quota in (principal_share.quota, None):
             if self._lacks(nbytes, quota):
-                self._make_room_of(quota, nbytes, distance, principal_share, at_any_price=at_any_price)
-                if not at_any_price and self._lacks(nbytes, quota):
+                self._make_room_of(quota, nbytes, distance, principal_share, force=force)
+                if not force and self._lacks(nbytes, quota):
                     break
 
     def _make_room_of(
-        self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, at_any_price: bool
+        self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, force: bool
     ) -> None:
         """Evict batches of a principal from its share of the memory, or of all principals for None."""
-        if at_any_price or self._would_fit(quota, nbytes, []):
+        if force or self._would_fit(quota, nbytes, []):
             self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
                 return
         # the rest examines every batch, so it is usually skipped for prefetching, and evicts more than this batch needs
-        if principal_share.scans_to_skip and not at_any_price:
+        if principal_share.scans_to_skip and not force:
             principal_share.scans_to_skip -= 1
             return
-        candidates = self._may_go(quota, distance, at_any_price=at_any_price)
+        candidates = self._evictable(quota, distance, force=force)
         later = [batch for _, batch in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
-        if not at_any_price and not self._would_fit(quota, nbytes, later):
+        if not force and not self._would_fit(quota, nbytes, later):
             principal_share.scans_to_skip = self._count // 16
             return
         self._evict_unwanted(quota, nbytes)
@@ -264,30 +264,30 @@ class Store:
 
     def _would_fit(self, quota: Quota | None, nbytes: int, later: list[Batch]) -> bool:
         """Return True if `nbytes` would fit after evicting the unwanted batches and `later`."""
-        going = [*(batch for batch in self._unwanted if _is_of(quota, batch)), *later]
+        evicted = [*(batch for batch in self._unwanted if _is_of(quota, batch)), *later]
         used, budget = self._room(quota)
-        fits = used - sum(batch.nbytes for batch in going) + nbytes <= budget
-        return fits and (quota is not None or self._count - len(going) < MAX_BATCHES)
+        fits = used - sum(batch.nbytes for batch in evicted) + nbytes <= budget
+        return fits and (quota is not None or self._count - len(evicted) < MAX_BATCHES)
 
-    def _may_go(self, quota: Quota | None, distance: int, *, at_any_price: bool) -> Iterator[tuple[int, Batch]]:
+    def _evictable(self, quota: Quota | None, distance: int, *, force: bool) -> Iterator[tuple[int, Batch]]:
         """Yield ready batches that are needed later than `distance`, and at any price all without an open request.
 
         The consumers of batches without an open request are idle, and may be disconnected.
         """
         if self._keeps_wanted:
             return
-        for state in self._runs.values():
-            asks = [ask for consumer in state.consumers for ask in consumer.asks]
+        for state in self._epochs.values():
+            requests = [pending for consumer in state.consumers for pending in consumer.requests]
             for k, batch in state.batches.items():
                 found = state.distance(k)
                 if batch.frame is None or found is None or not _is_of(quota, batch):
                     continue
-                if found > distance or (at_any_price and not any(ask.next <= k < ask.stop for ask in asks)):
+                if found > distance or (force and not any(pending.next <= k < pending.stop for pending in requests)):
                     yield found, batch
 
     def _evict(self, batch: Batch) -> None:
         self._unwanted.pop(batch, None)
-        self._told.pop(batch, None)
+        self._sent_failures.pop(batch, None)
         self.remove(batch)
 
 

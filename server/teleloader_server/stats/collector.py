@@ -151,7 +151,7 @@ class StatsCollector:
         return EngineSnapshot(engine, workers, shares, seconds)
 
     def _server(self, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
-        left = [tally.left.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
+        left = [tally.sent_window.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
         looked, lag = self._lag_window.rates(now, self._looks, self._total_lag)
         return ServerStats(
             version=VERSION,
@@ -198,7 +198,7 @@ class StatsCollector:
 
     def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
         tally = self._counters.datasets[info.name]
-        (samples,) = tally.made.rates(now, tally.samples)
+        (samples,) = tally.computed_window.rates(now, tally.samples)
         return DatasetStats(
             dataset=info.name,
             kind=info.kind,
@@ -233,7 +233,7 @@ class StatsCollector:
         found: list[tuple[Engine, _Seen]] = []
         async for look, consumer, tally in _in_slices(known):
             later = latest.get(tally.loop)
-            if later is not None and not consumer.asks:
+            if later is not None and not consumer.requests:
                 continue
             recent = _rates(look, consumer, tally.loop, now) if later is None else later.recent
             seen = _Seen(consumer, tally, recent)
@@ -267,15 +267,15 @@ class _Seen(NamedTuple):
 def _rates(look: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float) -> ConsumerRates:
     """Return the rates of a training loop, given the consumer of its latest iteration."""
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
-    recent = loop.recent(now if latest.asks else min(now, latest.last_seen))
+    recent = loop.recent(now if latest.requests else min(now, latest.last_seen))
     return ConsumerRates(
         known_for=recent.span,
-        idle=0.0 if latest.asks else now - latest.last_seen,
+        idle=0.0 if latest.requests else now - latest.last_seen,
         batch_rate=recent.batches,
         byte_rate=recent.nbytes,
         starved_fraction=recent.waiting,
         sending_fraction=recent.sending,
-        data_wait_fraction=recent.loop_waiting,
+        data_wait_fraction=recent.data_wait,
         stages=look.stages.get(latest.loader.key, {}),
     )
 
@@ -287,7 +287,7 @@ def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> Pool
     return PoolLoad(
         workers=look.engine.pool.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
-        demand=total_demand((seen.consumer.run, seen.recent.demand) for seen in asking),
+        demand=total_demand((seen.consumer.epoch, seen.recent.demand) for seen in asking),
         consumers=len(asking),
         setting=look.engine.source.setting,
         cpus=server.cpus,
@@ -307,7 +307,7 @@ def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
         loader=loader.key,
         rank=loader.spec.rank,
         world_size=loader.spec.world_size,
-        epoch=consumer.run[1],
+        epoch=consumer.epoch[1],
         position=consumer.position,
         batches=None if loader.batches == MAX_EPOCH else loader.batches,
         batches_sent=tally.batches,
