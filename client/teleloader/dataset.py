@@ -108,7 +108,7 @@ class RemoteDataset:
     @property
     def is_here(self) -> bool:
         """True if the server runs in this process."""
-        return local.is_served_here(self.url)
+        return local.is_served_in_process(self.url)
 
     @property
     def info(self) -> DatasetInfo:

@@ -8,7 +8,7 @@ import sys
 from teleloader_shared import errors, local
 from teleloader_shared.codec import Address, Failure
 from teleloader_shared.errors import RemoteError, TeleloaderError
-from teleloader_shared.text import harmless
+from teleloader_shared.text import printable
 
 _SHOWN_INDICES = 20
 
@@ -39,7 +39,7 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
     if failure.type == f"{errors.PUBLIC_MODULE}.{name}":
         return known_error(name, text) or RemoteError(text, failure.type)
     kind = vars(builtins).get(failure.type) or (
-        _class_of_this_process(failure.type) if local.is_served_here(server) else None
+        _class_of_this_process(failure.type) if local.is_served_in_process(server) else None
     )
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return RemoteError(text, failure.type)
@@ -86,4 +86,4 @@ def _text(failure: Failure, address: Address, server: str) -> str:
     hint = ""
     if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
         hint = " get_worker_info() returns None if num_workers is 0: pass num_workers=1 to get a worker info."
-    return harmless(f"{cause}\n\nThis was {which}, on {server}.{hint}")
+    return printable(f"{cause}\n\nThis was {which}, on {server}.{hint}")

@@ -36,10 +36,10 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
             f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
             f"({type(dataset).__qualname__})"
         )
-    return DirectDataset(load_here(dataset, _NAME)) if num_workers == 0 else _host_here(dataset)
+    return DirectDataset(load_in_process(dataset, _NAME)) if num_workers == 0 else _host_in_process(dataset)
 
 
-def load_here(dataset: Any, name: str) -> Loader:
+def load_in_process(dataset: Any, name: str) -> Loader:
     """Create a loader that loads a dataset object in the calling thread.
 
     Raises:
@@ -47,14 +47,14 @@ def load_here(dataset: Any, name: str) -> Loader:
         TeleloaderError: If `dataset` is not a dataset.
     """
     load = _entry_point("teleloader.load", dataset)
-    with _explained(dataset):
+    with _as_teleloader_error(dataset):
         loader: Loader = load(dataset, name)
         return loader
 
 
-def _host_here(dataset: Any) -> RemoteDataset:
+def _host_in_process(dataset: Any) -> RemoteDataset:
     serving = _entry_point("teleloader.serve", dataset)({_NAME: dataset}, num_workers=0)
-    with _explained(dataset):
+    with _as_teleloader_error(dataset):
         url = serving.__enter__()
     remote = RemoteDataset(url, _NAME)
     weakref.finalize(remote, _stop, serving, os.getpid())
@@ -72,7 +72,7 @@ def _entry_point(group: str, dataset: Any) -> Any:
 
 
 @contextmanager
-def _explained(dataset: Any) -> Iterator[None]:
+def _as_teleloader_error(dataset: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -125,35 +125,35 @@ class _Draws:
 
     def __init__(self, sampler: Any, states: Mapping[str, Any]) -> None:
         self._states = states
-        self._keepers: dict[str, Any] = {}
+        self._stateful: dict[str, Any] = {}
         source = _source(sampler)
-        self._keep("sampler", source)
+        self._add_stateful("sampler", source)
         # as in torch, ``iter()`` of a batched sampler is not called before the first list is requested
         self.iterator = self._begin(source) if source is sampler else self._batches(source, sampler)
 
     def _begin(self, source: Any) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(source)
         if iterator is not source:
-            self._keep("iterator", iterator)
+            self._add_stateful("iterator", iterator)
         return iterator
 
     def _batches(self, source: Any, batching: Any) -> Iterator[list[Any]]:
         yield from batched(self._begin(source), batching.batch_size, drop_last=batching.drop_last)
 
-    def _keep(self, name: str, keeper: Any) -> None:
-        if is_stateful(keeper):
-            self._keepers[name] = keeper
+    def _add_stateful(self, name: str, stateful: Any) -> None:
+        if is_stateful(stateful):
+            self._stateful[name] = stateful
         if name in self._states:
-            if name not in self._keepers:
+            if name not in self._stateful:
                 raise StateMismatch(
                     f"cannot restore the sampler: the saved state requires state_dict() and load_state_dict(), which "
-                    f"{type(keeper).__name__} lacks. Resume with the arguments of the loader that saved the state"
+                    f"{type(stateful).__name__} lacks. Resume with the arguments of the loader that saved the state"
                 )
-            keeper.load_state_dict(self._states[name])
+            stateful.load_state_dict(self._states[name])
 
     def states(self) -> dict[str, Any]:
         """Return the states of the sampler and its iterator, each only if it is stateful."""
-        return {name: keeper.state_dict() for name, keeper in self._keepers.items()}
+        return {name: stateful.state_dict() for name, stateful in self._stateful.items()}
 
 
 def _source(sampler: Any) -> Any:

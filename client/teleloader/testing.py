@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from teleloader.api.control import Unreached
 from teleloader.api.credentials import Credentials
 from teleloader.fetch.direct import Workers
-from teleloader.hosting import load_here
+from teleloader.hosting import load_in_process
 from teleloader.tensors.memory import HostBuffers, ordinary_memory
 from teleloader.tensors.output import choose_output
 from teleloader.transport.interface import BatchServer, TransportError
@@ -69,7 +69,7 @@ class FakeServer:
     ) -> None:
         self.url: Final = f"http://fake-{next(_numbers)}.localhost:1"
         """URL for `RemoteDataset`. Nothing listens there: outside of the ``with`` block connections are refused."""
-        self._datasets = {name: load_here(dataset, name) for name, dataset in datasets.items()}
+        self._datasets = {name: load_in_process(dataset, name) for name, dataset in datasets.items()}
         self._functions = {f"{function.__module__}:{function.__qualname__}": function for function in functions}
         self._before_batch = before_batch
         self._loaders: dict[str, tuple[str, Workers]] = {}

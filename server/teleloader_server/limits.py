@@ -42,8 +42,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        whole = ("num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory")
-        for name in whole:
+        for name in ("num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} must be an integer, got {value!r}")
@@ -143,19 +142,13 @@ class ClientLimits:
         Raises:
             ConfigError: If an entry is unknown, or a value is invalid.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        check_keys("[limits]", table, names)
-        texts = {name: value for name, value in table.items() if isinstance(value, str)}
-        return cls(**{**table, **{name: _number(name, text) for name, text in texts.items()}})
+        check_keys("[limits]", table, [field.name for field in dataclasses.fields(cls)])
+        return cls(**{name: _number(name, value) if isinstance(value, str) else value for name, value in table.items()})
 
     def stated(self) -> str:
         """Format all limits as comma-separated ``name=value`` pairs."""
-        return ", ".join(
-            f"{field.name}={getattr(self, field.name):g}"
-            if field.type == "float"
-            else f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-        )
+        values = dataclasses.asdict(self).items()
+        return ", ".join(f"{name}={value:g}" if type(value) is float else f"{name}={value}" for name, value in values)
 
 
 DEFAULT_LIMITS: Final = ClientLimits()
@@ -175,7 +168,7 @@ def default_memory_budget() -> int:
     return min(MAX_DEFAULT_MEMORY_BUDGET, total // 4)
 
 
-def _number(name: str, text: str) -> float:
+def _number(name: str, text: str) -> Any:
     """Parse the value of a limit: a number, or a size such as 64MiB."""
     try:
         return parse_size(text)

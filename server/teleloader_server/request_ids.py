@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # workers import this module for their log, and must not impo
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER: Final = b"x-request-id"
-_HARMLESS: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_VALID_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 """IDs accepted from clients: only characters that cannot forge log lines or headers."""
 _START: Final = secrets.token_hex(4)
 """Random prefix of this process, which makes request IDs unique among processes."""
@@ -45,7 +45,7 @@ def on_behalf_of(request: str | None) -> Iterator[None]:
 def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     for name, value in headers:
         if name == HEADER:
-            return value.decode() if _HARMLESS.fullmatch(value) else new_id()
+            return value.decode() if _VALID_ID.fullmatch(value) else new_id()
     return new_id()
 
 

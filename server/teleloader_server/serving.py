@@ -89,7 +89,7 @@ def serve(
         OSError: If the address is in use or not available.
     """
     token = None if token is None else Secret(token)  # first: tracebacks that show local variables must not show it
-    of_workers = Limits(
+    worker_limits = Limits(
         num_workers=num_workers,
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
@@ -111,9 +111,9 @@ def serve(
         return {key: make_hosted(found, name=key) for key, found in objects.items()}
 
     hosted_now()  # raise here if an object cannot be hosted
-    pools = ObjectPools(hosted_now, of_workers)
+    pools = ObjectPools(hosted_now, worker_limits)
     tokens = None if token is None else single_token(token, "serve()")
-    server = _LocalServer(pools, of_workers, limits, host_address, port, tokens, insecure=insecure)
+    server = _LocalServer(pools, worker_limits, limits, host_address, port, tokens, insecure=insecure)
     with _served(server, objects) as url:
         yield url
 

@@ -311,9 +311,9 @@ def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
         ProtocolError: If the bytes are not a complete frame, or its header has more than `max_header` bytes.
     """
     size, values, checksum, header_size = _read_prologue(raw, start)
-    there = len(raw) - start
-    if size > there:
-        raise ProtocolError(f"truncated frame: expected {size:,} bytes, got {there:,}")
+    available = len(raw) - start
+    if size > available:
+        raise ProtocolError(f"truncated frame: expected {size:,} bytes, got {available:,}")
     if header_size > max_header:
         raise ProtocolError(
             f"invalid frame: the header has {header_size:,} bytes, more than {max_header:,}: convert numbers to arrays"

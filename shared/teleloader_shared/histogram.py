@@ -35,7 +35,7 @@ class Histogram:
         self._max = 0.0
         self._pending: list[float] = []
 
-    def note(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Add one duration in seconds; durations are buffered and counted in blocks, for speed."""
         self._pending.append(seconds)
         if len(self._pending) >= BLOCK:

@@ -50,7 +50,7 @@ def end_serving(url: str) -> None:
     _served.pop(url, None)
 
 
-def is_served_here(url: str) -> bool:
+def is_served_in_process(url: str) -> bool:
     """Return True if the server at `url` runs in this process."""
     return url in _served
 

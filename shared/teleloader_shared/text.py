@@ -11,7 +11,7 @@ _MAX_EXCERPT: Final = 200
 """Maximum length of the excerpt of an unexpected body, in bytes."""
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """Replace control characters, which a terminal would interpret, but keep line breaks."""
     if text.isascii() and text.isprintable():
         return text
@@ -20,7 +20,7 @@ def harmless(text: str) -> str:
 
 def sentence(text: str) -> str:
     """Return the sanitized beginning of a text as one line, for log entries and error messages."""
-    return harmless(text[:MAX_SHOWN]).replace("\n", " ")
+    return printable(text[:MAX_SHOWN]).replace("\n", " ")
 
 
 def excerpt(body: bytes | bytearray) -> str:

@@ -31,7 +31,7 @@ from teleloader.api.credentials import Credentials
 from teleloader.testing import FakeServer
 from teleloader.transport.selection import server_at
 from teleloader_server import get_worker_info, serve
-from teleloader_server.loading.worker_info import was_asked
+from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import Address
 from teleloader_shared.errors import UnknownLoader
 from teleloader_shared.spec import LoaderSpec
@@ -155,7 +155,7 @@ def test_two_epochs_equal_those_of_a_real_server(real: str, order: str) -> None:
             assert expected
         assert random.getstate() == state
     assert get_worker_info() is None
-    assert not was_asked()
+    assert not was_read()
 
 
 def test_each_shard_iterates_a_copy_of_the_dataset(real: str) -> None:

@@ -113,12 +113,12 @@ def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
     with hosted(transport, dataset) as server:
         connection = connected(server)
 
-        def break_off() -> None:
+        def abort() -> None:
             dataset.reached.wait(30)
             connection.shut_down()
             dataset.going_on.set()
 
-        thread = threading.Thread(target=break_off)
+        thread = threading.Thread(target=abort)
         thread.start()
         with pytest.raises(TransportError):
             received(connection, Range(2, 3, 0))

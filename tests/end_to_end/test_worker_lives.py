@@ -159,13 +159,13 @@ def large(index: int) -> Any:
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why workers were lost, as the pool says it."""
     found: list[str] = []
-    lose = processes.ProcessPool._lose
+    lose = processes.ProcessPool._remove_worker
 
     def noted(self: Any, process: Any, loss: Any) -> None:
         found.append(loss.reason)
         lose(self, process, loss)
 
-    monkeypatch.setattr(processes.ProcessPool, "_lose", noted)
+    monkeypatch.setattr(processes.ProcessPool, "_remove_worker", noted)
     return found
 
 

@@ -28,9 +28,9 @@ class Fake:
         """Record a shutdown."""
         self.closed.append("shutdown")
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Record that the connection was broken off."""
-        self.closed.append("break_off")
+        self.closed.append("abort")
 
 
 PRINCIPAL = Quota("principal", memory=1, max_consumers=1)
@@ -53,7 +53,7 @@ def test_the_oldest_unauthenticated_connection_makes_room() -> None:
     assert admit(connections, first, second) == [None, None]
     first.quota = PRINCIPAL
     assert admit(connections, third) == [None]
-    assert (first.closed, second.closed) == ([], ["break_off"])
+    assert (first.closed, second.closed) == ([], ["abort"])
     assert connections.connections == {first, third}
 
 
@@ -69,7 +69,7 @@ def test_an_address_closes_its_own_connections() -> None:
     connections = manager(max_connections_per_address=1)
     other, old, new = Fake("192.0.2.2"), Fake(), Fake()
     assert admit(connections, other, old, new) == [None, None, None]
-    assert (other.closed, old.closed) == ([], ["break_off"])
+    assert (other.closed, old.closed) == ([], ["abort"])
     new.quota = PRINCIPAL
     (reason,) = admit(connections, Fake())
     assert reason is not None
@@ -88,7 +88,7 @@ def test_memory_of_unauthenticated_connections_has_a_limit() -> None:
         assert not old.closed
         connections.settle(new, CONNECTION_BYTES)
     connections.charge(new, limit - 2 * CONNECTION_BYTES + 1)
-    assert old.closed == ["break_off"]
+    assert old.closed == ["abort"]
     assert not new.closed
     assert not authenticated.closed
 

@@ -9,8 +9,8 @@ import pytest
 
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.handle import WorkerHandle, _without_our_callers
-from teleloader_server.workers.messages import BEGUN, REVOKED
+from teleloader_server.workers.handle import WorkerHandle, _without_own_frames
+from teleloader_server.workers.messages import CURRENT_TASK, REVOKED
 from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
@@ -27,7 +27,7 @@ def process() -> Iterator[WorkerHandle]:
     channel, theirs = Channel.pair()
     found = WorkerHandle(0, channel)
     notes = os.memfd_create("notes")
-    os.write(notes, BEGUN.pack(-1) + REVOKED.pack(-1))
+    os.write(notes, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
     found.take_notes(notes)
     found.health.ready = True
     found.health.tasks = {number: task(number) for number in (7, 8, 9)}
@@ -39,7 +39,7 @@ def process() -> Iterator[WorkerHandle]:
 def begin(process: WorkerHandle, task_id: int) -> None:
     """What the worker notes."""
     assert process._notes is not None
-    os.pwrite(process._notes, BEGUN.pack(task_id), 0)
+    os.pwrite(process._notes, CURRENT_TASK.pack(task_id), 0)
 
 
 def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerHandle) -> None:
@@ -58,7 +58,7 @@ def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> No
     begin(process, 7)
     process.revoke(process.queued())
     assert process._notes is not None
-    assert REVOKED.unpack(os.pread(process._notes, REVOKED.size, BEGUN.size)) == (9,)
+    assert REVOKED.unpack(os.pread(process._notes, REVOKED.size, CURRENT_TASK.size)) == (9,)
     assert process.health.tasks == {7: task(7)}
 
 
@@ -90,5 +90,5 @@ Thread 0x3 (most recent call first):
   File "threading.py", line 8 in wait
 {ours}worker.py", line 9 in {Worker.report_late.__name__}
 """
-    kept = [line.rpartition(" ")[2] for line in _without_our_callers(text).splitlines()]
+    kept = [line.rpartition(" ")[2] for line in _without_own_frames(text).splitlines()]
     assert kept == ["first):", "wait", "f", "", "first):", "h", "i"]

@@ -236,7 +236,7 @@ class Server:
 
     def is_alive(self) -> bool:
         """Send a health check; return True if the server responds."""
-        if local.is_served_here(self.url):
+        if local.is_served_in_process(self.url):
             return True  # user code may delay a server in this process, but it cannot become unavailable
         try:
             response = self._response("GET", HEALTH_PATH, timeout=self._patience(self.timeout / 2))
@@ -253,10 +253,10 @@ class Server:
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found
         if self._is_secure:
-            return refused_client(self.url, self.credentials) if self._hangs_up(self.credentials.context()) else None
+            return refused_client(self.url, self.credentials) if self._disconnects(self.credentials.context()) else None
         blind = ssl.create_default_context()
         blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-        if self._hangs_up(blind) is None:
+        if self._disconnects(blind) is None:
             return None
         return TlsError(f"cannot connect to {self.url}: the server uses TLS. Use an https:// URL")
 
@@ -264,7 +264,7 @@ class Server:
     def _is_secure(self) -> bool:
         return self.url.startswith("https")
 
-    def _hangs_up(self, context: ssl.SSLContext) -> bool | None:
+    def _disconnects(self, context: ssl.SSLContext) -> bool | None:
         """Return True if the server closes a TLS connection before a request, or None if it does not speak TLS.
 
         Servers that reject the client's certificate close the connection like this.
@@ -430,12 +430,12 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
             # a duplicate, because TLS takes ownership of the socket itself
             connected.append(info["return_value"].get_extra_info("socket").dup())
 
-    def break_off() -> None:
+    def abort() -> None:
         for one in connected:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    watch = threading.Timer(0 if timeout is None else PATIENCE_FACTOR * timeout, break_off)
+    watch = threading.Timer(0 if timeout is None else PATIENCE_FACTOR * timeout, abort)
     watch.daemon = True
     if timeout is not None:
         with suppress(RuntimeError):  # no thread can start while the interpreter exits

@@ -15,7 +15,7 @@ from teleloader.cli.showing import print_json, progress_bar, results_console
 from teleloader_shared.orders import plan
 from teleloader_shared.orders.plan import Coverage, Plan
 from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.text import harmless
+from teleloader_shared.text import printable
 from teleloader_shared.units import counted
 
 SHOWN = 10
@@ -55,7 +55,7 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: b
     ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
     console = results_console()
     visits = f"{counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
-    console.print(Text(harmless(f"epoch {epoch} of {name}: {visits}"), style="bold"))
+    console.print(Text(printable(f"epoch {epoch} of {name}: {visits}"), style="bold"))
     if found.exact:
         console.print(Text("each sample is visited exactly once", style="green"))
     if found.missing.size:

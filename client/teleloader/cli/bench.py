@@ -18,7 +18,7 @@ from teleloader.dataset import consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
-from teleloader_shared.text import harmless
+from teleloader_shared.text import printable
 from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted, number, seconds, share, size
 
@@ -217,7 +217,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
     console = results_console()
     batches = counted(measured.batches, "batch", "batches")
     heading = f"{measured.dataset}: {batches} in {seconds(measured.seconds)}"
-    console.print(Text(harmless(heading), style="bold"))
+    console.print(Text(printable(heading), style="bold"))
     rows = [
         ("batches/s", number(measured.batches_per_second)),
         ("samples/s", number(measured.samples_per_second)),

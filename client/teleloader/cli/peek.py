@@ -12,7 +12,7 @@ from teleloader.dataset import RemoteDataset
 from teleloader.errors import exception_of
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.summary import summarize
-from teleloader_shared.text import harmless
+from teleloader_shared.text import printable
 from teleloader_shared.units import counted, size
 
 
@@ -24,7 +24,7 @@ def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
     console = results_console()
     if isinstance(frame.content, Failure):
         error = exception_of(frame.content, frame.address, dataset.url)
-        console.print(Text(harmless(f"{type(error).__name__}: {error}")), soft_wrap=True)
+        console.print(Text(printable(f"{type(error).__name__}: {error}")), soft_wrap=True)
         return False
     _show_batch(frame, dataset, console)
     return True
@@ -48,7 +48,7 @@ def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
         console.print(Text(f"{where}: no batch, its shard ended after {counted(frame.content.samples, 'sample')}"))
         return
     padding = f", with {counted(frame.padding, 'repeated sample')} at its end" if frame.padding else ""
-    console.print(Text(harmless(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)
+    console.print(Text(printable(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)
     columns = (
         Column("part", lambda part: part.path, is_words=True),
         Column("type", lambda part: part.type, is_words=True),

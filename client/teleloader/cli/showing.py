@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from teleloader_shared.text import harmless
+from teleloader_shared.text import printable
 
 PIPE_WIDTH: Final = 1000
 """Assumed width of an output that is not a terminal, in characters, so that lines are neither cut nor wrapped."""
@@ -67,14 +67,14 @@ def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_W
         # rich first narrows columns that may wrap; their cells are truncated instead of wrapped
         side: Literal["left", "right"] = "left" if column.is_words else "right"
         made.add_column(
-            _harmless_cell(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title)
+            _printable_cell(column.title), justify=side, no_wrap=not column.is_words, min_width=len(column.title)
         )
     for record in records:
-        made.add_row(*(_harmless_cell(column.cell(record)) for column in shown))
+        made.add_row(*(_printable_cell(column.cell(record)) for column in shown))
     return made
 
 
-def _harmless_cell(cell: str | Text | ProgressBar) -> Text | ProgressBar:
+def _printable_cell(cell: str | Text | ProgressBar) -> Text | ProgressBar:
     if isinstance(cell, str):
-        return Text(harmless(cell).replace("\n", " "), no_wrap=True, overflow="ellipsis")
+        return Text(printable(cell).replace("\n", " "), no_wrap=True, overflow="ellipsis")
     return cell

@@ -28,7 +28,7 @@ from teleloader_shared.stats import (
     Stats,
     WorkerStats,
 )
-from teleloader_shared.text import harmless, short
+from teleloader_shared.text import printable, short
 from teleloader_shared.units import counted, number, seconds, share, size
 
 TIMEOUT: Final = 10.0
@@ -129,7 +129,7 @@ def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
 
 def _view(found: Any, console: Console) -> RenderableType:
     if isinstance(found, TeleloaderError):
-        return Text(f"{harmless(str(found))}\nretrying", style="bold red")
+        return Text(f"{printable(str(found))}\nretrying", style="bold red")
     return shown(record_of(Stats, found), console.width)
 
 
@@ -148,7 +148,7 @@ def shown(stats: Stats, width: int) -> Group:
 def _headline(server: ServerStats) -> list[Text]:
     state = "STOPPING" if server.draining else f"up {seconds(server.uptime)}"
     restarts = f", {counted(server.worker_restarts, 'restart')}" if server.worker_restarts else ""
-    first = Text(f"teleloader-server {harmless(server.version)} on {harmless(server.host)}", style="bold")
+    first = Text(f"teleloader-server {printable(server.version)} on {printable(server.host)}", style="bold")
     first.append(f", {state}, {counted(server.num_workers, 'worker')}{restarts}", style="not bold")
     return [
         first,
@@ -166,7 +166,7 @@ def sentences(stats: Stats) -> list[Text]:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
     by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
-    found = [sentence(harmless(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
+    found = [sentence(printable(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
@@ -186,7 +186,7 @@ def _styled(diagnosis: Diagnosis) -> Text:
 
 def sentence(name: str, diagnosis: Diagnosis) -> Text:
     """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {harmless(diagnosis.advice)}")
+    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {printable(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
@@ -273,7 +273,7 @@ def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
         Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
     )
     made = table(columns, datasets, width)
-    made.caption = Text(harmless(f"{', '.join(stages)}: time per batch, p50 / p95{' / p99' if wide else ''}"))
+    made.caption = Text(printable(f"{', '.join(stages)}: time per batch, p50 / p95{' / p99' if wide else ''}"))
     made.caption_justify = "left"
     return made
 
@@ -294,4 +294,4 @@ def _errors(stats: Stats) -> list[Text]:
 def _error(dataset: str, error: ErrorCount) -> Text:
     first, *_ = [*error.last.splitlines(), ""]
     times = f" ({error.count:,}x, last {seconds(error.age)} ago): "
-    return Text.assemble((harmless(f"{dataset}: {error.type}"), "bold red"), times, harmless(first))
+    return Text.assemble((printable(f"{dataset}: {error.type}"), "bold red"), times, printable(first))

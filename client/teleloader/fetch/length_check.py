@@ -41,7 +41,7 @@ class LengthCheck:
         """Number of the last counted batch."""
         self._ends: dict[int, End] = {}
         self._first: Any = None
-        self._alike = False
+        self._batches_equal = False
         self.repeated = False
         """True if every shard yielded the whole dataset."""
 
@@ -57,7 +57,7 @@ class LengthCheck:
         if number == 0 and self._num_workers > 1 and self._may_repeat:
             self._first = batch
         elif number == 1 and self._first is not None:
-            self._alike, self._first = _equal(self._first, batch), None
+            self._batches_equal, self._first = _equal(self._first, batch), None
         if self._reported is not None and self._yielded > self._reported:
             text = (
                 f"Length of IterableDataset {self._dataset} was reported to be {self._reported}"
@@ -86,7 +86,7 @@ class LengthCheck:
                 "the shards divide the dataset: samples that belong to no shard are not loaded.",
                 stacklevel=_IN_FINISH,
             )
-        if self._may_repeat and self._alike and len(ends) > 1 and all(end.replica for end in ends):
+        if self._may_repeat and self._batches_equal and len(ends) > 1 and all(end.replica for end in ends):
             self.repeated = True
             warnings.warn(
                 f"Each of the {len(ends)} workers of {self._dataset} yielded the whole dataset, so every sample was "

@@ -100,7 +100,7 @@ class RangeScheduler:
         """Number of the first batch that was never requested."""
         self._retries: list[Range] = []
         """Ranges to request again, because their servers disconnected; sorted."""
-        self._beyond: set[int] = set()
+        self._received_beyond: set[int] = set()
         """Numbers of the batches after `received` that have arrived."""
         self._servers = [_Server(min(num_workers, MAX_WORKERS)) for _ in range(servers)]
         self._prefetch_factor = prefetch_factor
@@ -193,7 +193,7 @@ class RangeScheduler:
     def _new_range(self, server: int) -> Range:
         """Return a range of batches that were never requested."""
         start = self._requested
-        together = self._together
+        together = self._batches_together
         if self.shared:
             # the next range may go to another server, so this range must occupy all workers of this server, and still
             # leave the other servers their share of the window
@@ -203,7 +203,7 @@ class RangeScheduler:
         return Range(start, self._requested, min(self._ahead, self.stop - self._requested))
 
     @property
-    def _together(self) -> int:
+    def _batches_together(self) -> int:
         """Number of batches in one response."""
         return max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
 
@@ -217,12 +217,12 @@ class RangeScheduler:
         if not self.adaptive:
             return 0
         # as many as the next response can carry, so that the workers stay busy until the next request arrives
-        return max(min(self._together, self.window, MAX_AHEAD), self._servers[0].num_workers)
+        return max(min(self._batches_together, self.window, MAX_AHEAD), self._servers[0].num_workers)
 
     def _missing(self, wanted: Range) -> Range | None:
         """Return the part of a range that still has to be received, or None if everything has arrived."""
         start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
-        while start in self._beyond:
+        while start in self._received_beyond:
             start += 1
         return wanted._replace(start=start, stop=stop) if start < stop else None
 
@@ -290,7 +290,7 @@ class RangeScheduler:
 
     def is_missing(self, k: int) -> bool:
         """Return True if batch k has not arrived."""
-        return k >= self.received and k not in self._beyond
+        return k >= self.received and k not in self._received_beyond
 
     def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
         """Record that the first `count` batches (`nbytes` bytes together) of a server's oldest request have arrived.
@@ -300,10 +300,10 @@ class RangeScheduler:
         """
         responding = self._servers[server]
         request = responding.in_flight[0]
-        missing = set(range(max(request.start, self.received), request.start + count)) - self._beyond
-        self._beyond |= missing
-        while self.received in self._beyond:
-            self._beyond.remove(self.received)
+        missing = set(range(max(request.start, self.received), request.start + count)) - self._received_beyond
+        self._received_beyond |= missing
+        while self.received in self._received_beyond:
+            self._received_beyond.remove(self.received)
             self.received += 1
         mean = nbytes / count
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean

@@ -79,7 +79,7 @@ class Authenticator:
         self._known: dict[bytes, Token] = {}
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._refused: Counter[str] = Counter()
-        self._told = -LOG_EVERY
+        self._last_logged = -LOG_EVERY
         self.on_change: Callable[[], object] = lambda: None
         """Callback, called after tokens were added, removed or changed, and after a token has expired."""
         self.tokens = self._all()
@@ -245,12 +245,12 @@ class Authenticator:
                 )
         return Tokens(tuple(entries))
 
-    def note(self, error: Exception, scope: Scope) -> None:
+    def count_rejection(self, error: Exception, scope: Scope) -> None:
         """Count a rejected request, and log the counts at most every `LOG_EVERY` seconds."""
         self._refused[error.code if isinstance(error, HttpProblem) else type(error).__name__] += 1
         now = time.monotonic()
-        if now - self._told >= LOG_EVERY:
-            self._told = now
+        if now - self._last_logged >= LOG_EVERY:
+            self._last_logged = now
             what = ", ".join(f"{count} x {code}" for code, count in self._refused.items())
             peer, _ = scope.get("client") or ("unknown", 0)
             logger.warning("rejected requests: %s; latest from %s: %s", what, peer, error)
@@ -285,7 +285,7 @@ class RequestCaller:
         try:
             return self._authenticator.authenticate(self._headers, self._scope).authorize(need, dataset)
         except AccessDenied as error:
-            self._authenticator.note(error, self._scope)
+            self._authenticator.count_rejection(error, self._scope)
             raise
 
     def admit(self, need: str) -> Principal:
@@ -305,7 +305,7 @@ class RequestCaller:
         try:
             self._authenticator.check_site(self._scope.get("method", "GET"), self._headers)
         except HttpProblem as refusal:
-            self._authenticator.note(refusal, self._scope)
+            self._authenticator.count_rejection(refusal, self._scope)
             raise
         return ANYONE if need == OPEN else self.authorize(need)
 

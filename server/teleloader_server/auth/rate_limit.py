@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from teleloader_server.dispatch.quotas import PATIENCE, Quotas, delayed, note
+from teleloader_server.dispatch.quotas import PATIENCE, Quotas, delayed, set_quota
 from teleloader_server.permissions import Principal
 from teleloader_server.problems import HttpProblem
 from teleloader_shared.units import number
@@ -48,7 +48,7 @@ class RateLimiter:
             HttpProblem: If the delay would exceed `PATIENCE` (status 429).
         """
         quota = self._quotas.of(principal)
-        note(scope, quota)
+        set_quota(scope, quota)
         now = time.monotonic()
         await _hold(
             quota.delay(now, self._rate),

@@ -333,13 +333,13 @@ def server(
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
     with _usage_errors():
-        of_clients = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
-        of_workers = Limits(**{field.name: options.pop(field.name) for field in fields(Limits)})
+        client_limits = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
+        worker_limits = Limits(**{field.name: options.pop(field.name) for field in fields(Limits)})
     if reload:
         sys.exit(_reload(configs, config, host, port))
     with _usage_errors():
         listener = _listener(host, port, **options)
-    sys.exit(_run(configs, of_workers, of_clients, listener, shutdown_grace))
+    sys.exit(_run(configs, worker_limits, client_limits, listener, shutdown_grace))
 
 
 @click.command(context_settings=_CONTEXT)
@@ -402,11 +402,11 @@ def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, 
 
 
 def _run(
-    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
+    configs: list[DatasetConfig], limits: Limits, client_limits: ClientLimits, listener: Listener, grace: float
 ) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(configs, limits, of_clients, listener, grace))
+            runner.run(_serve(configs, limits, client_limits, listener, grace))
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
@@ -442,11 +442,11 @@ def _bound(listener: Listener) -> socket.socket:
 
 
 async def _serve(
-    configs: list[DatasetConfig], limits: Limits, of_clients: ClientLimits, listener: Listener, grace: float
+    configs: list[DatasetConfig], limits: Limits, client_limits: ClientLimits, listener: Listener, grace: float
 ) -> None:
     host, port = listener.host, listener.port
     listening = _bound(listener)
-    service = LoaderService(ConfiguredPools(configs, limits), limits, of_clients)
+    service = LoaderService(ConfiguredPools(configs, limits), limits, client_limits)
     raise_file_limit()
     web = Server(service, host, port, grace, listener.authenticator, listener.tls)
     starting = asyncio.create_task(service.start())

@@ -370,7 +370,7 @@ class PoolCounters:
         dataset = loader.dataset
         for stage, (histogram, seconds) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
             loader.seconds[stage] += seconds
-            histogram.note(seconds)
+            histogram.observe(seconds)
         dataset.computed += 1
         dataset.samples += report.samples
         fetch = report.stages[STAGES.index(Fetch)]
@@ -445,8 +445,7 @@ class Counters:
     def keep_recent(self, now: float) -> None:
         """Keep training loops with recent requests; others are removed together with their last consumer."""
         recent = sorted(
-            (loop for loop in self._loops.values() if now - loop.last_request <= KEEP_LOOPS),
-            key=lambda loop: loop.last_request,
+            (c for c in self._loops.values() if now - c.last_request <= KEEP_LOOPS), key=lambda c: c.last_request
         )
         self._kept = recent[-MAX_KEPT_LOOPS:]
 

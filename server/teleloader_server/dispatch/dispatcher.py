@@ -144,9 +144,8 @@ class Dispatcher:
     def close(self, pending: PendingRange) -> None:
         """Close a request that is complete, or whose client disconnected."""
         pending.consumer.requests.remove(pending)
-        self.store.mark_unwanted(
-            pending.consumer.state, range(pending.next, min(pending.stop, max(pending.cursor, pending.next + 1)))
-        )
+        end = min(pending.stop, max(pending.cursor, pending.next + 1))
+        self.store.mark_unwanted(pending.consumer.state, range(pending.next, end))
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Remove and return the consumers that have sent no request for `FORGET_AFTER` seconds."""

@@ -202,7 +202,7 @@ def quota_of(scope: Mapping[str, Any]) -> Quota | None:
     return found
 
 
-def note(scope: MutableMapping[str, Any], quota: Quota) -> None:
+def set_quota(scope: MutableMapping[str, Any], quota: Quota) -> None:
     """Store the quota of the request's principal in the ASGI scope."""
     scope[_KEY] = quota
 

@@ -95,8 +95,7 @@ class LoaderService:
         """
         if self._host.infos() is None:
             await self.engines.shared()
-        always = self._keep_house(), self.grants.run()
-        self._always = [asyncio.create_task(each) for each in always]
+        self._background_tasks = [asyncio.create_task(task) for task in (self._run_housekeeping(), self.grants.run())]
 
     def give_up(self, error: TeleloaderError) -> None:
         """Raise an error in all requests that wait for a batch."""
@@ -105,7 +104,7 @@ class LoaderService:
 
     async def close(self) -> None:
         """Stop the background tasks and all workers."""
-        for task in self._always:
+        for task in self._background_tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -388,7 +387,7 @@ class LoaderService:
                 for engine in self.engines.started():
                     engine.wake()
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             began = time.monotonic()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL)

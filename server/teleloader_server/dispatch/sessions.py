@@ -61,7 +61,7 @@ class Engines:
             ConfigError: If a dataset cannot be constructed.
         """
         if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
-            self._shared = _apart(self._start_shared())
+            self._shared = _detached(self._start_shared())
         return await asyncio.shield(self._shared)
 
     async def _start_shared(self) -> Engine:
@@ -91,7 +91,7 @@ class Engines:
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
             source = EngineSource(key, "num_workers={} of the DataLoader")
             engine = Engine(own, self._memory, self._counters, source, in_turn if own.num_workers else 0)
-            self.sessions[key] = _Session(_apart(_started(engine)), quota, own.num_workers)
+            self.sessions[key] = _Session(_detached(_started(engine)), quota, own.num_workers)
             quota.sessions[key] = own.num_workers
         session = self.sessions[key]
         try:
@@ -163,7 +163,7 @@ class Engines:
         }
 
 
-def _apart(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
+def _detached(starting: Coroutine[Any, Any, Engine]) -> asyncio.Task[Engine]:
     """Start an engine outside of the request's context, because its workers log long after the request."""
     return asyncio.create_task(starting, context=Context())
 

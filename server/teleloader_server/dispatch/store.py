@@ -270,7 +270,7 @@ class Store:
         return fits and (quota is not None or self._count - len(evicted) < MAX_BATCHES)
 
     def _evictable(self, quota: Quota | None, distance: int, *, force: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield ready batches that are needed later than `distance`, and at any price all without an open request.
+        """Yield ready batches that are needed later than `distance`, and with `force` also all without an open request.
 
         The consumers of batches without an open request are idle, and may be disconnected.
         """

@@ -21,7 +21,7 @@ from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer
-from teleloader_server.loading.worker_info import was_asked
+from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import End
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
@@ -216,7 +216,7 @@ class Collate(Stage):
     def run(self, batch: Batch) -> None:
         """Collate and count the samples of a batch."""
         if batch.samples is None:
-            batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_asked())
+            batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_read())
         else:
             batch.count, batch.content = collate(batch.hosted, batch.task, batch.indices, batch.samples)
 

@@ -24,13 +24,13 @@ class WorkerInfo:
     worker_method: str = "multiprocessing"
 
     def __getattribute__(self, name: str) -> Any:
-        _note(name)
+        _record_access(name)
         return object.__getattribute__(self, name)
 
 
 _current: WorkerInfo | None = None
-_asked = False
-_TELLS_SHARDS_APART: Final = ("id", "num_workers", "seed", "dataset")
+_was_read = False
+_SHARD_FIELDS: Final = ("id", "num_workers", "seed", "dataset")
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -44,13 +44,13 @@ def get_worker_info() -> WorkerInfo | None:
 
 def set_worker_info(id_: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Set the worker information that `get_worker_info` and, if torch is imported, torch's function return."""
-    global _current, _asked
+    global _current, _was_read
     _current = WorkerInfo(id_, num_workers, seed, dataset)
     if sys.modules.get("torch") is not None:
         from torch.utils.data._utils import worker
 
-        worker._worker_info = _noted_info()(id=id_, num_workers=num_workers, seed=seed, dataset=dataset)
-    _asked = False
+        worker._worker_info = _recording_info()(id=id_, num_workers=num_workers, seed=seed, dataset=dataset)
+    _was_read = False
 
 
 class WorkerScope:
@@ -65,16 +65,16 @@ class WorkerScope:
 
     def __init__(self, id_: int, num_workers: int, seed: int, dataset: Any) -> None:
         self._info = (id_, num_workers, seed, dataset)
-        self._asked = False
+        self._was_read = False
 
     def __enter__(self) -> None:
-        global _asked
+        global _was_read
         set_worker_info(*self._info)
-        _asked = self._asked
+        _was_read = self._was_read
 
     def __exit__(self, *_: object) -> None:
-        global _current, _asked
-        self._asked, _current, _asked = _asked, None, False
+        global _current, _was_read
+        self._was_read, _current, _was_read = _was_read, None, False
         if sys.modules.get("torch") is not None:
             from torch.utils.data._utils import worker
 
@@ -82,24 +82,24 @@ class WorkerScope:
 
 
 @cache
-def _noted_info() -> Any:
+def _recording_info() -> Any:
     """Return a subclass of torch's ``WorkerInfo`` that records which fields user code reads."""
     from torch.utils.data._utils import worker
 
-    class NotedInfo(worker.WorkerInfo):  # type: ignore[misc]
+    class RecordingInfo(worker.WorkerInfo):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            _note(name)
+            _record_access(name)
             return super().__getattribute__(name)
 
-    return NotedInfo
+    return RecordingInfo
 
 
-def was_asked() -> bool:
+def was_read() -> bool:
     """Return True if user code has read a worker information field that differs between shards."""
-    return _asked
+    return _was_read
 
 
-def _note(name: str) -> None:
-    global _asked
-    if name in _TELLS_SHARDS_APART:
-        _asked = True
+def _record_access(name: str) -> None:
+    global _was_read
+    if name in _SHARD_FIELDS:
+        _was_read = True

@@ -66,7 +66,7 @@ class StatsCollector:
         self._counters = service.counters
         self._started = now = time.monotonic()
         self._lag_window = RateWindow(now, 0, 0.0)
-        self._looks = 0
+        self._num_samples = 0
         self._total_lag = 0.0
         self._cpu = CpuUse()
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
@@ -81,14 +81,14 @@ class StatsCollector:
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)
             now = time.monotonic()
-            self._looks += 1
+            self._num_samples += 1
             self._total_lag += max(0.0, now - due)
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.sample(self._pids(self._service.engines.started()))
 
     async def _mark(self, now: float) -> None:
-        self._lag_window.mark(now, self._looks, self._total_lag)
+        self._lag_window.mark(now, self._num_samples, self._total_lag)
         engines = self._service.engines.started()
         for engine in engines:
             engine.mark_workers(now)
@@ -124,24 +124,24 @@ class StatsCollector:
         memory = await self._memory(self._pids(self._service.engines.started()))
         datasets = self._service.datasets
         now = time.monotonic()
-        looks = [self._look(engine, now) for engine in self._service.engines.started()]
-        server = self._server(looks, memory, now)
-        consumers = await self._consumers(looks, server, now)
+        snapshots = [self._snapshot(engine, now) for engine in self._service.engines.started()]
+        server = self._server(snapshots, memory, now)
+        consumers = await self._consumers(snapshots, server, now)
         page = consumers[offset : offset + limit]
         return Stats(
             server,
             datasets=[self._dataset(info, now) for info in datasets.values()],
             workers=[
-                self._worker(look, state, memory.get(state.pid, NO_MEMORY), busy=busy)
-                for look in looks
-                for state, busy in look.workers
+                self._worker(snapshot, state, memory.get(state.pid, NO_MEMORY), busy=busy)
+                for snapshot in snapshots
+                for state, busy in snapshot.workers
             ],
-            consumers=[_record(seen, by, now) async for seen, by in _in_slices(page)],
+            consumers=[_record(sample, by, now) async for sample, by in _in_slices(page)],
             consumers_total=len(consumers),
         )
 
     @staticmethod
-    def _look(engine: Engine, now: float) -> EngineSnapshot:
+    def _snapshot(engine: Engine, now: float) -> EngineSnapshot:
         workers = engine.workers()
         shares = {}
         for state, _ in workers:
@@ -150,23 +150,23 @@ class StatsCollector:
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
         return EngineSnapshot(engine, workers, shares, seconds)
 
-    def _server(self, looks: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
+    def _server(self, snapshots: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
         left = [tally.sent_window.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
-        looked, lag = self._lag_window.rates(now, self._looks, self._total_lag)
+        samples, lag = self._lag_window.rates(now, self._num_samples, self._total_lag)
         return ServerStats(
             version=VERSION,
             host=socket.gethostname(),
             pid=os.getpid(),
             uptime=now - self._started,
             cpus=default_num_workers(),
-            cpu=self._cpu.rate(self._pids(look.engine for look in looks)),
+            cpu=self._cpu.rate(self._pids(snapshot.engine for snapshot in snapshots)),
             num_workers=self._limits.num_workers,
             memory_budget=self._limits.memory_budget,
-            memory_used=sum(look.engine.memory_used for look in looks),
-            memory_mapped=sum(look.engine.pool.mapped_bytes() for look in looks),
+            memory_used=sum(snapshot.engine.memory_used for snapshot in snapshots),
+            memory_mapped=sum(snapshot.engine.pool.mapped_bytes() for snapshot in snapshots),
             memory_sending=self._service.quotas.sending,
             pss=sum(found.pss for found in memory.values()),
-            event_loop_lag=lag / looked if looked else 0.0,
+            event_loop_lag=lag / samples if samples else 0.0,
             connections=self._service.connections(),
             worker_restarts=self._counters.worker_restarts,
             batches_per_second=sum(batches for batches, _ in left),
@@ -175,19 +175,19 @@ class StatsCollector:
         )
 
     @staticmethod
-    def _worker(look: EngineSnapshot, state: WorkerState, memory: Memory, *, busy: bool) -> WorkerStats:
-        tally = look.engine.tally.workers[state.worker]
+    def _worker(snapshot: EngineSnapshot, state: WorkerState, memory: Memory, *, busy: bool) -> WorkerStats:
+        tally = snapshot.engine.tally.workers[state.worker]
         task = state.task
         return WorkerStats(
             worker=state.worker,
             pid=state.pid,
-            loader=look.engine.source.session,
+            loader=snapshot.engine.source.session,
             state="starting" if not state.ready else "busy" if busy else "idle",
             current_task=None if task is None else _shown(task.address, task.spec.dataset),
             current_task_seconds=None if task is None else state.working_for,
             batches=tally.batches,
             busy=tally.busy,
-            busy_fraction=look.busy_fractions[state.worker],
+            busy_fraction=snapshot.busy_fractions[state.worker],
             restarts=state.restarts.count,
             recycled=state.restarts.recycled,
             last_exit=state.restarts.last_exit,
@@ -215,7 +215,9 @@ class StatsCollector:
         )
 
     @staticmethod
-    async def _consumers(looks: list[EngineSnapshot], server: ServerStats, now: float) -> list[tuple[_Seen, PoolLoad]]:
+    async def _consumers(
+        snapshots: list[EngineSnapshot], server: ServerStats, now: float
+    ) -> list[tuple[_ConsumerSample, PoolLoad]]:
         """Return all consumers with the load of their workers, most recently active first.
 
         Of each training loop, earlier iterations are listed only while they have open requests: with short epochs there
@@ -223,28 +225,28 @@ class StatsCollector:
         """
         # all consumers are looked up before the first await, during which consumers may be removed
         known = [
-            (look, consumer, look.engine.tally.of(consumer))
-            for look in looks
-            for consumer in look.engine.consumers()
+            (snapshot, consumer, snapshot.engine.tally.of(consumer))
+            for snapshot in snapshots
+            for consumer in snapshot.engine.consumers()
             if consumer.name != PREVIEW
         ]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
-        latest: dict[LoopCounters, _Seen] = {}
-        found: list[tuple[Engine, _Seen]] = []
-        async for look, consumer, tally in _in_slices(known):
+        latest: dict[LoopCounters, _ConsumerSample] = {}
+        found: list[tuple[Engine, _ConsumerSample]] = []
+        async for snapshot, consumer, tally in _in_slices(known):
             later = latest.get(tally.loop)
             if later is not None and not consumer.requests:
                 continue
-            recent = _rates(look, consumer, tally.loop, now) if later is None else later.recent
-            seen = _Seen(consumer, tally, recent)
-            latest.setdefault(tally.loop, seen)
-            found.append((look.engine, seen))
-        loops: dict[Engine, list[_Seen]] = {look.engine: [] for look in looks}
-        for engine, seen in found:
-            if latest[seen.tally.loop] is seen:
-                loops[engine].append(seen)
-        forces = {look.engine: _load(look, loops[look.engine], server) for look in looks}
-        return [(seen, forces[engine]) for engine, seen in found]
+            recent = _rates(snapshot, consumer, tally.loop, now) if later is None else later.recent
+            sample = _ConsumerSample(consumer, tally, recent)
+            latest.setdefault(tally.loop, sample)
+            found.append((snapshot.engine, sample))
+        loops: dict[Engine, list[_ConsumerSample]] = {snapshot.engine: [] for snapshot in snapshots}
+        for engine, sample in found:
+            if latest[sample.tally.loop] is sample:
+                loops[engine].append(sample)
+        loads = {snapshot.engine: _load(snapshot, loops[snapshot.engine], server) for snapshot in snapshots}
+        return [(sample, loads[engine]) for engine, sample in found]
 
 
 async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
@@ -255,7 +257,7 @@ async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
             await asyncio.sleep(0)
 
 
-class _Seen(NamedTuple):
+class _ConsumerSample(NamedTuple):
     """Snapshot of a consumer."""
 
     consumer: Consumer
@@ -264,7 +266,7 @@ class _Seen(NamedTuple):
     """Rates of the consumer's training loop, over all its iterations."""
 
 
-def _rates(look: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float) -> ConsumerRates:
+def _rates(snapshot: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float) -> ConsumerRates:
     """Return the rates of a training loop, given the consumer of its latest iteration."""
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
     recent = loop.recent(now if latest.requests else min(now, latest.last_seen))
@@ -276,28 +278,28 @@ def _rates(look: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: floa
         starved_fraction=recent.waiting,
         sending_fraction=recent.sending,
         data_wait_fraction=recent.data_wait,
-        stages=look.stages.get(latest.loader.key, {}),
+        stages=snapshot.stages.get(latest.loader.key, {}),
     )
 
 
-def _load(look: EngineSnapshot, loops: list[_Seen], server: ServerStats) -> PoolLoad:
+def _load(snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: ServerStats) -> PoolLoad:
     """Return the load of an engine's workers, including the demand of its active training loops."""
-    shares = look.busy_fractions.values()
-    asking = [seen for seen in loops if seen.recent.is_active]
+    shares = snapshot.busy_fractions.values()
+    active = [sample for sample in loops if sample.recent.is_active]
     return PoolLoad(
-        workers=look.engine.pool.num_workers,
+        workers=snapshot.engine.pool.num_workers,
         busy=sum(shares) / len(shares) if shares else 0.0,
-        demand=total_demand((seen.consumer.epoch, seen.recent.demand) for seen in asking),
-        consumers=len(asking),
-        setting=look.engine.source.setting,
+        demand=total_demand((sample.consumer.epoch, sample.recent.demand) for sample in active),
+        consumers=len(active),
+        setting=snapshot.engine.source.setting,
         cpus=server.cpus,
         cpu=server.cpu,
         event_loop_lag=server.event_loop_lag,
     )
 
 
-def _record(seen: _Seen, by: PoolLoad, now: float) -> ConsumerStats:
-    consumer, tally, recent = seen
+def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
+    consumer, tally, recent = sample
     loader = consumer.loader
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(

@@ -42,7 +42,7 @@ TICK: Final = 1.0
 """Interval in seconds at which the Date header is updated, and token and certificate files are polled for changes."""
 HANDSHAKE: Final = 10.0
 """Timeout of the TLS handshake in seconds."""
-GOODBYE: Final = 2.0
+SHUTDOWN: Final = 2.0
 """Timeout of the TLS shutdown in seconds."""
 DEAD_PEER: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """TCP keep-alive: the kernel closes an idle connection whose peer has not responded for 20 s.
@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
         self.authenticator = authenticator or Authenticator()
         self._connections = ConnectionManager(limits, self.authenticator)
         service.connections = lambda: len(self._connections.connections)
-        self._told_to_exit = asyncio.Event()
+        self._exit_requested = asyncio.Event()
         app = create_app(service, self.authenticator)
         self._collector: StatsCollector = app.state.collector
         super().__init__(
@@ -164,12 +164,12 @@ class Server(uvicorn.Server):
     @property
     def should_exit(self) -> bool:
         """True once shutdown was requested; must be set in the server's event loop."""
-        return self._told_to_exit.is_set()
+        return self._exit_requested.is_set()
 
     @should_exit.setter
     def should_exit(self, told: bool) -> None:
         if told:
-            self._told_to_exit.set()
+            self._exit_requested.set()
 
     @property
     def scheme(self) -> str:
@@ -187,7 +187,7 @@ class Server(uvicorn.Server):
                 self._renewal.reload_if_changed()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK):
-                    await self._told_to_exit.wait()
+                    await self._exit_requested.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections, and set the event `listening`."""
@@ -199,12 +199,12 @@ class Server(uvicorn.Server):
         self.servers = [
             await loop.create_server(
                 self._connection, sock=bound, backlog=config.backlog, ssl=config.ssl,
-                ssl_handshake_timeout=HANDSHAKE if is_tls else None, ssl_shutdown_timeout=GOODBYE if is_tls else None,
+                ssl_handshake_timeout=HANDSHAKE if is_tls else None, ssl_shutdown_timeout=SHUTDOWN if is_tls else None,
             )
             for bound in sockets or ()
         ]  # fmt: skip
         self.started = True
-        self._always = [asyncio.create_task(self._connections.run()), asyncio.create_task(self._collector.run())]
+        self._background_tasks = [asyncio.create_task(each.run()) for each in (self._connections, self._collector)]
         self.listening.set()
 
     def _connection(self) -> Connection:
@@ -224,7 +224,7 @@ class Server(uvicorn.Server):
             await self._all_sent(0.1 * self._grace)
         self._connections.abort()
         await super().shutdown(sockets)
-        for task in self._always:
+        for task in self._background_tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task

@@ -50,7 +50,7 @@ class Authentication:
                 if caller.principal is None:
                     await self._limit.acquire((scope.get("client") or ("unknown", 0))[0])
             except HttpProblem as refusal:
-                self._authenticator.note(refusal, scope)
+                self._authenticator.count_rejection(refusal, scope)
                 await problem_of(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

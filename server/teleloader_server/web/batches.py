@@ -108,11 +108,11 @@ class StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, then each frame as soon as it is ready."""
-        async with self._batches as stream, departure(receive) as gone:
+        async with self._batches as stream, client_disconnect(receive) as disconnected:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect, TeleloaderError):  # a response that has begun can only be aborted
                 while not stream.exhausted:
-                    frames = await unless(gone, ready_frames(stream))
+                    frames = await run_until_disconnect(disconnected, ready_frames(stream))
                     await self._send_frames(frames, stream, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -123,25 +123,25 @@ class StreamResponse(Response):
 
 
 @asynccontextmanager
-async def departure(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+async def client_disconnect(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
     """Yield a task that completes when the client disconnects; uvicorn does not report disconnects on sending."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    gone = asyncio.create_task(wait())
+    disconnected = asyncio.create_task(wait())
     try:
-        yield gone
+        yield disconnected
     finally:
-        gone.cancel()
+        disconnected.cancel()
 
 
-async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
+async def run_until_disconnect(disconnected: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine, and cancel it when the client disconnects.
 
     Args:
-        gone: Task of `departure`.
+        disconnected: Task of `client_disconnect`.
         work: Coroutine to run.
 
     Returns:
@@ -152,8 +152,8 @@ async def unless(gone: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -
     """
     working = asyncio.create_task(work)
     try:
-        await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
+        await asyncio.wait({disconnected, working}, return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():
             raise ClientDisconnect
         return working.result()
     finally:
@@ -166,8 +166,8 @@ async def ready_answer(
     request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
 ) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
-    async with batches as stream, departure(request.receive) as gone:
-        return FrameResponse(service, stream, await unless(gone, ready_frames(stream)), MUTABLE)
+    async with batches as stream, client_disconnect(request.receive) as disconnected:
+        return FrameResponse(service, stream, await run_until_disconnect(disconnected, ready_frames(stream)), MUTABLE)
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
@@ -319,8 +319,8 @@ def _add_batches(router: APIRouter) -> None:
                 **client_of(request, consumer, report), key=key, epoch=epoch, start=k, stop=k + 1, prefetch=ahead
             ),
         )
-        async with asked as stream, departure(request.receive) as gone:
-            frame = await unless(gone, stream.take())
+        async with asked as stream, client_disconnect(request.receive) as disconnected:
+            frame = await run_until_disconnect(disconnected, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
 
     @router.get(

@@ -41,7 +41,7 @@ from teleloader_server.web.guard_rules import (
     check_pipelined,
     check_url_size,
 )
-from teleloader_server.web.guard_transport import break_off, final_response, unread_bytes
+from teleloader_server.web.guard_transport import abort, final_response, unread_bytes
 
 _KEY: Final = "teleloader.connection"
 """Key of an ASGI scope's state whose value is the `Connection` of the request."""
@@ -50,11 +50,11 @@ _KEY: Final = "teleloader.connection"
 class _Exchange:
     """Exchange of a request and its response, until the response is complete."""
 
-    __slots__ = ("has_response_begun", "unpassed")
+    __slots__ = ("has_response_begun", "unforwarded")
 
     def __init__(self) -> None:
         self.has_response_begun = False
-        self.unpassed: list[bytes] = []
+        self.unforwarded: list[bytes] = []
         """Parts of the request that were not forwarded to uvicorn yet."""
 
 
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(piece)
             start += len(piece)
         if progress.phase is Phase.BODY:
-            self._pass_on()
+            self._forward_received()
         elif progress.phase is Phase.HEAD and not self._exchanges:
             self._uvicorn.data_received(b"")  # the connection is not idle any more
 
@@ -232,9 +232,9 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
         self._enter(Phase.BODY)
         self._canonicalize()
-        exchange.unpassed.append(b"%b %b HTTP/%b\r\n" % (method, self._url, version.encode()))
-        exchange.unpassed += [b"%b: %b\r\n" % field for field in self._headers]
-        exchange.unpassed.append(b"\r\n")
+        exchange.unforwarded.append(b"%b %b HTTP/%b\r\n" % (method, self._url, version.encode()))
+        exchange.unforwarded += [b"%b: %b\r\n" % field for field in self._headers]
+        exchange.unforwarded.append(b"\r\n")
 
     def _check_target(self, method: bytes) -> None:
         """Reject a request target that uvicorn cannot decode."""
@@ -271,30 +271,30 @@ class Connection(asyncio.Protocol):
         """Append received bytes to the request's body (parser callback)."""
         self._progress.add_content(len(body))
         if self._head.is_chunked:
-            self._receiving.unpassed += [b"%x\r\n" % len(body), body, b"\r\n"]
+            self._receiving.unforwarded += [b"%x\r\n" % len(body), body, b"\r\n"]
         else:
-            self._receiving.unpassed.append(body)
+            self._receiving.unforwarded.append(body)
 
     def on_message_complete(self) -> None:
         """Complete a request (parser callback)."""
         if self._head.is_chunked:
-            self._receiving.unpassed.append(b"0\r\n\r\n")
-        self._pass_on()
+            self._receiving.unforwarded.append(b"0\r\n\r\n")
+        self._forward_received()
         self._headers.clear()
         self._progress.phase = Phase.IDLE
         self._settle()
 
     # -- called by the application
 
-    def _pass_on(self) -> None:
+    def _forward_received(self) -> None:
         """Forward the received part of a request to uvicorn, unless earlier requests wait for their responses."""
         if not self._exchanges or self._exchanges[0] is self._receiving:
-            self._pass(self._receiving)
+            self._forward(self._receiving)
 
-    def _pass(self, exchange: _Exchange) -> None:
-        if exchange.unpassed:
-            data = b"".join(exchange.unpassed)
-            exchange.unpassed.clear()
+    def _forward(self, exchange: _Exchange) -> None:
+        if exchange.unforwarded:
+            data = b"".join(exchange.unforwarded)
+            exchange.unforwarded.clear()
             self._uvicorn.data_received(data)
 
     async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -328,7 +328,7 @@ class Connection(asyncio.Protocol):
             return
         if self._exchanges:
             self._transport.resume_reading()
-            self._pass(self._exchanges[0])
+            self._forward(self._exchanges[0])
         elif self._is_out_of_step():
             self._transport.close()
         self._settle()
@@ -361,7 +361,7 @@ class Connection(asyncio.Protocol):
         patience = self._limits.send_timeout if quota is None else quota.patience(self._limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self._transport), patience):
             self._manager.count("response not read")
-            self.break_off()
+            self.abort()
         elif self._transport.is_closing():
             pass  # the rest of the response is being sent
         elif progress.phase is Phase.REFUSED:
@@ -372,9 +372,9 @@ class Connection(asyncio.Protocol):
         elif (problem := progress.problem(now)) is not None:
             self._refuse(problem)
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately, and discard unsent data."""
-        break_off(self._transport)
+        abort(self._transport)
 
     # -- rejection
 

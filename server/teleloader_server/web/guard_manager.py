@@ -63,7 +63,7 @@ class ManagedConnection(Protocol):
     def shutdown(self) -> None:
         """Close the connection after responses to all pending requests."""
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately, and discard unsent data."""
 
 
@@ -169,7 +169,7 @@ class ConnectionManager:
                 continue
             self.count("unauthenticated connection closed to make room")
             self.leave(found)  # now, because the event loop calls connection_lost later
-            found.break_off()
+            found.abort()
             return True
         return False
 
@@ -186,7 +186,7 @@ class ConnectionManager:
                 connection.check(now)
             except Exception:  # an error in one connection must not disable the limits of all others
                 logger.exception("cannot enforce the limits of a connection: closing the connection")
-                connection.break_off()
+                connection.abort()
         if self._closed and now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._closed.items())
@@ -219,7 +219,7 @@ class ConnectionManager:
     def abort(self) -> None:
         """Close all connections immediately, and discard unsent data."""
         for connection in list(self.connections):
-            connection.break_off()
+            connection.abort()
 
 
 def raise_file_limit() -> None:

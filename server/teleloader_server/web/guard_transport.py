@@ -20,7 +20,7 @@ from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
 
 
-def break_off(transport: asyncio.Transport) -> None:
+def abort(transport: asyncio.Transport) -> None:
     """Close a connection immediately, and discard unsent data."""
     if transport.get_write_buffer_size():
         # otherwise the kernel keeps its part, up to megabytes, and offers it for minutes to a peer that does not read

@@ -145,7 +145,7 @@ def handle_problems(app: FastAPI) -> None:
         return Problem(error.status_code, HTTPStatus(error.status_code).name.title().replace("_", ""), detail, headers)
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
+    async def client_disconnected(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=HTTPStatus.NO_CONTENT)  # the client has disconnected
 
     @app.exception_handler(Exception)

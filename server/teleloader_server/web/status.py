@@ -15,7 +15,7 @@ from teleloader_server.permissions import STATS, UNCHECKED, needs
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
 from teleloader_server.stats.prometheus import exposed
 from teleloader_server.web.authentication import GuardedRoute, caller_of
-from teleloader_server.web.batches import departure, service_of
+from teleloader_server.web.batches import client_disconnect, service_of
 from teleloader_server.web.problem_responses import Problem
 from teleloader_shared.errors import AccessDenied, ServerUnavailable
 from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
@@ -60,10 +60,10 @@ class StatsStream(Response):
 
         try:
             with service.grants.hold(caller, STATS, None, revoke):
-                async with departure(receive) as gone:
+                async with client_disconnect(receive) as disconnected:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     with suppress(AccessDenied):  # a started response can only be truncated
-                        await self._send_events(send, {gone, drained, revoked})
+                        await self._send_events(send, {disconnected, drained, revoked})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             drained.cancel()

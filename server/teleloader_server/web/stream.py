@@ -96,11 +96,11 @@ class Conversation:
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future whose exception is set once the caller is no longer authorized."""
-        self._asked: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
+        self._streams: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
         """Streams to be sent, each with the stack that closes the stream; None after the last stream."""
         self._outstanding = 0
         """Number of batches that were requested and not sent yet."""
-        self._kept = 0
+        self._index_bytes = 0
         """Memory of the index lists of outstanding batches, in bytes."""
         self._sent = asyncio.Event()
 
@@ -128,7 +128,7 @@ class Conversation:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if reading.cancelled():
-                self._asked.put_nowait(None)
+                self._streams.put_nowait(None)
                 await asyncio.wait({self._denied, sending}, return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
                     sending.result()
@@ -141,8 +141,8 @@ class Conversation:
                 task.cancel()
             self._denied.cancel()
             await asyncio.gather(reading, sending, drained, return_exceptions=True)
-            while not self._asked.empty():
-                if (unsent := self._asked.get_nowait()) is not None:
+            while not self._streams.empty():
+                if (unsent := self._streams.get_nowait()) is not None:
                     await unsent[1].aclose()
 
     async def _read(self, *, lists: bool) -> None:
@@ -156,19 +156,19 @@ class Conversation:
             else:
                 request = parse_range(message, limits, self._consumer, self._loader)
             count = request.stop - request.start
-            kept = sum(map(len, request.indices.values())) if request.indices else 0
+            index_bytes = sum(map(len, request.indices.values())) if request.indices else 0
             owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_batches_per_request or (
-                self._kept and not self._body_budget.has_room(owner, kept)
+                self._index_bytes and not self._body_budget.has_room(owner, index_bytes)
             ):
                 self._sent.clear()
                 await self._sent.wait()
             ending = AsyncExitStack()
-            self._keep(owner, kept, ending)
+            self._keep(owner, index_bytes, ending)
             self._outstanding += count
-            asked = self._service.batches(self._caller, request)
+            stream = self._service.batches(self._caller, request)
             try:
-                self._asked.put_nowait((await ending.enter_async_context(asked), ending))
+                self._streams.put_nowait((await ending.enter_async_context(stream), ending))
             except BaseException:
                 await ending.aclose()
                 raise
@@ -177,11 +177,11 @@ class Conversation:
         """Count the bytes of index lists toward the memory budget until their request ends."""
 
         def release() -> None:
-            self._kept -= nbytes
+            self._index_bytes -= nbytes
             self._sent.set()
 
         ending.enter_context(self._body_budget.hold(name, nbytes))
-        self._kept += nbytes
+        self._index_bytes += nbytes
         ending.callback(release)
 
     async def _message(self) -> bytes:
@@ -196,8 +196,8 @@ class Conversation:
         return content
 
     async def _send(self) -> None:
-        while (asked := await self._asked.get()) is not None:
-            stream, ending = asked
+        while (item := await self._streams.get()) is not None:
+            stream, ending = item
             async with ending:
                 while not stream.exhausted:
                     frames = await ready_frames(stream)

@@ -20,7 +20,7 @@ from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard_manager import ConnectionManager
 from teleloader_server.web.guard_rules import ArrivalRate, SlowReader
-from teleloader_server.web.guard_transport import break_off, final_response, unread_bytes
+from teleloader_server.web.guard_transport import abort, final_response, unread_bytes
 from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
 
@@ -158,7 +158,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         self._manager.count("WebSocket message rejected for lack of memory")
         if self.close_sent:
-            self.break_off()
+            self.abort()
             return
         self._refuse_message(
             ServerUnavailable(
@@ -260,7 +260,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         patience = limits.send_timeout if quota is None else quota.patience(limits)
         if self._slow_reader.is_too_slow(now, unread_bytes(self.transport), patience):
             self._manager.count("WebSocket not read")
-            self.break_off()
+            self.abort()
         elif not (self.transport.is_closing() or self.close_sent):
             self._check_rate(now)
 
@@ -273,9 +273,9 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._refuse_message(problem)
             self._continue()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately, and discard unsent data."""
-        break_off(self.transport)
+        abort(self.transport)
 
 
 def _frame_head(size: int) -> bytes:

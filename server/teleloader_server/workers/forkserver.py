@@ -33,9 +33,9 @@ from teleloader_server.workers.channel import Channel, close_inherited
 from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.procfs import shortage
 
-_LAST_WORDS: Final = 2.0
+_WORKER_GRACE_S: Final = 2.0
 """Grace period in seconds for workers to exit when the server stops."""
-_LONGEST_END: Final = 2 * _LAST_WORDS
+_FORKSERVER_GRACE_S: Final = 2 * _WORKER_GRACE_S
 """Grace period in seconds for a fork server to exit before it is killed: it may still construct its datasets."""
 
 
@@ -103,15 +103,15 @@ class ForkServer:
         return ForkServer(channel)
 
     def reap(self) -> None:
-        """Stop the fork server and its workers by closing the channel; kill the process after `_LONGEST_END` s."""
+        """Stop the fork server and its workers by closing the channel; kill the process after the grace period."""
         with self._reaping:
             self.channel.hang_up()
             if self.end == -1:
                 return
-            if not _has_ended(self.end, _LONGEST_END):
+            if not _has_ended(self.end, _FORKSERVER_GRACE_S):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.end, signal.SIGKILL)
-            if _has_ended(self.end, _LAST_WORDS):  # otherwise the process is in uninterruptible sleep
+            if _has_ended(self.end, _WORKER_GRACE_S):  # otherwise the process is in uninterruptible sleep
                 with suppress(ChildProcessError):  # already reaped
                     self.exit_code = self._wait()
             end, self.end = self.end, -1
@@ -165,7 +165,7 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iter
     control.send(encode(messages.Built(os.getpid(), infos)))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
-    _carry_out(requests, control, selector, hosted)
+    _execute(requests, control, selector, hosted)
     while True:
         for key, _ in selector.select():
             if key.fileobj is not control:
@@ -179,10 +179,10 @@ def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iter
             except EOFError:
                 _await_workers(selector, control)
                 return 0
-            _carry_out(map(decode, received), control, selector, hosted)
+            _execute(map(decode, received), control, selector, hosted)
 
 
-def _carry_out(
+def _execute(
     requests: Iterable[messages.Message],
     control: Channel,
     selector: selectors.BaseSelector,
@@ -217,7 +217,7 @@ def _watch(pid: int, selector: selectors.BaseSelector) -> None:
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
     """Wait for workers to exit by themselves; the kernel kills the rest when this process exits."""
     selector.unregister(control)
-    deadline = time.monotonic() + _LAST_WORDS
+    deadline = time.monotonic() + _WORKER_GRACE_S
     while selector.get_map() and (left := deadline - time.monotonic()) > 0:
         for key, _ in selector.select(left):
             selector.unregister(key.fd)

@@ -14,15 +14,15 @@ from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.arena import Mapping
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.health import WorkerHealth
-from teleloader_server.workers.messages import BEGUN, REVOKED, STACK_SIGNAL, FreeSlots, Message, encode
+from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, FreeSlots, Message, encode
 from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
 STACK_WAIT: Final = 0.5
 """Timeout in seconds for a worker to write its stacks; a worker that is blocked in the kernel writes none."""
 _STACK_POLL: Final = 0.02
-_OUR_THREAD: Final = f"in {Worker.report_late.__name__}"
-_OURS: Final = f'  File "{Path(__file__).parent.parent}/'
+_OWN_THREAD: Final = f"in {Worker.report_late.__name__}"
+_OWN_FRAME: Final = f'  File "{Path(__file__).parent.parent}/'
 
 
 class WorkerHandle:
@@ -103,24 +103,24 @@ class WorkerHandle:
 
     def current_task(self) -> Task | None:
         """Return the task in progress, or None. It need not be the first task: results are reported in groups."""
-        return self.health.tasks.get(self._begun())
+        return self.health.tasks.get(self._current_task_id())
 
-    def _begun(self) -> int:
+    def _current_task_id(self) -> int:
         if self._notes is None:
             return next(iter(self.health.tasks), -1)
-        (begun,) = BEGUN.unpack(os.pread(self._notes, BEGUN.size, 0))
-        return int(begun)
+        (current,) = CURRENT_TASK.unpack(os.pread(self._notes, CURRENT_TASK.size, 0))
+        return int(current)
 
     def queued(self) -> list[Task]:
         """Return the open tasks other than the task in progress."""
-        begun = self._begun()
-        return [task for task_id, task in self.health.tasks.items() if task_id != begun]
+        current = self._current_task_id()
+        return [task for task_id, task in self.health.tasks.items() if task_id != current]
 
     def revoke(self, tasks: list[Task]) -> None:
         """Revoke tasks; the worker skips revoked tasks that it has not started."""
         revoked = [task_id for task_id, task in self.health.tasks.items() if task in tasks]
         if self._notes is not None:
-            os.pwrite(self._notes, REVOKED.pack(max(revoked)), BEGUN.size)
+            os.pwrite(self._notes, REVOKED.pack(max(revoked)), CURRENT_TASK.size)
         for task_id in revoked:
             del self.health.tasks[task_id]
 
@@ -144,7 +144,7 @@ class WorkerHandle:
             text = os.pread(file, MAX_TEXT // 2, begin).decode("utf-8", "backslashreplace")
         finally:
             os.close(file)
-        return _without_our_callers(text) or "(no stack: the worker is blocked in the kernel)"
+        return _without_own_frames(text) or "(no stack: the worker is blocked in the kernel)"
 
     # -- end
 
@@ -159,13 +159,13 @@ class WorkerHandle:
             self._notes = None
 
 
-def _without_our_callers(stacks: str) -> str:
+def _without_own_frames(stacks: str) -> str:
     """Cut each stack (most recent call first) at the first frame of this package, whose callers are always the same."""
-    threads = [thread for thread in stacks.rstrip().split("\n\n") if _OUR_THREAD not in thread]
+    threads = [thread for thread in stacks.rstrip().split("\n\n") if _OWN_THREAD not in thread]
     kept, below = [], False
     for line in "\n\n".join(threads).splitlines():
         below = below and line.startswith("  ")
         if not below:
             kept.append(line)
-        below = below or line.startswith(_OURS)
+        below = below or line.startswith(_OWN_FRAME)
     return "\n".join(kept)

@@ -16,12 +16,12 @@ from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
 from teleloader_server.loading.tasks import Report, Task
-from teleloader_server.workers.aside import aside
+from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.health import Restarts, WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_shared.messages import DatasetInfo
 
-LAST_WORDS: Final = 2.0
+EXIT_GRACE_S: Final = 2.0
 """Grace period in seconds for submitted batches when the server stops."""
 
 
@@ -43,7 +43,7 @@ class InProcessPool:
         """Tasks, keys of loaders to forget, and None at the end."""
         self._pending: dict[int, Task] = {}
         """Open tasks by ``id(task)``."""
-        self._at_hand: tuple[Task | None, float] = None, 0.0
+        self._current: tuple[Task | None, float] = None, 0.0
         """Task in progress, and the time of its start."""
         # a daemon thread, because user code that never returns must not prevent the process from exiting
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
@@ -73,7 +73,7 @@ class InProcessPool:
 
     def workers(self) -> list[WorkerState]:
         """Return the state of the pool's thread, reported as worker 0."""
-        task, since = self._at_hand
+        task, since = self._current
         return [
             WorkerState(
                 0, os.getpid(), ready=True, restarts=Restarts(), task=task,
@@ -90,9 +90,9 @@ class InProcessPool:
         return 0
 
     async def close(self) -> None:
-        """Stop the thread after the submitted tasks, or stop waiting for the thread after `LAST_WORDS` seconds."""
+        """Stop the thread after the submitted tasks, or stop waiting for the thread after `EXIT_GRACE_S` seconds."""
         self._tasks.put(None)
-        await aside(lambda: self._thread.join(LAST_WORDS))
+        await run_blocking(lambda: self._thread.join(EXIT_GRACE_S))
 
     # -- in the thread
 
@@ -116,10 +116,10 @@ class InProcessPool:
             loading.passes.close()
 
     def _load(self, loading: Loading, task: Task) -> None:
-        self._at_hand = task, time.monotonic()
+        self._current = task, time.monotonic()
         with self._random_state:
             frame, report = loading.frame(task)
-        self._at_hand = None, 0.0
+        self._current = None, 0.0
         self._loop.call_soon_threadsafe(self._done, task, frame, report)
 
     def _done(self, task: Task, lease: Lease, report: Report) -> None:

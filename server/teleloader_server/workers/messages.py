@@ -207,7 +207,7 @@ def decode(encoded: Sequence[Any]) -> Message:
 STACK_SIGNAL: Final = signal.SIGRTMIN + 13
 """Signal on which a worker appends the stacks of its threads to its notes, even while it hangs."""
 
-BEGUN: Final = struct.Struct("<q")
+CURRENT_TASK: Final = struct.Struct("<q")
 """First field, written by the worker: ID of the task that it started last, or -1.
 
 Not a message, because a worker that hangs sends none, results are sent in groups, and no message is sent while C code

@@ -73,7 +73,7 @@ class ProcessPool:
     ) -> None:
         self._supervisor = Supervisor(
             make_forkserver,
-            self._hear_forkserver,
+            self._handle_forkserver_message,
             self._forkserver_restarted,
             lambda reason: self._listener.no_worker_starts(reason),
         )
@@ -181,13 +181,13 @@ class ProcessPool:
 
     # -- the fork server
 
-    def _hear_forkserver(self, message: messages.Message) -> None:
+    def _handle_forkserver_message(self, message: messages.Message) -> None:
         match message:
             case messages.Forked(worker, pid):
                 self._places[worker].process.pid = pid
             case messages.ForkFailed(worker, reason):
                 loss = WorkerExit(f"worker {worker} cannot start: {reason}", "machine")
-                self._lose(self._places[worker].process, loss)
+                self._remove_worker(self._places[worker].process, loss)
             case messages.Exited(pid, status):
                 self._exited(pid, status)
 
@@ -198,7 +198,7 @@ class ProcessPool:
             if process.pid is not None:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-            self._lose(process, WorkerExit(f"{process} exited with the fork server"))
+            self._remove_worker(process, WorkerExit(f"{process} exited with the fork server"))
 
     # -- the workers
 
@@ -227,10 +227,10 @@ class ProcessPool:
             self._loop.remove_reader(process.channel)
             return False
         for message in map(decode, received):
-            self._hear(process, message)
+            self._handle_message(process, message)
         return True
 
-    def _hear(self, process: WorkerHandle, message: messages.Message) -> None:
+    def _handle_message(self, process: WorkerHandle, message: messages.Message) -> None:
         match message:
             case messages.Done(results):
                 process.health.completed += len(results)
@@ -353,7 +353,7 @@ class ProcessPool:
         """Kill and replace a process, even if it is in uninterruptible sleep."""
         if process.pid is not None:
             _signal(process.pid, signal.SIGKILL)
-        self._lose(process, loss)
+        self._remove_worker(process, loss)
 
     # -- exits
 
@@ -383,14 +383,14 @@ class ProcessPool:
         for place in self._places.values():
             if place.process.pid == pid:
                 self._receive_all(place.process)
-                self._lose(place.process, WorkerExit(f"{place.process} {reason}"))
+                self._remove_worker(place.process, WorkerExit(f"{place.process} {reason}"))
 
     def _receive_all(self, process: WorkerHandle) -> None:
         """Receive all pending messages, because frames that a process completed before its exit are valid."""
         while process.channel.fileno() != -1 and self._receive(process):
             pass
 
-    def _lose(self, process: WorkerHandle, loss: WorkerExit) -> None:
+    def _remove_worker(self, process: WorkerHandle, loss: WorkerExit) -> None:
         place, now = self._places[process.number], time.monotonic()
         tasks, was_ready = list(process.health.tasks.values()), process.health.ready
         is_current = not self._closing and place.process is process and place.respawn is None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from teleloader_server.config import ConfigError
-from teleloader_server.workers.aside import aside
+from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.health import MAX_FAILED_STARTS, STOP_TIMEOUT, StopTimer, backoff, exit_reason
 from teleloader_server.workers.messages import BuildFailed, Built, Message, decode
@@ -97,7 +97,7 @@ class Supervisor:
 
     async def _reap(self) -> None:
         self._unwatch()
-        await aside(self.current.reap)
+        await run_blocking(self.current.reap)
 
     async def _start(self, forkserver: ForkServer) -> list[DatasetInfo]:
         self.current = forkserver

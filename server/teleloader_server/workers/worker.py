@@ -31,7 +31,7 @@ from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.messages import BEGUN, REVOKED, STACK_SIGNAL, decode, encode
+from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
 from teleloader_shared.codec import Address
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
@@ -109,7 +109,7 @@ class Worker:
             settings.worker,
             settings.max_batch_bytes,
             self._adopt_torch,
-            self._tell_progress,
+            self._report_progress,
             lambda began: self._send(messages.PassStarted(began)),
         )
         self._loading.passes.replace(
@@ -129,7 +129,7 @@ class Worker:
         self._current: HostedDataset | None = None
         self._init_failures: dict[str, BaseException] = {}
         self._pid = os.getpid()
-        self._told = 0.0
+        self._last_progress_report = 0.0
         self._reported = 0.0
 
     def run(self) -> None:
@@ -148,10 +148,10 @@ class Worker:
                 self._report()
                 self._receive()
             task_id, task = self._tasks.popleft()
-            if task_id <= REVOKED.unpack_from(self._notes, BEGUN.size)[0]:
+            if task_id <= REVOKED.unpack_from(self._notes, CURRENT_TASK.size)[0]:
                 self._send(messages.Progress())
                 continue
-            BEGUN.pack_into(self._notes, 0, task_id)
+            CURRENT_TASK.pack_into(self._notes, 0, task_id)
             self._work(task_id, task)
             if time.monotonic() - self._reported > REPORT_EVERY:
                 self._report()
@@ -161,8 +161,8 @@ class Worker:
     def _share_notes(self) -> None:
         """Share a file with the current task and, on a signal, stacks: an unresponsive process sends no messages."""
         file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
-        os.write(file, BEGUN.pack(-1) + REVOKED.pack(-1))
-        self._notes = mmap.mmap(file, BEGUN.size + REVOKED.size)
+        os.write(file, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
+        self._notes = mmap.mmap(file, CURRENT_TASK.size + REVOKED.size)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         self._send(messages.Started(self._pid), [file])
 
@@ -278,10 +278,10 @@ class Worker:
             sys.stderr.flush()
             os._exit(1)
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         now = time.monotonic()
-        if now - self._told > PROGRESS_EVERY:
-            self._told = now
+        if now - self._last_progress_report > PROGRESS_EVERY:
+            self._last_progress_report = now
             self._send(messages.Progress())
 
     def report_late(self) -> None:

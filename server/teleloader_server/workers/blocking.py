@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 
-async def aside(function: Callable[[], object]) -> None:
+async def run_blocking(function: Callable[[], object]) -> None:
     """Call a function that blocks until a process or thread ends, without blocking the event loop."""
-    loop = asyncio.get_running_loop()
     try:
-        ended = loop.run_in_executor(None, function)
+        ended = asyncio.get_running_loop().run_in_executor(None, function)
     except RuntimeError:  # the interpreter is shutting down and cannot start a thread
         function()
     else:
