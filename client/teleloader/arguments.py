@@ -95,7 +95,7 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
 
     Args:
         device: The loader's `pin_memory_device` argument.
-        accelerator: The torch.device that torch would pin memory for; None if there is no accelerator.
+        accelerator: The torch.device that torch would pin memory for; None without an accelerator.
         stacklevel: Stack level of the warnings; by default they point to the caller of the calling method.
     """
     if device:

@@ -285,7 +285,7 @@ def consumers_prefix() -> str:
 
 
 def _final(errors: list[TeleloaderError]) -> TeleloaderError:
-    """Return the first error that a retry cannot resolve; if there is none, the first error."""
+    """Return the first error that a retry cannot resolve, or else the first error."""
     return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
 

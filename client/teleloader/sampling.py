@@ -398,7 +398,7 @@ class RandomState:
         self._process = tuple(process)
 
     def save(self) -> dict[str, Any]:
-        """Return the states of all generators as JSON values; the dictionary is empty if there are no generators."""
+        """Return the states of all generators as JSON values; empty without generators."""
         saved = {library: _save(PROCESS_GENERATORS[library]()) for library in self._process}
         return {**saved, "own": [_save(own) for own in self._own]} if self._own else saved
 

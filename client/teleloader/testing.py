@@ -17,7 +17,7 @@ from teleloader.api.control import Unreached
 from teleloader.api.credentials import Credentials
 from teleloader.fetch.direct import Workers
 from teleloader.hosting import load_in_process
-from teleloader.tensors.memory import HostBuffers, ordinary_memory
+from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader.transport.interface import BatchServer, TransportError
 from teleloader.transport.range import Range
@@ -170,7 +170,7 @@ class _InProcessServer(BatchServer):
         except ConnectionError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnavailable(f"{self.url} did not send batch {address.batch}: {reason}") from error
-        return codec.read(ordinary_memory(choose_output(None), frame))
+        return codec.read(pageable_memory(choose_output(None), frame))
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> _Connection:
         if self.url not in fakes:

@@ -39,7 +39,7 @@ def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
     """Return the rolling digest of delivered frames, updated with another frame.
 
     Args:
-        digest: Digest of the preceding frames, 0 if there are none.
+        digest: Digest of the preceding frames, 0 for the first frame.
         frame: The frame to add.
         checksum: Whether the frame's prologue holds a checksum of the rest of the frame.
     """

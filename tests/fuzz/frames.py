@@ -24,7 +24,7 @@ import xxhash
 import zstandard
 
 from teleloader.errors import exception_of
-from teleloader.tensors.memory import ordinary_memory
+from teleloader.tensors.memory import pageable_memory
 from teleloader.tensors.output import Output, choose_output
 from teleloader_shared import codec, dtypes
 from teleloader_shared.codec import Address, End, Failure, to_bytes
@@ -53,7 +53,7 @@ def read(data: bytes) -> str:
     buffer = np.frombuffer(bytearray(data), np.uint8)
     words = []
     canary.TOUCHED.clear()
-    memory = ordinary_memory(_OUTPUTS[len(data) // codec.ALIGNMENT % 2], buffer)
+    memory = pageable_memory(_OUTPUTS[len(data) // codec.ALIGNMENT % 2], buffer)
     for frame in codec.read_all(memory, MOST_ARRAYS):
         words.append(type(frame.content).__name__)
         if isinstance(frame.content, Failure):

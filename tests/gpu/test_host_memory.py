@@ -156,7 +156,7 @@ def test_tensors_share_the_storage_that_torch_allocated(simulated_gpu: Any) -> N
 
 
 def test_numpy_arrays_are_not_pinned(gpu: Any) -> None:
-    """An array that a dataset returns as such is in ordinary memory: torch could not guard a copy from it."""
+    """An array that a dataset returns as such is in pageable memory: torch could not guard a copy from it."""
     import torch
 
     samples = rows(20, 100_000)
@@ -197,7 +197,7 @@ def test_memory_is_pinned_for_the_device_of_the_training_loop(simulated_gpu: Any
 
 
 def test_pinned_memory_has_a_limit(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above it batches arrive in ordinary memory, right all the same, and stats() counts them."""
+    """Above it batches arrive in pageable memory, right all the same, and stats() counts them."""
     monkeypatch.setattr("teleloader.tensors.pinned._budget", PinnedBudget(4 * 2**20))
     samples = rows(16, 1_000_000)
     with serve(samples, num_workers=1) as url:

@@ -22,7 +22,7 @@ import numpy as np
 
 from teleloader.api.credentials import Credentials, refused_client, tls_error
 from teleloader.api.responses import error_of, parse_retry_after, record
-from teleloader.tensors.memory import ordinary_memory
+from teleloader.tensors.memory import pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Address, Frame
@@ -216,7 +216,7 @@ class Server:
             if listed is None
             else self._successful("POST", f"{path}?start={address.batch}", content=listed, **options)
         )
-        frame = codec.read(ordinary_memory(choose_output(None), np.frombuffer(body, np.uint8)))
+        frame = codec.read(pageable_memory(choose_output(None), np.frombuffer(body, np.uint8)))
         if frame.address != address:
             raise ProtocolError(f"{self.url} sent {frame.address}, expected {address}: check proxies on the path")
         return frame

@@ -20,7 +20,7 @@ from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import CopyTimes, Device
-from teleloader.tensors.memory import HostBuffers, ordinary_memory
+from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
 from teleloader_shared.codec import Address, End, Frame
@@ -309,13 +309,13 @@ class DirectStager:
         return self._device.use(copy)
 
     def warn(self) -> None:
-        """Do nothing: warnings come from a copying thread, and there is none."""
+        """Do nothing: only a copying thread defers its warnings."""
 
     def discard(self, frame: Frame) -> None:
         """Do nothing: copies are not stored."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread to stop."""
+        """Do nothing: copies are made in the calling thread."""
 
 
 def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Callable[[Any], Any]:
@@ -359,4 +359,4 @@ def _array_of(output: Output, value: Any) -> Any:
     _, (leaf,) = flatten(value)
     bits = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
     leaf.write(bits)
-    return ordinary_memory(output, bits.reshape(-1).view(np.uint8)).leaf(0, leaf.dtype_name, leaf.shape, "tensor")
+    return pageable_memory(output, bits.reshape(-1).view(np.uint8)).leaf(0, leaf.dtype_name, leaf.shape, "tensor")

@@ -87,12 +87,12 @@ class _Scratch(Bits):
         return memory
 
 
-_ORDINARY: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "numpy": NumpyMemory, "jax": MarkedMemory}
+_PAGEABLE: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "numpy": NumpyMemory, "jax": MarkedMemory}
 
 
-def ordinary_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
+def pageable_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
     """Wrap `data` as pageable memory that decodes frames to arrays of the library `output`."""
-    return _ORDINARY[output](data)
+    return _PAGEABLE[output](data)
 
 
 class HostBuffers:
@@ -118,7 +118,7 @@ class HostBuffers:
     def take(self, nbytes: int, batches: int) -> Memory:
         """Allocate memory for a response of `nbytes` bytes with up to `batches` batches."""
         if self.pinned is None:
-            return ordinary_memory(self._output, self._pool.take(nbytes))
+            return pageable_memory(self._output, self._pool.take(nbytes))
         if batches > 1:
             return _Scratch(self._pool.take(nbytes), self)
         return self.allocate(nbytes)
@@ -131,5 +131,5 @@ class HostBuffers:
             self.pin_seconds += time.perf_counter() - began
             self.unpinned += block is None and self.pinned is not None
         if block is None:
-            return ordinary_memory(self._output, self._pool.take(nbytes))
+            return pageable_memory(self._output, self._pool.take(nbytes))
         return PinnedMemory(block, self)

@@ -113,14 +113,16 @@ class PoolLoad(NamedTuple):
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """Return the total demand of consumers in workers; of consumers that share an epoch, only the largest counts.
+    """Return the number of workers that consumers with these demands would keep busy together.
+
+    Consumers of the same epoch share batches: only the highest of their demands counts.
 
     Args:
-        demands: Epoch and demand of each consumer.
+        demands: Epoch and demand, in workers, of each consumer.
     """
     highest: dict[object, float] = {}
-    for run, demand in demands:
-        highest[run] = max(demand, highest.get(run, 0.0))
+    for epoch, demand in demands:
+        highest[epoch] = max(demand, highest.get(epoch, 0.0))
     return sum(highest.values())
 
 
