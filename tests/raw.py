@@ -56,21 +56,21 @@ class Raw:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send it all, or as much as the server takes before it breaks the connection."""
+        """Send all data, or as much as the server accepts before it closes the connection."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(data)
 
     def get(self, path: str, headers: bytes = b"") -> Response:
-        """Ask, and wait for the answer."""
+        """Send a GET request and return the response."""
         self.send_get(path, headers)
         return self.receive()
 
     def send_get(self, path: str, headers: bytes = b"") -> None:
-        """Send a GET."""
+        """Send a GET request."""
         self.send(f"GET {path} HTTP/1.1\r\n".encode() + HOST + headers + b"\r\n")
 
     def receive(self) -> Response:
-        """The next answer, which states its size."""
+        """Receive a response with a Content-Length header."""
         while b"\r\n\r\n" not in self._unread:
             self._read()
         head, _, rest = self._unread.partition(b"\r\n\r\n")
@@ -84,7 +84,7 @@ class Raw:
         return Response(int(first.split()[1]), headers, body)
 
     def receive_all(self) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Receive all data until the server closes the connection."""
         try:
             while True:
                 self._read()
@@ -92,7 +92,7 @@ class Raw:
             return self._unread
 
     def is_open(self) -> bool:
-        """Whether the server has not closed the connection, as far as is known now and whatever is left to read."""
+        """Return False if the server is known to have closed the connection, even if unread data remains."""
         ended = select.poll()
         ended.register(self.socket, select.POLLRDHUP)
         return not ended.poll(0)

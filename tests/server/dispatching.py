@@ -1,7 +1,6 @@
-"""What tests of the dispatcher share.
+"""Test double of an engine, for tests of the dispatcher without processes, sockets and clocks.
 
-No process, no socket and no clock: `Service` carries out what is decided, as an engine does, and refuses what must
-never be decided.
+`Service` executes the decisions of a dispatcher, and asserts that each decision is allowed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ SPEC = LoaderSpec(dataset="data")
 PLENTY = 10**9
 BATCHES = 10**6
 SLOW = 0.1
-"""Seconds of a batch that is so long that no worker is given another one besides."""
+"""Computing time in seconds of a batch so slow that no further batch is queued for its worker."""
 QUICK = 0.0005
-"""Seconds of a batch of which a worker is given several at once."""
+"""Computing time in seconds of a batch so fast that several are queued for a worker."""
 
 
 class Tasks(dict[int, Task]):
-    """The tasks of a queue, as a pool shows them."""
+    """Tasks of a worker, as a pool reports them."""
 
     def __init__(self, queue: Callable[[], list[Address]]) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Tasks(dict[int, Task]):
 
 
 class Service:
-    """Does what a dispatcher decides, and holds it to what may be decided at all."""
+    """Worker pool that executes the decisions of a dispatcher, and asserts that each decision is allowed."""
 
     def __init__(self, budget: int = PLENTY, workers: int = 1, in_turn: int = 0) -> None:
         self.memory = Memory(budget)
@@ -78,19 +77,19 @@ class Service:
         return {worker for worker, health in self.health.items() if health.stalled}
 
     def quota(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Quota:
-        """A principal's quota; it may take all the memory unless told otherwise when it is new."""
+        """Return the quota of a principal, creating it if necessary; by default its share is the whole memory budget."""
         if of not in self.quotas:
             self.quotas[of] = Quota(of, self.memory.budget if memory is None else memory, max_consumers)
         return self.quotas[of]
 
     def loader(self, key: str) -> Loader:
-        """Return a loader, whose costs remain known."""
+        """Return a loader, creating it if necessary; its measured costs are kept."""
         return self.loaders.setdefault(key, Loader(key, SPEC, 0, BATCHES))
 
     def request(
         self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
     ) -> PendingRange:
-        """A client of a principal asks for [start, stop)."""
+        """Add a request of a principal's client for the batches [start, stop)."""
         key, epoch = run
         request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
         loader = self.loader(key)
@@ -98,13 +97,13 @@ class Service:
         return self.dispatcher.add_request(self.quota(of), request, loader, self.now)
 
     def decide(self) -> list[Address]:
-        """Carry out what is decided; what was begun, in this order."""
+        """Execute the decisions of the dispatcher, and return the started batches in order."""
         started = []
 
         def begin(worker: int, batch: Batch) -> None:
             address = batch.address
-            assert address not in self.ready, f"{address} is there already"
-            assert address not in self.running(), f"{address} is being made already"
+            assert address not in self.ready, f"{address} is already computed"
+            assert address not in self.running(), f"{address} is already being computed"
             assert worker not in self.recycling | self.stalled
             self.queues[worker].append(address)
             started.append(address)
@@ -114,11 +113,11 @@ class Service:
         return started
 
     def running(self) -> list[Address]:
-        """What workers have to do."""
+        """Return the batches that are assigned to workers."""
         return [address for queue in self.queues.values() for address in queue]
 
     def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> Address:
-        """The worker finishes its first batch."""
+        """Complete the first batch of a worker."""
         address = self.queues[worker].pop(0)
         self.dispatcher.finished(worker, address, self.frame(address, nbytes), seconds)
         return address
@@ -135,7 +134,7 @@ class Service:
         self.evicted.append(address)
 
     def finish_all(self, nbytes: int = 1, seconds: float = SLOW) -> int:
-        """All workers finish what they have; how many batches that was."""
+        """Complete all assigned batches, and return their number."""
         done = 0
         for worker, queue in self.queues.items():
             while queue:
@@ -144,7 +143,7 @@ class Service:
         return done
 
     def send_ready(self, request: PendingRange, limit: int = BATCHES) -> list[int]:
-        """Send what is ready of a request, in its order."""
+        """Send the ready batches of a request in order, and return their numbers."""
         sent: list[int] = []
         while (
             request.next < request.stop
@@ -156,7 +155,7 @@ class Service:
         return sent
 
     def worker_ready(self, worker: int) -> None:
-        """A new worker in that place."""
+        """Start a worker with this ID."""
         queue: list[Address] = []
         self.queues[worker] = queue
         self.health[worker] = WorkerHealth(0.0, tasks=Tasks(lambda: queue))
@@ -182,7 +181,7 @@ class Service:
     def lose_worker(
         self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
     ) -> list[Address]:
-        """The worker dies; what is given up gets a failure in its place."""
+        """End a worker; store failures for the batches that are not retried, and return these batches."""
         lost = self.queues.pop(worker)
         del self.health[worker]
         failed = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
@@ -191,7 +190,7 @@ class Service:
         return failed
 
     def warm_up(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:
-        """At the start: have one batch of each loader made, and let go of, so that size and time are known."""
+        """Compute and evict one batch of each loader, so that the dispatcher knows size and computing time."""
         for loader, _ in runs:
             request = self.request("teacher", (loader, 99), 0, 1)
             self.decide()
@@ -206,34 +205,34 @@ class Service:
         self.evicted.clear()
 
     def empty_cache(self) -> None:
-        """Have all let go that nobody wants."""
+        """Evict all unwanted batches."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "CACHE_SHARE", -1)
             self.decide()
 
     def pass_time(self, seconds: float) -> list[str]:
-        """Time passes, then the idle are forgotten; their names."""
+        """Advance the time, remove idle consumers, and return their names."""
         self.now += seconds
         return [consumer.name for consumer in self.dispatcher.forget_idle(self.now)]
 
     def consumer(self, who: str) -> Consumer:
-        """What is known of a consumer."""
+        """Return the record of a consumer."""
         (found,) = [consumer for consumer in self.dispatcher.consumers() if consumer.name == who]
         return found
 
 
 def numbers(addresses: Iterable[Address], run: Epoch = TRAIN) -> list[int]:
-    """The batch numbers of those addresses that are of a run."""
+    """Return the batch numbers of the batches of one epoch."""
     return [address.batch for address in addresses if (address.loader, address.epoch) == run]
 
 
 def names(addresses: Iterable[Address]) -> list[str]:
-    """What is begun or let go, readable: ``train 0``."""
+    """Return readable names of batches, such as ``train 0``."""
     return [f"{address.loader} {address.batch}" for address in addresses]
 
 
 def complete(service: Service, request: PendingRange, nbytes: int = 1) -> list[int]:
-    """Make and send all that a request asks for, and close it; what was begun for it."""
+    """Compute and send all batches of a request, close it, and return the numbers of the started batches."""
     before = service.started.copy()
     while request.next < request.stop:
         service.decide()
@@ -244,14 +243,14 @@ def complete(service: Service, request: PendingRange, nbytes: int = 1) -> list[i
 
 
 def containers(dispatcher: Dispatcher) -> dict[str, int]:
-    """Names and sizes of what a dispatcher and its store hold, as far as they hold anything."""
+    """Return the sizes of the non-empty containers of a dispatcher and its store, by attribute name."""
     attributes = vars(dispatcher) | vars(dispatcher.store)
     held = {name: len(value) for name, value in attributes.items() if isinstance(value, Sized)}
     return {name: size for name, size in held.items() if size}
 
 
 def release_all(service: Service) -> None:
-    """All consumers, workers and loaders go; what is kept is let go."""
+    """Close all requests, remove all consumers and workers, and evict all batches."""
     for consumer in service.dispatcher.consumers():
         for request in list(consumer.requests):
             service.dispatcher.close(request)
