@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -23,6 +23,8 @@ import pytest
 from tests.launcher import LaunchedProcess, can_launch, launch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+_Result = TypeVar("_Result")
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
@@ -53,12 +55,13 @@ def need(module: str) -> None:
         pytest.skip(f"needs {module}")
 
 
-def eventually(condition: Callable[[], object], timeout: float = 30) -> None:
-    """Wait until a condition holds that nothing announces."""
+def eventually(condition: Callable[[], _Result], timeout: float = 30) -> _Result:
+    """Poll a condition until it returns a true value, and return this value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not become true within {timeout:g} s"
         time.sleep(0.01)
+    return result
 
 
 def label(value: object) -> str:

@@ -29,9 +29,9 @@ from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
 from teleloader_shared.spec import LoaderSpec
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.test_access import TokenTable
-from tests.end_to_end.test_websocket import await_, send_range, stream
+from tests.end_to_end.test_websocket import send_range, stream
 from tests.raw import HOST, Raw
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -151,7 +151,7 @@ def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
     with client_of(blocked.url, token) as client, Raw(blocked.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
         waiting.send_get(f"/v1/loaders/{key}{path}", bearer(token))
-        await_(lambda: client.get("/stats").json()["consumers_total"] == 1)
+        eventually(lambda: client.get("/stats").json()["consumers_total"] == 1)
         revoke(blocked, table)
         assert waiting.receive().problem["code"] == "Unauthorized"
 
@@ -176,7 +176,7 @@ def test_an_idle_websocket_ends_when_its_token_is_revoked(blocked: ServerProcess
         sockets = [stream(blocked.url, key, Authorization=f"Bearer {token}") for _ in range(2)]
         with sockets[0] as idle, sockets[1] as waiting:
             waiting.send(msgpack.packb([0, 0, 4]))
-            await_(lambda: client.get("/stats").json()["consumers_total"] == 1)
+            eventually(lambda: client.get("/stats").json()["consumers_total"] == 1)
             revoke(blocked, table)
             for socket in (idle, waiting):
                 assert json.loads(socket.recv(30))["code"] == "Unauthorized"
@@ -226,7 +226,7 @@ def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
         ]
         assert client.get(f"/v1/loaders/{keys[0]}/epochs/0/batches/0").status_code == 200
         waiting.send_get(f"/v1/loaders/{keys[1]}/epochs/0/batches/0", bearer(token))
-        await_(lambda: any(consumer["dataset"] == "slow" for consumer in client.get("/stats").json()["consumers"]))
+        eventually(lambda: any(consumer["dataset"] == "slow" for consumer in client.get("/stats").json()["consumers"]))
         table.add("first", "read", token=f'"{token}"')
         table.write()
         assert waiting.receive().problem["code"] == "Forbidden"

@@ -22,8 +22,7 @@ from teleloader_server.config import ConfigError
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
-from tests.attacks.test_hostile_clients import eventually
-from tests.conftest import ROOT, StartServer
+from tests.conftest import ROOT, StartServer, eventually
 from tests.raw import Raw
 
 LENGTH = 64

@@ -276,14 +276,19 @@ def test_an_outage_ends_in_an_error_from_which_training_resumes() -> None:
     assert seen == [*range(23)]
 
 
-def test_a_slow_batch_exceeds_the_timeout_of_the_loader() -> None:
-    """And arrives later."""
-    with FakeServer(DATASETS, before_batch=lambda dataset, epoch, batch: time.sleep(0.5 * (batch == 1))) as fake:
-        batches = iter(loader(fake.url, timeout=0.2, num_workers=1))
+def test_a_batch_that_exceeds_the_timeout_of_the_loader_is_not_lost() -> None:
+    """`next` raises `LoaderTimeout`, and returns the batch once it has arrived."""
+    release = threading.Event()
+
+    def delay(dataset: str, epoch: int, batch: int) -> None:
+        assert batch != 1 or release.wait(30)
+
+    with FakeServer(DATASETS, before_batch=delay) as fake:
+        batches = iter(loader(fake.url, timeout=1, num_workers=1))
         next(batches)
         with pytest.raises(LoaderTimeout):
             next(batches)
-        time.sleep(0.5)
+        release.set()
         assert next(batches)[0].tolist() == [4, 5, 6, 7]
 
 

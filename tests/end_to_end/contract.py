@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -166,15 +165,6 @@ def workers_alive() -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return alive
-
-
-def eventually(holds: Callable[[], Any], seconds: float = 20) -> Any:
-    """Wait until `holds()` is true; its value."""
-    deadline = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"{holds} did not come to hold within {seconds:g} s"
-        time.sleep(0.01)
-    return found
 
 
 # -- datasets

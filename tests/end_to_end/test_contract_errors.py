@@ -15,14 +15,13 @@ import pytest
 
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset, RemoteError, ServerUnavailable, WorkerDied
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end.contract import (
     IterableDataset,
     Made,
     Numbers,
     both,
     both_raise,
-    eventually,
     get_worker_info,
     ours,
     torch,

@@ -18,6 +18,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader.transport.http import HttpConnection
 from teleloader_server import serve
+from tests.conftest import eventually
 from tests.end_to_end.contract import (
     Dataset,
     Made,
@@ -27,7 +28,6 @@ from tests.end_to_end.contract import (
     assert_same,
     both,
     both_raise,
-    eventually,
     few_cpus_are_fine,
     ours,
     torch,

@@ -15,12 +15,12 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from teleloader_server.workers import worker
+from tests.conftest import eventually
 from tests.end_to_end.contract import (
     IterableDataset,
     Made,
     Numbers,
     assert_same,
-    eventually,
     few_cpus_are_fine,
     get_worker_info,
     ours,

@@ -20,7 +20,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader.transport.http import HttpConnection
 from teleloader_server import serve
-from tests.conftest import ROOT, StartServer
+from tests.conftest import ROOT, StartServer, eventually
 from tests.end_to_end.contract import (
     IterableDataset,
     Made,
@@ -28,7 +28,6 @@ from tests.end_to_end.contract import (
     ProcessIds,
     both,
     both_raise,
-    eventually,
     few_cpus_are_fine,
     get_worker_info,
     ours,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from teleloader_shared.stats import ErrorCount, Stats
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.browser import CONTRAST, Visit, a_browser
 from tests.end_to_end.made_up import (
@@ -95,14 +94,6 @@ def until(found: Locator, text: str) -> None:
     from playwright.sync_api import expect
 
     expect(found).to_contain_text(text, timeout=20_000)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until it does; for what the page itself cannot tell."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold within 20 s"
-        time.sleep(0.05)
 
 
 def row(page: Page, name: str) -> Locator:

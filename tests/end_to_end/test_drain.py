@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from teleloader_shared import codec
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, eventually
 from tests.raw import Raw
 
 TARGET = "tests.end_to_end.hosted:"
@@ -36,14 +35,6 @@ def register(server: ServerProcess, dataset: str) -> str:
     """A loader's path of batches."""
     key = httpx.post(f"{server.url}/v1/loaders", json={"dataset": dataset}).raise_for_status().json()["key"]
     return f"/v1/loaders/{key}/epochs/0/batches"
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it never came to hold"
-        time.sleep(0.01)
 
 
 def asked(server: ServerProcess) -> bool:

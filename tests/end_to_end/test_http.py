@@ -19,6 +19,7 @@ from teleloader_server.dispatch import service
 from teleloader_server.limits import ClientLimits
 from teleloader_shared import codec
 from teleloader_shared.messages import FRAME_MEDIA_TYPE, PROTOCOL_HEADER
+from tests.conftest import eventually
 from tests.end_to_end import hosted
 
 
@@ -229,8 +230,7 @@ def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> 
         with subprocess.Popen([sys.executable, "-c", lives, url], stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             key = other.stdout.readline().strip()
-            while len(_own_workers(client, key)) < 2:  # they are forked by and by
-                time.sleep(0.01)
+            eventually(lambda: len(_own_workers(client, key)) == 2)
             workers = [psutil.Process(worker["pid"]) for worker in _own_workers(client, key)]
             time.sleep(2)
             assert len(_own_workers(client, key)) == 2, "its client is there"

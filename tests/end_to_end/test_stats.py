@@ -29,8 +29,7 @@ from teleloader_server.dispatch import counters
 from teleloader_server.web.status import MAX_WATCHERS
 from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
-from tests.conftest import ROOT, StartServer
-from tests.end_to_end.contract import eventually
+from tests.conftest import ROOT, StartServer, eventually
 from tests.raw import Raw
 
 
@@ -276,12 +275,16 @@ def test_intervals_have_limits(url: str) -> None:
         assert httpx.get(f"{url}/stats/stream", params={"interval": interval}).status_code == 422
 
 
-def test_a_watcher_that_does_not_read_holds_up_nobody(url: str) -> None:
-    """Its stream waits for it, and others are answered."""
+def test_a_watcher_that_does_not_read_does_not_delay_other_requests(url: str) -> None:
+    """The server also keeps the watcher's connection open."""
     with Raw(url, buffer=4096) as watcher:
         watcher.send_get("/stats/stream?interval=0.5")
+        eventually(lambda: stats_of(url)["server"]["connections"] >= 2)
+        started = time.monotonic()
         for _ in range(20):
             stats_of(url)
+        assert time.monotonic() - started < 10
+        assert watcher.is_open()
 
 
 # -- metrics

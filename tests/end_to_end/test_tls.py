@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import serialization
 from teleloader import DataLoader, RemoteDataset
 from teleloader.api.credentials import Credentials
 from teleloader_shared.errors import ServerUnavailable, TlsError
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 
@@ -303,14 +303,6 @@ def connected(url: str) -> socket.socket:
     found = socket.create_connection((where.host, where.port or 0))
     found.settimeout(60)
     return found
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it never came to hold"
-        time.sleep(0.02)
 
 
 def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files: Files) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 from teleloader_server import serve
 from teleloader_shared import codec
 from teleloader_shared.codec import Address
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.test_access import TokenTable
 from tests.raw import Raw
@@ -75,14 +74,6 @@ def refusal(socket: ClientConnection) -> tuple[dict[str, Any], int]:
         socket.recv(30)
     assert closed.value.rcvd is not None
     return json.loads(message), closed.value.rcvd.code
-
-
-def await_(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_batches_are_those_of_http(url: str) -> None:
@@ -139,7 +130,7 @@ def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
             frames(socket, stop - start)
             (mine,) = (found for found in records(url)["consumers"] if found["consumer"] == "frugal")
             assert (mine["epoch"], mine["position"]) == (5, stop)
-        await_(lambda: made(url) == before + 6)
+        eventually(lambda: made(url) == before + 6)
 
 
 def test_index_lists_are_asks_too(url: str) -> None:
@@ -243,10 +234,10 @@ def test_who_leaves_asks_for_nothing_more(
     server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1")
     with stream(server.url, register(server.url, dataset="slow", batch_size=1)) as socket:
         send_range(socket, 0, 0, 8)
-        await_(lambda: any(worker["state"] == "busy" for worker in server.stats()["workers"]))
-    await_(lambda: server.stats()["server"]["connections"] == 1)
+        eventually(lambda: any(worker["state"] == "busy" for worker in server.stats()["workers"]))
+    eventually(lambda: server.stats()["server"]["connections"] == 1)
     gate.touch()
-    await_(lambda: all(worker["state"] == "idle" for worker in server.stats()["workers"]))
+    eventually(lambda: all(worker["state"] == "idle" for worker in server.stats()["workers"]))
     assert made(server.url) < 8
 
 
@@ -288,7 +279,7 @@ def test_index_lists_that_are_kept_have_a_limit(
             answer = httpx.post(f"{server.url}/v1/loaders", content=body, trust_env=False)
             return answer.status_code == 503 and "max_buffered_request_bytes" in answer.json()["detail"]
 
-        await_(refused)
+        eventually(refused)
         gate.touch()
         assert [frame.address.batch for frame in frames(socket, 30)] == list(range(30))
         assert not refused()
@@ -393,12 +384,12 @@ def test_a_token_that_is_taken_away_ends_the_stream(
         key = answer.raise_for_status().json()["key"]
         with stream(server.url, key, **authorized) as socket:
             send_range(socket, 0, 0, 8)
-            await_(lambda: client.get("/stats").json()["workers"][0]["state"] == "busy")
+            eventually(lambda: client.get("/stats").json()["workers"][0]["state"] == "busy")
             table.remove("first")
             if instead is not None:
                 table.add("first", *instead, token=f'"{token}"')
             table.write()
-            await_(lambda: client.get(f"/v1/loaders/{key}").status_code == (401 if instead is None else 403))
+            eventually(lambda: client.get(f"/v1/loaders/{key}").status_code == (401 if instead is None else 403))
             gate.touch()
             problem, code = refusal(socket)
     assert (problem["code"], code) == ("Unauthorized" if instead is None else "Forbidden", 1008)

@@ -27,7 +27,7 @@ import pytest
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset, RemoteError, WorkerDied
 from teleloader_server import serve
 from teleloader_server.workers import health
-from tests.conftest import ROOT, StartServer, need
+from tests.conftest import ROOT, StartServer, eventually, need
 from tests.end_to_end.hosted import Samples, Stream
 
 TARGET = "tests.end_to_end.test_worker_faults:"
@@ -65,15 +65,6 @@ def computed(url: str) -> int:
 def pids_of(url: str) -> list[int]:
     """The workers that run now."""
     return [worker["pid"] for worker in stats_of(url)["workers"] if worker["pid"] and worker["state"] != "starting"]
-
-
-def eventually(holds: Callable[[], Any], seconds: float = 30) -> Any:
-    """Wait until `holds()` is true; its value."""
-    deadline = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"it did not come to hold within {seconds:g} s"
-        time.sleep(0.01)
-    return found
 
 
 def shared_counter() -> Any:

@@ -24,9 +24,9 @@ from teleloader_server import get_worker_info, serve
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_server.workers import processes, worker
 from teleloader_server.workers.arena import Mapping
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end.hosted import Samples
-from tests.end_to_end.test_worker_faults import arrived, count, eventually, loader_of, shared_counter, stats_of
+from tests.end_to_end.test_worker_faults import arrived, count, loader_of, shared_counter, stats_of
 
 # --- Shards that are replaced --------------------------------------------------------------------------------------
 

@@ -6,12 +6,13 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from tests.conftest import eventually
 from tests.faults.proxy import Cut, Fault, FaultProxy, Flip, Line, Omit, Repeat, Reset, Rewrite, Stall
 
 BODY = bytes(range(100))
@@ -95,14 +96,6 @@ def get(client: socket.socket, path: str = "/batches") -> bytes:
     return receive(client, len(BODY))
 
 
-def await_(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     "line", [Line(), Line(slice=1), Line(bandwidth=1e6), Line(latency=0.01), Line(latency=0.01, slice=7)], ids=repr
 )
@@ -175,7 +168,7 @@ def test_an_idle_connection_is_cut_and_a_busy_one_is_not() -> None:
 def test_all_connections_are_dropped_at_once(reset: bool) -> None:
     """By RST or by FIN; a new one is accepted."""
     with proxied(Echo) as proxy, connect(proxy) as one, connect(proxy) as other:
-        await_(lambda: proxy.connections == 2)
+        eventually(lambda: proxy.connections == 2)
         for client in (one, other):
             client.sendall(b"x")
             receive(client, 1)
@@ -186,7 +179,7 @@ def test_all_connections_are_dropped_at_once(reset: bool) -> None:
                     client.recv(1)
             else:
                 assert client.recv(1) == b""
-        await_(lambda: proxy.connections == 0)
+        eventually(lambda: proxy.connections == 0)
         with connect(proxy) as new:
             new.sendall(b"y")
             assert receive(new, 1) == b"y"
