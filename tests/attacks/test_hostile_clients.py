@@ -107,8 +107,8 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_slow_heads_and_silent_connections_stop_nobody(server: ServerProcess) -> None:
-    """500 of them, and all are closed when the time for a head is over."""
+def test_slow_heads_and_silent_connections_do_not_delay_other_clients(server: ServerProcess) -> None:
+    """The server closes all 500 connections after `header_timeout`."""
     with contextlib.ExitStack() as stack:
         attackers = [stack.enter_context(Raw(server.url)) for _ in range(500)]
         began = time.monotonic()
@@ -124,8 +124,8 @@ def test_slow_heads_and_silent_connections_stop_nobody(server: ServerProcess) ->
             assert b"408 Request Timeout" in attacker.receive_all()
 
 
-def test_a_thousand_idle_connections_stop_nobody(server: ServerProcess) -> None:
-    """Each has asked once and waits; all are still served, and cost little memory."""
+def test_a_thousand_idle_connections_do_not_delay_other_clients(server: ServerProcess) -> None:
+    """The server still responds on each of them, and they use little memory."""
     before = psutil.Process(server.pid).memory_info().rss
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(Raw(server.url)) for _ in range(1000)]
@@ -148,8 +148,8 @@ def test_closed_connections_are_released(server: ServerProcess, client: httpx.Cl
     eventually(lambda: client.get("/stats").json()["server"]["connections"] < 50)
 
 
-def test_clients_that_do_not_read_cost_a_bounded_memory(server: ServerProcess, client: httpx.Client) -> None:
-    """Their answers are let go while others need the memory."""
+def test_the_memory_of_unread_responses_is_limited(server: ServerProcess, client: httpx.Client) -> None:
+    """Connections are closed while other clients need the memory."""
     key = client.post("/v1/loaders", json={"dataset": "heavy", "checksum": False}).json()["key"]
     with contextlib.ExitStack() as stack:
         greedy = [stack.enter_context(Raw(server.url, buffer=4096)) for _ in range(40)]
@@ -176,8 +176,8 @@ def test_clients_that_do_not_read_cost_a_bounded_memory(server: ServerProcess, c
     ],
     ids=lambda field: f"{field[0]}={field[1]!r:.12}",
 )  # fmt: skip
-def test_a_spec_that_cannot_be_is_refused(client: httpx.Client, field: tuple[str, Any]) -> None:
-    """4xx with a short sentence, soon."""
+def test_invalid_specs_are_rejected(client: httpx.Client, field: tuple[str, Any]) -> None:
+    """The server responds soon, with a 4xx status and a short message."""
     name, value = field
     spec = {"dataset": "numbers", name: value}
     _is_refused(client.post("/v1/loaders", content=json.dumps(spec)))
@@ -190,8 +190,8 @@ def test_a_spec_that_cannot_be_is_refused(client: httpx.Client, field: tuple[str
      msgpack.packb({"dataset": "numbers"}), b"x" * 2 * MIB],
     ids=lambda body: f"{body[:12]!r} {len(body)}",
 )  # fmt: skip
-def test_a_body_that_is_no_spec_is_refused(client: httpx.Client, body: bytes) -> None:
-    """However it is nested, and whatever it is made of."""
+def test_bodies_other_than_specs_are_rejected(client: httpx.Client, body: bytes) -> None:
+    """Whatever their nesting and content."""
     _is_refused(client.post("/v1/loaders", content=body))
 
 
@@ -205,14 +205,14 @@ def test_a_body_that_is_no_spec_is_refused(client: httpx.Client, body: bytes) ->
      "%0d%0aX-Forged:%201", "{k}/epochs/0/batches?start=0&stop=1&ready=perhaps"],
     ids=lambda path: path[-24:],
 )  # fmt: skip
-def test_an_address_that_cannot_be_is_refused(client: httpx.Client, path: str) -> None:
-    """4xx: no number is so large that it would be counted up to."""
+def test_invalid_batch_addresses_are_rejected(client: httpx.Client, path: str) -> None:
+    """With a 4xx status; the server does not count up to large numbers."""
     key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
     _is_refused(client.get("/v1/loaders/" + path.replace("{k}", key)))
 
 
-def test_other_methods_and_versions_are_refused(client: httpx.Client) -> None:
-    """405 for a method, 426 for a version of the protocol."""
+def test_unsupported_methods_and_versions_are_rejected(client: httpx.Client) -> None:
+    """405 for a method, 426 for a protocol version."""
     for method in ("PUT", "PATCH", "PROPFIND", "TRACE", "DELETE", "OPTIONS"):
         assert client.request(method, "/v1/datasets").status_code == 405
     response = client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "99"})
@@ -260,8 +260,8 @@ def hostile_lists(key: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", hostile_lists("0" * 32))
-def test_lists_that_are_none_are_refused(client: httpx.Client, own_order: str, name: str) -> None:
-    """4xx, or the failure of that batch, soon."""
+def test_invalid_index_lists_are_rejected(client: httpx.Client, own_order: str, name: str) -> None:
+    """With a 4xx status, or with a failure of that batch."""
     body = hostile_lists(own_order)[name]
     response = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
     if response.status_code == 200:
@@ -273,7 +273,7 @@ def test_lists_that_are_none_are_refused(client: httpx.Client, own_order: str, n
 
 
 def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, own_order: str) -> None:
-    """413 before it is sent where its size is stated, else a refusal as soon as one of its frames is too large."""
+    """Rejected with 413 before the body is sent if its size is stated, else at the first frame that is too large."""
     path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
     with Raw(server.url) as stated, Raw(server.url) as chunked:
         stated.send(path + b"Content-Length: 800000000\r\n\r\n")
@@ -288,8 +288,8 @@ def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, 
         assert "exceeds the limit" in response.problem["detail"]
 
 
-def test_bodies_together_have_a_limit(server: ServerProcess, own_order: str) -> None:
-    """Who sends much and never ends it is not waited for with memory that has no bound."""
+def test_the_memory_of_all_bodies_is_limited(server: ServerProcess, own_order: str) -> None:
+    """Also if clients never complete their bodies."""
     path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
     lists = index_lists(own_order, 7, 2**20)
     with contextlib.ExitStack() as stack:
@@ -319,8 +319,8 @@ def registration(seed: int) -> bytes:
     return b"POST /v1/loaders HTTP/1.1\r\n" + HOST + f"Content-Length: {len(spec)}\r\n\r\n".encode() + spec
 
 
-def test_ten_thousand_loaders_are_not_remembered(server: ServerProcess) -> None:
-    """The memory of a server has no use for each spec that was ever registered."""
+def test_the_memory_of_registered_loaders_is_limited(server: ServerProcess) -> None:
+    """The server does not keep every spec that was ever registered."""
     before = psutil.Process(server.pid).memory_info().rss
     with Raw(server.url) as client:
         for first in range(0, 10_000, 10):

@@ -87,7 +87,7 @@ def refusal(response: httpx.Response, status: int, limit: str) -> str:
 
 
 def test_consumers_with_open_requests_are_limited(tmp_path: Path) -> None:
-    """An idle one makes room for another; one that waits for a batch does not."""
+    """An idle consumer makes room for another; a consumer that waits for a batch does not."""
     Numbers.opened = tmp_path / "opened"
     with limited(max_consumers=2) as (url, client), ExitStack() as stack:
         path = f"/v1/loaders/{registered(client)}/epochs/"
@@ -112,7 +112,7 @@ def test_consumers_with_open_requests_are_limited(tmp_path: Path) -> None:
     ],
 )
 def test_sessions_and_their_workers_are_limited(limit: str, spec: dict[str, Any], others: dict[str, Any]) -> None:
-    """One that ends makes room for another."""
+    """A session that ends makes room for another."""
     with limited(**{limit: 1}) as (_, client):
         first = registered(client, session="first", **spec)
         refused = client.post("/v1/loaders", json={"dataset": "dataset", "session": "second", **others})
@@ -123,16 +123,16 @@ def test_sessions_and_their_workers_are_limited(limit: str, spec: dict[str, Any]
         client.delete(f"/v1/loaders/{last}")
 
 
-def test_loaders_that_are_not_in_use_are_forgotten() -> None:
-    """Those asked longest ago first; whoever asks for one again is told to register it, and goes on."""
+def test_unused_loaders_are_evicted() -> None:
+    """Least recently used first; clients register an evicted loader again and continue."""
     with limited(max_loaders=3) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(6)]
         responses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
         assert responses == [404] * 3 + [200] * 3
 
 
-def test_the_window_is_limited() -> None:
-    """What is wanted ahead, and how many batches' indices are listed."""
+def test_the_number_of_batches_per_request_is_limited() -> None:
+    """Prefetched batches, and batches with index lists."""
     with limited(max_batches_per_request=4) as (_, client):
         plan = registered(client)
         path = f"/v1/loaders/{plan}/epochs/0/batches/0"
@@ -146,8 +146,8 @@ def test_the_window_is_limited() -> None:
         client.delete(f"/v1/loaders/{own}")
 
 
-def test_requests_beyond_the_rate_wait_and_then_are_refused() -> None:
-    """What exceeds the rate by a little is answered later; much more is answered with 429, and not at once."""
+def test_requests_beyond_the_rate_are_delayed_then_rejected() -> None:
+    """Requests slightly above the rate are delayed; far above it, they are rejected with 429 after a delay."""
     with limited(max_requests_per_second=20) as (url, _):
         with ExitStack() as stack:
             many = [stack.enter_context(Raw(url)) for _ in range(80)]
@@ -165,8 +165,8 @@ def test_requests_beyond_the_rate_wait_and_then_are_refused() -> None:
         assert refused.headers["retry-after"]
 
 
-def test_who_looks_at_samples_waits_as_a_loader_does() -> None:
-    """They come when they may: the dataset's requests for one are two, and either may be refused."""
+def test_a_remote_dataset_retries_requests_beyond_the_rate() -> None:
+    """`dataset[i]` sends two requests, and either may be rejected."""
     with limited(max_requests_per_second=10) as (url, _):
         dataset = RemoteDataset(url)
         with ThreadPoolExecutor(24) as several:
@@ -203,22 +203,22 @@ HANDSHAKE = (
 )
 
 
-def test_a_server_without_tokens_has_no_strangers() -> None:
-    """All clients are one principal there, whose rate is `max_requests_per_second`."""
+def test_without_tokens_all_clients_are_one_principal() -> None:
+    """Its rate limit is `max_requests_per_second`."""
     with limited(max_unauthenticated_requests_per_second=1) as (url, client):
         assert [client.get(path).status_code for path in ("/healthz", "/v1/datasets") * 20] == [200] * 40
         assert url
 
 
 @pytest.mark.parametrize("query", ["a&" * 30_000, "start=0&stop=1&" + "x" * 5000])
-def test_queries_are_limited(query: str) -> None:
-    """A long one is refused before it is taken apart."""
+def test_query_strings_are_limited(query: str) -> None:
+    """Long ones are rejected before they are parsed."""
     with limited() as (_, client):
         assert client.get(f"/stats?{query}").json()["code"] == "UriTooLong"
 
 
-def test_specs_count_with_their_memory() -> None:
-    """Loaders that are not in use make room for others; those that are in use leave none, and that is said."""
+def test_the_memory_of_specs_is_limited() -> None:
+    """Unused loaders are evicted; if all are in use, the registration is rejected."""
     session = {"batch_size": 8, "num_workers": 1}
     name = "x" * 500
     limits = ClientLimits(max_total_spec_bytes=60_000)
@@ -238,8 +238,8 @@ def test_specs_count_with_their_memory() -> None:
         client.delete(f"/v1/loaders/{client.post('/v1/loaders', json=spec).json()['key']}")
 
 
-def test_shared_loaders_are_forgotten_for_want_of_memory() -> None:
-    """Those that were requested longest ago, as when there are too many of them."""
+def test_shared_loaders_are_evicted_if_their_specs_need_too_much_memory() -> None:
+    """Least recently used first."""
     with limited(max_total_spec_bytes=10 * 2**10) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(12)]
         statuses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
@@ -247,8 +247,8 @@ def test_shared_loaders_are_forgotten_for_want_of_memory() -> None:
 
 
 @pytest.mark.parametrize("field", [{"shard_states": [None, None]}, {"delivered": "[0,null,null]"}], ids=str)
-def test_a_map_style_dataset_has_no_shards(field: dict[str, Any]) -> None:
-    """Their states would be kept by the server and by each worker, and have no use."""
+def test_shard_states_of_a_map_style_dataset_are_rejected(field: dict[str, Any]) -> None:
+    """The server and each worker would keep them for no purpose."""
     with limited() as (_, client):
         spec = {"dataset": "dataset", "session": "s", "num_workers": 2, **field}
         detail = refusal(client.post("/v1/loaders", json=spec), 422, f"{next(iter(field))} must be null")
@@ -256,7 +256,7 @@ def test_a_map_style_dataset_has_no_shards(field: dict[str, Any]) -> None:
 
 
 def test_connections_from_one_address_are_limited() -> None:
-    """Another address has its own; 127.0.0.2 is this machine too."""
+    """Other IP addresses, such as 127.0.0.2, have their own limit."""
     with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
         mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(5)]
         assert [one.get("/v1/datasets").status for one in mine] == [200] * 5
@@ -269,7 +269,7 @@ def test_connections_from_one_address_are_limited() -> None:
     [("max_spec_bytes", 100, 413), ("max_body_bytes", 2000, 413), ("max_buffered_request_bytes", 50, 503)],
 )
 def test_bodies_are_limited(limit: str, value: int, status: int) -> None:
-    """Each, and all together."""
+    """Each body, and all bodies together."""
     with serve(Numbers(), num_workers=0, limits=ClientLimits(**{limit: value})) as url, httpx.Client() as client:
         body = json.dumps({"dataset": "dataset", "version": "x" * value * 2})
         refusal(client.post(f"{url}/v1/loaders", content=body), status, limit)
@@ -298,14 +298,14 @@ def test_heads_are_limited() -> None:
         ({"max_header_bytes": 10}, r"at least 1024, got 10"),
     ],
 )
-def test_limits_that_nobody_could_work_with_are_refused(table: dict[str, Any], sentence: str) -> None:
-    """At birth, with the name, the value and what may be."""
+def test_invalid_limits_are_rejected(table: dict[str, Any], sentence: str) -> None:
+    """At construction, with the name, the value and the allowed range."""
     with pytest.raises(ConfigError, match=sentence):
         ClientLimits.parse(table)
 
 
 def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartServer, tmp_path: Path) -> None:
-    """The command line wins."""
+    """The command line overrides the configuration file."""
     file = tmp_path / "loader.toml"
     file.write_text('[limits]\nmax_batches_per_request = 3\nmax_spec_bytes = "1KiB"\n')
     server = start_server("--demo", "--num-workers", "1", "--config", str(file), "--limit", "max_batches_per_request=7")
@@ -316,8 +316,8 @@ def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartS
         refusal(client.post("/v1/loaders", content=b"x" * 1025), 413, "1,024 bytes")
 
 
-def test_the_page_on_limits_has_all_of_them() -> None:
-    """Each limit stands in its table, with its default and what it is."""
+def test_docs_limits_lists_all_limits() -> None:
+    """Each with its default and description."""
     page = (ROOT / "docs" / "limits.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", page, re.MULTILINE))
     for field in dataclasses.fields(ClientLimits):

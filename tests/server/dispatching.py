@@ -77,7 +77,7 @@ class Service:
         return {worker for worker, health in self.health.items() if health.stalled}
 
     def quota(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Quota:
-        """Return the quota of a principal, creating it if necessary; by default its share is the whole memory budget."""
+        """Return the quota of a principal, creating it if necessary; its default share is the whole memory budget."""
         if of not in self.quotas:
             self.quotas[of] = Quota(of, self.memory.budget if memory is None else memory, max_consumers)
         return self.quotas[of]

@@ -22,8 +22,8 @@ from tests.server.dispatching import (
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 
-def test_what_a_lost_worker_had_is_made_by_others() -> None:
-    """Nothing is lost and nothing is doubled: its batches go to workers that live."""
+def test_batches_of_a_lost_worker_are_computed_by_other_workers() -> None:
+    """The client receives every batch once."""
     service = Service(workers=2)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 4)
@@ -35,8 +35,8 @@ def test_what_a_lost_worker_had_is_made_by_others() -> None:
     assert [service.started[Address(*TRAIN, k)] for k in (1, 2, 3)] == [1, 1, 1]
 
 
-def test_a_batch_that_kills_its_workers_is_given_up() -> None:
-    """After MAX_ATTEMPTS deaths of workers that had nothing else, an error stands in its place."""
+def test_a_batch_that_kills_max_attempts_workers_fails() -> None:
+    """Only workers without other batches count: then an error takes the place of the batch."""
     service = Service()
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 2)
@@ -49,8 +49,8 @@ def test_a_batch_that_kills_its_workers_is_given_up() -> None:
     assert complete(service, request) == [1]
 
 
-def test_a_batch_that_was_given_up_may_be_tried_anew_later() -> None:
-    """The error is a batch like any other: once it is gone, the batch has its three attempts again."""
+def test_a_failed_batch_is_retried_after_its_failure_was_evicted() -> None:
+    """The batch has `MAX_ATTEMPTS` attempts again."""
     service = Service(budget=2)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 1)
@@ -70,8 +70,8 @@ def test_a_batch_that_was_given_up_may_be_tried_anew_later() -> None:
         service.worker_ready(0)
 
 
-def test_only_a_batch_that_died_alone_is_blamed() -> None:
-    """Of several that a worker had, none is blamed: each is then given to a worker that has nothing else."""
+def test_a_batch_is_blamed_only_if_its_worker_had_no_other() -> None:
+    """After a worker with several batches died, each of them is assigned to a worker without other batches."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 8)
@@ -87,8 +87,8 @@ def test_only_a_batch_that_died_alone_is_blamed() -> None:
     assert request.next == 8
 
 
-def test_innocent_queue_mates_are_never_given_up() -> None:
-    """A poisonous batch is given up; those that were queued behind it are made, however often it killed a worker."""
+def test_batches_queued_behind_a_fatal_batch_do_not_fail() -> None:
+    """They are computed, however many workers the fatal batch killed."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 20)
@@ -106,8 +106,8 @@ def test_innocent_queue_mates_are_never_given_up() -> None:
     assert service.started[Address(*TRAIN, 3)] == MAX_ATTEMPTS + 1
 
 
-def test_an_acquitted_batch_is_no_suspect_any_more() -> None:
-    """A batch that was made is forgiven the deaths before: work is queued as it was."""
+def test_a_completed_batch_is_not_suspect() -> None:
+    """Its earlier deaths do not count: further batches are queued behind it."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 4)
@@ -123,8 +123,8 @@ def test_an_acquitted_batch_is_no_suspect_any_more() -> None:
     assert len(service.queues[0]) == 4
 
 
-def test_a_suspect_does_not_keep_others_from_the_idle_workers() -> None:
-    """While one worker has a suspect alone, the other workers are given work."""
+def test_a_suspect_batch_does_not_block_idle_workers() -> None:
+    """While one worker computes a suspect batch, other workers get batches."""
     service = Service(workers=3)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 1)
@@ -135,8 +135,8 @@ def test_a_suspect_does_not_keep_others_from_the_idle_workers() -> None:
     assert sorted(names(service.decide())) == ["other 0", "other 1", "train 0"]
 
 
-def test_a_suspect_that_a_client_waits_for_is_not_starved_by_work_ahead() -> None:
-    """It needs a worker with nothing else to do: no worker may be kept busy with less urgent work until it is begun."""
+def test_prefetching_does_not_starve_an_awaited_suspect_batch() -> None:
+    """No worker gets prefetched batches until the suspect batch, which needs an empty queue, has started."""
     service = Service()
     service.warm_up(OTHER, seconds=QUICK)
     service.warm_up(TRAIN, seconds=SLOW)
@@ -167,8 +167,8 @@ def test_a_suspect_that_a_client_waits_for_is_not_starved_by_work_ahead() -> Non
     )
 
 
-def test_a_lost_worker_that_had_nothing_blames_nobody() -> None:
-    """An idle worker's death changes nothing, even of one that was never ready."""
+def test_the_death_of_an_idle_worker_has_no_effect() -> None:
+    """Also of a worker that was never ready."""
     service = Service(workers=2)
     assert service.lose_worker(0) == []
     assert service.dispatcher.worker_lost(5, [], WorkerExit("killed")) == []
@@ -177,8 +177,8 @@ def test_a_lost_worker_that_had_nothing_blames_nobody() -> None:
     assert request.next == 3
 
 
-def test_what_a_worker_finished_before_it_died_stays() -> None:
-    """Only what it still had is made again."""
+def test_completed_batches_of_a_lost_worker_are_kept() -> None:
+    """Only its other batches are recomputed."""
     service = Service(workers=1)
     service.request("a", TRAIN, 0, 2)
     service.decide()
@@ -188,8 +188,8 @@ def test_what_a_worker_finished_before_it_died_stays() -> None:
     assert numbers(service.decide()) == [1]
 
 
-def test_a_batch_of_a_closed_request_is_not_computed_again() -> None:
-    """Its worker was lost, and so was the request that may have been the only one to know its indices."""
+def test_a_lost_batch_of_a_closed_request_is_not_recomputed() -> None:
+    """Only the closed request may have contained its indices."""
     service = Service()
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 1)

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 # --- Retention: what is kept --------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_kept_while_a_known_consumer_has_not_had_it() -> None:
-    """However long the slower of two takes, what the quicker one had made for it stays, when there is room."""
+def test_a_batch_is_kept_until_every_consumer_has_received_it() -> None:
+    """If memory suffices, batches of the faster consumer stay for the slower one."""
     service = Service(budget=100)
     slow, quick = service.request("slow", TRAIN, 0, 80), service.request("quick", TRAIN, 0, 80)
     assert complete(service, quick) == list(range(80))
@@ -35,16 +35,16 @@ def test_a_batch_is_kept_while_a_known_consumer_has_not_had_it() -> None:
     assert complete(service, slow) == []
 
 
-def test_what_nobody_wants_is_kept_up_to_a_share_of_memory() -> None:
-    """After all had them, the latest batches stay for late comers, up to half of the budget."""
+def test_unwanted_batches_are_kept_up_to_the_cache_share() -> None:
+    """The most recently used batches stay for consumers that start later."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 80))
     service.decide()
     assert sorted(numbers(service.ready)) == list(range(30, 80))
 
 
-def test_a_late_consumer_finds_what_is_kept_and_the_rest_is_made_again() -> None:
-    """It gets the whole epoch; what is there is not made for it once more."""
+def test_a_late_consumer_gets_cached_batches_and_others_are_recomputed() -> None:
+    """Cached batches are not computed again."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 80))
     service.decide()
@@ -53,8 +53,8 @@ def test_a_late_consumer_finds_what_is_kept_and_the_rest_is_made_again() -> None
     assert late.next == 80
 
 
-def test_what_a_late_consumer_wants_is_kept_again() -> None:
-    """A batch that nobody wanted is not let go once somebody does."""
+def test_a_cached_batch_that_a_consumer_wants_is_not_evicted() -> None:
+    """It counts as wanted again."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 40))
     service.request("late", TRAIN, 0, 40)
@@ -62,8 +62,8 @@ def test_what_a_late_consumer_wants_is_kept_again() -> None:
     assert sorted(numbers(service.ready)) == list(range(40))
 
 
-def test_who_starts_over_is_served_from_what_is_kept() -> None:
-    """A consumer may ask for batches that it was sent before; they are made again only when they are gone."""
+def test_a_consumer_that_starts_over_gets_cached_batches() -> None:
+    """Only evicted batches are recomputed."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 30))
     again = service.request("a", TRAIN, 10, 40)
@@ -71,8 +71,8 @@ def test_who_starts_over_is_served_from_what_is_kept() -> None:
     assert again.next == 40
 
 
-def test_what_is_asked_for_again_is_kept_again() -> None:
-    """A consumer that starts over has what it was sent before kept for it, as if it were new."""
+def test_a_batch_that_is_requested_again_is_wanted_again() -> None:
+    """Batches stay for a consumer that starts over, as for a new one."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 40))
     service.request("a", TRAIN, 0, 40)
@@ -80,8 +80,8 @@ def test_what_is_asked_for_again_is_kept_again() -> None:
     assert sorted(numbers(service.ready)) == list(range(40))
 
 
-def test_who_starts_over_has_been_sent_nothing() -> None:
-    """What it was sent out of order before is forgotten: it is kept until it was sent again."""
+def test_starting_over_resets_the_record_of_sent_batches() -> None:
+    """Batches that were sent out of order are kept until they are sent again."""
     service = Service(budget=30)
     first, second = service.request("a", TRAIN, 0, 10), service.request("a", TRAIN, 10, 20)
     while service.decide():
@@ -97,8 +97,8 @@ def test_who_starts_over_has_been_sent_nothing() -> None:
     assert [service.started[Address(*TRAIN, k)] for k in range(10, 20)] == [1] * 10
 
 
-def test_who_jumps_forward_lets_go_of_what_it_left_out() -> None:
-    """Batches that a consumer passed over are not kept for it beyond the cache's share."""
+def test_batches_that_a_consumer_skipped_are_unwanted() -> None:
+    """They are kept only up to the cache share."""
     service = Service(budget=100)
     left = service.request("a", TRAIN, 0, 90)
     while service.decide():
@@ -110,8 +110,8 @@ def test_who_jumps_forward_lets_go_of_what_it_left_out() -> None:
     assert service.dispatcher.store.used <= 50
 
 
-def test_a_partial_answer_is_gone_on_with() -> None:
-    """A client that was answered in part asks for the rest, and nothing is made twice."""
+def test_a_client_continues_after_a_partial_response() -> None:
+    """It requests the remaining batches, and no batch is computed twice."""
     service = Service()
     first = service.request("a", TRAIN, 0, 6)
     service.decide()
@@ -125,8 +125,8 @@ def test_a_partial_answer_is_gone_on_with() -> None:
     assert [service.started[Address(*TRAIN, k)] for k in range(6)] == [1] * 6
 
 
-def test_a_consumer_is_forgotten_when_it_asks_no_more() -> None:
-    """A minute after its last ask; what was kept for it alone is let go, and its name means nothing any more."""
+def test_an_idle_consumer_is_removed_after_a_minute() -> None:
+    """Batches wanted only by this consumer become unwanted, and its name can be reused."""
     service = Service(budget=100)
     request = service.request("a", TRAIN, 0, 90)
     while service.decide():
@@ -141,8 +141,8 @@ def test_a_consumer_is_forgotten_when_it_asks_no_more() -> None:
     assert list(service.dispatcher.consumers()) == []
 
 
-def test_a_consumer_that_is_being_sent_batches_is_not_idle() -> None:
-    """The minute counts from the last batch that it took, if that was after its last ask."""
+def test_the_idle_time_starts_at_the_last_sent_batch() -> None:
+    """If that was after the last request."""
     service = Service()
     request = service.request("a", TRAIN, 0, 2)
     service.decide()
@@ -154,8 +154,8 @@ def test_a_consumer_that_is_being_sent_batches_is_not_idle() -> None:
     assert service.pass_time(0.5) == ["a"]
 
 
-def test_a_consumer_with_an_open_ask_is_not_forgotten() -> None:
-    """A client may wait, or be slow to take what it is sent, as long as it likes."""
+def test_a_consumer_with_an_open_request_is_not_removed() -> None:
+    """However long it waits, or takes to read its response."""
     service = Service()
     request = service.request("a", TRAIN, 0, 1)
     assert service.pass_time(1000) == []
@@ -163,8 +163,8 @@ def test_a_consumer_with_an_open_ask_is_not_forgotten() -> None:
     assert service.pass_time(0) == ["a"]
 
 
-def test_what_is_made_for_one_who_has_gone_is_kept_as_cache() -> None:
-    """A batch that is ready only after its consumer was forgotten belongs to nobody, and does no harm."""
+def test_a_batch_completed_after_its_consumer_was_removed_is_cached() -> None:
+    """It is unwanted."""
     service = Service(budget=4)
     request = service.request("a", TRAIN, 0, 2)
     service.decide()
@@ -179,8 +179,8 @@ def test_what_is_made_for_one_who_has_gone_is_kept_as_cache() -> None:
 # --- Lanes: several open asks of one consumer ---------------------------------------------------------------------
 
 
-def test_a_consumer_may_be_sent_batches_out_of_order() -> None:
-    """Two connections of a client: what one was sent does not let go of what the other still waits for."""
+def test_a_consumer_may_receive_batches_out_of_order() -> None:
+    """A batch sent on one connection does not evict batches that another connection waits for."""
     service = Service(budget=20)
     slow, quick = service.request("a", TRAIN, 0, 10), service.request("a", TRAIN, 10, 20)
     while service.decide():
@@ -194,8 +194,8 @@ def test_a_consumer_may_be_sent_batches_out_of_order() -> None:
     assert set(service.started.values()) == {1}
 
 
-def test_lanes_that_answer_in_turns_are_one_passage() -> None:
-    """A client with two connections gets an epoch in order, each batch made once, in a memory of a few batches."""
+def test_two_connections_of_a_consumer_share_one_position() -> None:
+    """Each batch is computed once, although memory holds only a few batches."""
     service = Service(budget=8, workers=2)
     service.warm_up(TRAIN)
     lanes = [service.request("a", TRAIN, 0, 2, ahead=2), service.request("a", TRAIN, 2, 4, ahead=2)]
@@ -213,8 +213,8 @@ def test_lanes_that_answer_in_turns_are_one_passage() -> None:
     assert service.dispatcher.store.used <= 8
 
 
-def test_one_who_skips_batches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a consumer leaves out for long comes from elsewhere: its passage goes on without it."""
+def test_the_position_advances_past_batches_from_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that a consumer skips for long come from another server."""
     monkeypatch.setattr(dispatcher, "MAX_BEHIND", 20)
     service = Service()
     for k in range(0, 44, 2):
@@ -222,8 +222,8 @@ def test_one_who_skips_batches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     assert service.consumer("a").position > 20
 
 
-def test_work_ahead_is_ahead_of_all_connections() -> None:
-    """It begins after the furthest batch that any open ask of the consumer is for."""
+def test_prefetching_starts_after_all_requests_of_a_consumer() -> None:
+    """It starts after the last batch of any open request."""
     service = Service()
     service.request("a", TRAIN, 10, 20)
     service.request("a", TRAIN, 5, 10, ahead=3)
@@ -232,8 +232,8 @@ def test_work_ahead_is_ahead_of_all_connections() -> None:
     assert sorted(numbers(service.ready)) == list(range(5, 23))
 
 
-def test_what_was_sent_is_not_made_again_for_the_same_request() -> None:
-    """Also when it was there, was sent at once, and had to make room for the rest."""
+def test_a_sent_batch_is_not_recomputed_for_the_same_request() -> None:
+    """Even if it was cached, sent at once, and evicted for the remaining batches of the request."""
     service = Service(budget=8)
     service.warm_up(TRAIN)
     requests = [service.request("a", TRAIN, 0, 8), service.request("b", TRAIN, 0, 10)]
@@ -249,16 +249,16 @@ def test_what_was_sent_is_not_made_again_for_the_same_request() -> None:
     assert set(service.started.values()) == {1}
 
 
-def test_what_was_sent_beyond_a_gap_is_let_go() -> None:
-    """A consumer that takes every other batch, the rest from another server, stays within the budget."""
+def test_batches_sent_beyond_a_gap_are_evicted() -> None:
+    """A consumer that gets every other batch from another server stays within the memory budget."""
     service = Service(budget=10)
     for k in range(0, 400, 2):
         complete(service, service.request("a", TRAIN, k, k + 1))
         assert service.dispatcher.store.used <= 10
 
 
-def test_work_ahead_leaves_out_what_was_sent() -> None:
-    """A lane that asks for its rest while the next one is done has nothing made that was sent on the other."""
+def test_sent_batches_are_not_prefetched() -> None:
+    """Also if another connection of the consumer received them."""
     service = Service(budget=4)
     service.warm_up(TRAIN)
     first, second = service.request("a", TRAIN, 0, 4), service.request("a", TRAIN, 4, 8)
@@ -276,8 +276,8 @@ def test_work_ahead_leaves_out_what_was_sent() -> None:
     assert [service.started[Address(*TRAIN, k)] for k in range(4, 8)] == [1] * 4
 
 
-def test_what_a_connection_waits_for_is_kept_for_it() -> None:
-    """Of two connections that ask for the same batches, the slower finds them too: they are not made over and over."""
+def test_a_batch_is_kept_for_a_second_connection_that_requested_it() -> None:
+    """The batch is not recomputed for the slower connection."""
     service = Service(budget=10)
     slow, quick = service.request("a", TRAIN, 0, 20), service.request("a", TRAIN, 0, 20)
     service.request("b", OTHER, 0, 20)  # it fills the memory, and takes nothing
@@ -290,8 +290,8 @@ def test_what_a_connection_waits_for_is_kept_for_it() -> None:
     assert service.started[Address(*TRAIN, slow.next)] <= 2
 
 
-def test_what_a_second_lane_waits_for_is_not_let_go_for_work_ahead() -> None:
-    """A ready batch that a connection is about to take is wanted now, however far its number is from the position."""
+def test_a_batch_that_a_second_connection_requested_is_not_evicted_for_prefetching() -> None:
+    """However far its number is from the consumer's position."""
     service = Service(budget=3)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 1)
@@ -309,8 +309,8 @@ def test_what_a_second_lane_waits_for_is_not_let_go_for_work_ahead() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_what_nobody_wants_goes_first_the_longest_unused_before_all(size: int) -> None:
-    """Room is made of cached batches in the order of their last use, before a wanted batch is touched."""
+def test_unwanted_batches_are_evicted_first_in_lru_order(size: int) -> None:
+    """Wanted batches are evicted only when no unwanted batches are left."""
     service = Service(budget=8)
     service.warm_up(TRAIN, OTHER)
     service.warm_up(THIRD, nbytes=size)
@@ -324,8 +324,8 @@ def test_what_nobody_wants_goes_first_the_longest_unused_before_all(size: int) -
     assert len(service.ready) == 8 // size
 
 
-def test_then_what_is_wanted_latest_goes_for_what_is_wanted_sooner() -> None:
-    """When all is wanted, a batch that is needed soon takes the place of those that are needed last."""
+def test_batches_needed_last_are_evicted_for_a_batch_needed_sooner() -> None:
+    """If all batches are wanted."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 10)
@@ -337,8 +337,8 @@ def test_then_what_is_wanted_latest_goes_for_what_is_wanted_sooner() -> None:
     assert numbers(service.evicted) == [9], "and no more than that"
 
 
-def test_what_is_wanted_equally_soon_is_left_alone() -> None:
-    """Consumers that are equally far do not have each other's batches made over and over."""
+def test_batches_needed_equally_soon_are_not_evicted_for_each_other() -> None:
+    """Otherwise consumers at the same distance would cause each other's batches to be recomputed."""
     service = Service(budget=7)
     service.warm_up(TRAIN, OTHER, THIRD)
     for run in (TRAIN, OTHER, THIRD):
@@ -349,8 +349,8 @@ def test_what_is_wanted_equally_soon_is_left_alone() -> None:
     assert max(service.started.values()) <= 2
 
 
-def test_work_ahead_does_not_take_the_place_of_what_is_wanted_sooner() -> None:
-    """A full memory of batches that are all wanted sooner lets work ahead wait, and lets go of nothing."""
+def test_prefetching_waits_if_all_batches_in_memory_are_needed_sooner() -> None:
+    """Nothing is evicted."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 20)
@@ -362,8 +362,8 @@ def test_work_ahead_does_not_take_the_place_of_what_is_wanted_sooner() -> None:
     assert sorted(names(service.ready)) == sorted([f"{name} {k}" for name in ("train", "other") for k in range(5)])
 
 
-def test_a_batch_that_is_being_made_is_never_let_go() -> None:
-    """Room is made of ready batches only: a full memory of running ones makes a newcomer's first batch one too many."""
+def test_a_batch_in_progress_is_never_evicted() -> None:
+    """Only ready batches are evicted: the first batch of a new consumer may exceed the budget."""
     service = Service(budget=3, workers=4)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 9)
@@ -374,8 +374,8 @@ def test_a_batch_that_is_being_made_is_never_let_go() -> None:
     assert service.dispatcher.store.used == 4
 
 
-def test_a_waiting_client_is_served_whatever_the_memory() -> None:
-    """Batches larger than the whole budget are made one by one, for each client that waits."""
+def test_awaited_batches_are_computed_even_if_they_exceed_the_budget() -> None:
+    """One at a time for each waiting client."""
     service = Service(budget=1, workers=3)
     service.warm_up(TRAIN, OTHER, nbytes=100)
     requests = [
@@ -391,7 +391,7 @@ def test_a_waiting_client_is_served_whatever_the_memory() -> None:
 
 
 def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
-    """Memory slows: with no room work waits, and it goes on when a client takes what is there."""
+    """Prefetching pauses while memory is full, and resumes when a client receives a batch."""
     service = Service(budget=5)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 100)
@@ -403,7 +403,7 @@ def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
 
 
 def test_memory_is_counted_by_estimates_until_sizes_are_known() -> None:
-    """A batch in the making counts as much as those of its loader did lately; then by what it is."""
+    """A batch in progress counts with the recent size of its loader's batches, then with its own size."""
     service = Service(budget=1000, workers=2)
     service.warm_up(TRAIN, nbytes=40)
     service.request("a", TRAIN, 0, 2)
@@ -415,8 +415,8 @@ def test_memory_is_counted_by_estimates_until_sizes_are_known() -> None:
     assert service.dispatcher.store.used == 10
 
 
-def test_the_number_of_batches_is_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch is a mapping, and a process may have so many: beyond MAX_BATCHES only waiting clients are served."""
+def test_the_number_of_batches_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be a memory mapping: beyond `MAX_BATCHES` only awaited batches are started."""
     monkeypatch.setattr(store, "MAX_BATCHES", 20)
     service = Service()
     request = service.request("a", TRAIN, 0, 100)
@@ -435,8 +435,8 @@ def test_the_number_of_batches_is_limited_too(monkeypatch: pytest.MonkeyPatch) -
     assert len(numbers(service.ready, THIRD)) > 10, "those that are gone do not count"
 
 
-def test_work_ahead_that_made_room_is_done_again() -> None:
-    """When there is room again, what was let go for others is made once more, also without a new ask."""
+def test_evicted_prefetched_batches_are_recomputed_when_memory_is_free() -> None:
+    """Also without a new request."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     request = service.request("a", TRAIN, 0, 1, ahead=9)
@@ -457,8 +457,8 @@ def test_work_ahead_that_made_room_is_done_again() -> None:
     assert sorted(numbers(service.ready))[-9:] == list(range(1, 10))
 
 
-def test_nothing_is_let_go_for_a_batch_that_has_no_room_all_the_same() -> None:
-    """Work ahead that cannot be begun does not have others' finished batches made over and over."""
+def test_nothing_is_evicted_if_the_new_batch_would_not_fit() -> None:
+    """Otherwise other consumers' batches would be recomputed for nothing."""
     service = Service(budget=20, workers=2)
     service.warm_up(OTHER, nbytes=1)
     service.warm_up(TRAIN, nbytes=12)
@@ -475,8 +475,8 @@ def test_nothing_is_let_go_for_a_batch_that_has_no_room_all_the_same() -> None:
 # --- No leak ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_consumers_that_have_gone() -> None:
-    """When all have gone and all is let go, the dispatcher holds no memory and no record of anything."""
+def test_no_records_remain_after_all_consumers_were_removed() -> None:
+    """The dispatcher uses no memory, and its containers are empty."""
     service = Service(budget=10, workers=2)
     for who, run, start in (("a", TRAIN, 0), ("b", TRAIN, 5), ("a", OTHER, 3), ("a", TRAIN, 50)):
         request = service.request(who, run, start, start + 9, ahead=9)
@@ -490,8 +490,8 @@ def test_nothing_is_left_of_consumers_that_have_gone() -> None:
     assert containers(service.dispatcher) == {}
 
 
-def test_nothing_is_left_of_suspects_that_nobody_wants() -> None:
-    """A batch that died with its worker, and whose consumer has gone, is forgotten too."""
+def test_records_of_suspect_batches_are_removed_with_their_consumers() -> None:
+    """A batch whose worker died is forgotten if no consumer wants it."""
     service = Service()
     request = service.request("a", TRAIN, 0, 1)
     service.decide()

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 # --- Rule 1: nothing is made twice --------------------------------------------------------------------------------
 
 
-def test_equal_asks_share_one_batch() -> None:
-    """Two clients that ask for the same batches are answered with batches that were made once."""
+def test_equal_requests_share_one_batch() -> None:
+    """A batch that two clients request is computed once."""
     service = Service(workers=2)
     requests = [service.request(who, TRAIN, 0, 4) for who in ("a", "b")]
     while service.decide():
@@ -36,8 +36,8 @@ def test_equal_asks_share_one_batch() -> None:
     assert set(service.started.values()) == {1}
 
 
-def test_a_batch_in_the_making_is_not_begun_again() -> None:
-    """An ask, work ahead and another consumer's ask all wait for the one that is being made."""
+def test_a_batch_in_progress_is_not_started_again() -> None:
+    """Requests and prefetching of all consumers wait for it."""
     service = Service(workers=4)
     service.request("a", TRAIN, 0, 1)
     assert numbers(service.decide()) == [0]
@@ -48,16 +48,16 @@ def test_a_batch_in_the_making_is_not_begun_again() -> None:
     assert service.decide() == []
 
 
-def test_different_epochs_and_loaders_are_different_batches() -> None:
-    """Only the whole address makes two asks equal."""
+def test_batches_of_different_epochs_and_loaders_are_not_shared() -> None:
+    """Requests share a batch only if loader, epoch and number are equal."""
     service = Service(workers=3)
     for run in (TRAIN, OTHER, ("train", 1)):
         service.request("a", run, 0, 1)
     assert {(a.loader, a.epoch) for a in service.decide()} == {TRAIN, OTHER, ("train", 1)}
 
 
-def test_two_connections_of_a_consumer_share_what_they_ask_for() -> None:
-    """A client that asks again before its broken connection is noticed costs nothing."""
+def test_two_connections_of_a_consumer_share_batches() -> None:
+    """A client may repeat a request before the server notices that its connection broke."""
     service = Service()
     first = service.request("a", TRAIN, 0, 3)
     second = service.request("a", TRAIN, 0, 3)
@@ -71,8 +71,8 @@ def test_two_connections_of_a_consumer_share_what_they_ask_for() -> None:
 # --- Rule 3: urgency ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_client_waits_for_goes_first_and_work_ahead_last() -> None:
-    """Waited-for, asked for besides, ahead: in this order, over all consumers."""
+def test_awaited_batches_go_first_and_prefetched_batches_last() -> None:
+    """Over all consumers: awaited, then requested, then prefetched batches."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 2, ahead=1)
@@ -84,8 +84,8 @@ def test_what_a_client_waits_for_goes_first_and_work_ahead_last() -> None:
     assert order == ["train 0", "other 5", "train 1", "other 6", "train 2", "other 7"]
 
 
-def test_a_client_that_comes_to_wait_overtakes_work_ahead() -> None:
-    """However much is wanted ahead, the next free worker takes what somebody waits for."""
+def test_an_awaited_batch_goes_before_prefetched_batches() -> None:
+    """The next available worker computes it, however many batches are to be prefetched."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 1, ahead=1000)
@@ -96,8 +96,8 @@ def test_a_client_that_comes_to_wait_overtakes_work_ahead() -> None:
     assert names(service.decide()) == ["other 0"]
 
 
-def test_each_connection_waits_for_its_first_batch() -> None:
-    """Of two open asks of a consumer, the first batches of both are waited for; the rest comes after them."""
+def test_the_first_batch_of_each_open_request_is_awaited() -> None:
+    """The first batches of both requests of a consumer go before their other batches."""
     service = Service()
     service.warm_up(TRAIN)
     service.request("a", TRAIN, 0, 3)
@@ -109,8 +109,8 @@ def test_each_connection_waits_for_its_first_batch() -> None:
     assert order == [0, 3, 1, 2, 4, 5]
 
 
-def test_a_request_without_end_is_worked_on_so_far_and_no_further() -> None:
-    """An ask for a whole epoch takes no more than MAX_REQUESTED batches beyond the one that its client waits for."""
+def test_batches_of_a_long_request_are_limited_to_max_requested() -> None:
+    """At most `MAX_REQUESTED` batches are computed beyond the awaited one."""
     service = Service()
     request = service.request("a", TRAIN, 0, BATCHES)
     while service.decide():
@@ -122,8 +122,8 @@ def test_a_request_without_end_is_worked_on_so_far_and_no_further() -> None:
     assert max(numbers(service.ready)) == 10 + MAX_REQUESTED - 1
 
 
-def test_nothing_is_made_that_nobody_asked_for() -> None:
-    """Without `ahead` work ends with the request; with it, so many batches later, and at the end of the epoch."""
+def test_only_requested_and_prefetched_batches_are_computed() -> None:
+    """Prefetching ends `ahead` batches after the request, and at the end of the epoch."""
     service = Service()
     service.request("a", TRAIN, 0, 2, batches=10)
     service.request("b", OTHER, 7, 8, ahead=5, batches=10)
@@ -133,8 +133,8 @@ def test_nothing_is_made_that_nobody_asked_for() -> None:
     assert sorted(numbers(service.ready, OTHER)) == [7, 8, 9]
 
 
-def test_work_goes_on_ahead_when_the_answer_is_complete() -> None:
-    """Between two requests of a client, its work ahead is done."""
+def test_prefetching_continues_between_two_requests() -> None:
+    """After the response to the first request is complete."""
     service = Service()
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 1, ahead=3)
@@ -150,16 +150,16 @@ def test_work_goes_on_ahead_when_the_answer_is_complete() -> None:
 # --- Workers and their queues -------------------------------------------------------------------------------------
 
 
-def test_batches_are_spread_over_the_idle_workers() -> None:
-    """No worker is given a second batch while another has none."""
+def test_batches_are_distributed_over_idle_workers() -> None:
+    """No worker gets a second batch while another worker is idle."""
     service = Service(workers=4)
     service.request("a", TRAIN, 0, 4)
     service.decide()
     assert [len(queue) for queue in service.queues.values()] == [1] * 4
 
 
-def test_a_worker_with_a_long_batch_is_given_no_other() -> None:
-    """Of batches that take long, each waits for an idle worker: another one may be idle sooner."""
+def test_no_batch_is_queued_behind_a_slow_batch() -> None:
+    """Another worker may become idle sooner."""
     service = Service(workers=2)
     service.warm_up(TRAIN)
     service.request("a", TRAIN, 0, 100)
@@ -167,8 +167,8 @@ def test_a_worker_with_a_long_batch_is_given_no_other() -> None:
     assert [len(queue) for queue in service.queues.values()] == [1, 1]
 
 
-def test_a_worker_is_given_several_short_batches() -> None:
-    """Short batches are queued to a few milliseconds of work, so that a worker does not wait for messages."""
+def test_fast_batches_are_queued() -> None:
+    """Up to a few milliseconds of work, so that a worker does not wait for messages."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     service.request("a", TRAIN, 0, 100)
@@ -177,8 +177,8 @@ def test_a_worker_is_given_several_short_batches() -> None:
     assert dispatcher.QUEUE_SECONDS <= work <= dispatcher.QUEUE_SECONDS + QUICK
 
 
-def test_the_shortest_batches_are_queued_to_a_limit() -> None:
-    """A batch of no measurable time does not make the queue endless."""
+def test_the_queue_of_a_worker_is_limited() -> None:
+    """Also for batches without measurable computing time."""
     service = Service()
     service.warm_up(TRAIN, seconds=0.0)
     service.request("a", TRAIN, 0, 200)
@@ -186,8 +186,8 @@ def test_the_shortest_batches_are_queued_to_a_limit() -> None:
     assert len(service.queues[0]) <= dispatcher.MAX_QUEUE + 1
 
 
-def test_without_workers_nothing_is_begun_and_nothing_is_lost() -> None:
-    """Asks wait until a worker is ready."""
+def test_requests_wait_until_a_worker_is_ready() -> None:
+    """No batch is started before, and none is omitted later."""
     service = Service(workers=0)
     request = service.request("a", TRAIN, 0, 2)
     assert service.decide() == []
@@ -197,8 +197,8 @@ def test_without_workers_nothing_is_begun_and_nothing_is_lost() -> None:
     assert service.send_ready(request) == [0, 1]
 
 
-def test_a_worker_is_busy_while_it_has_a_batch() -> None:
-    """`is_busy` is true from the start of a batch to its end, and false of a worker that there is not."""
+def test_a_worker_with_an_assigned_batch_is_busy() -> None:
+    """`is_busy` returns False for unknown workers."""
     service = Service()
     assert not service.dispatcher.is_busy(0)
     service.request("a", TRAIN, 0, 1)
@@ -227,7 +227,7 @@ def begun_in_turns(
 
 
 def test_equal_consumers_take_turns() -> None:
-    """Two clients that want as much as they can get have the same share at any time."""
+    """Two clients with the same demand have equal shares at any time."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 1000, ahead=10)
@@ -238,7 +238,7 @@ def test_equal_consumers_take_turns() -> None:
 
 
 def test_a_greedy_consumer_does_not_delay_a_modest_one() -> None:
-    """Who asks for one batch at a time has each begun by the first worker that is free, whatever others ask for."""
+    """A consumer that requests single batches gets the next available worker for each."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     for connection in range(8):
@@ -255,8 +255,8 @@ def test_a_greedy_consumer_does_not_delay_a_modest_one() -> None:
         service.dispatcher.close(modest)
 
 
-def test_many_connections_are_not_many_shares() -> None:
-    """A consumer with ten open asks gets what one with a single ask gets."""
+def test_the_share_of_a_consumer_does_not_depend_on_its_open_requests() -> None:
+    """Ten open requests get as much worker time as one."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     for start in range(0, 1000, 100):
@@ -266,8 +266,8 @@ def test_many_connections_are_not_many_shares() -> None:
     assert abs(len(numbers(order, TRAIN)) - len(numbers(order, OTHER))) <= 1
 
 
-def test_shares_are_counted_in_time_not_in_batches() -> None:
-    """A loader whose batches take ten times as long has a tenth as many of them made."""
+def test_shares_are_measured_in_worker_time() -> None:
+    """A loader with batches ten times as slow gets a tenth as many of them."""
     service = Service()
     service.warm_up(TRAIN, seconds=0.1)
     service.warm_up(OTHER, seconds=1.0)
@@ -278,8 +278,8 @@ def test_shares_are_counted_in_time_not_in_batches() -> None:
     assert abs(len(numbers(order, OTHER)) - 10) <= 1
 
 
-def test_a_newcomer_takes_turns_with_those_who_were_there() -> None:
-    """It neither waits for the past of the others nor makes up for its own."""
+def test_a_new_consumer_gets_the_same_share_as_earlier_ones() -> None:
+    """Earlier worker time of others does not count for or against it."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("veteran", TRAIN, 0, BATCHES)
@@ -289,8 +289,8 @@ def test_a_newcomer_takes_turns_with_those_who_were_there() -> None:
     assert abs(len(numbers(order, TRAIN)) - len(numbers(order, OTHER))) <= 1
 
 
-def test_one_who_hardly_asks_does_not_set_the_level_for_newcomers() -> None:
-    """A client that looks at one batch a minute must not make each newcomer shut out the one who trains."""
+def test_a_rarely_active_consumer_does_not_determine_the_level_of_new_ones() -> None:
+    """Otherwise each new consumer would block the others until it had caught up."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     begun_in_turns_once(service, "visitor", ("visited", 0))
@@ -301,8 +301,8 @@ def test_one_who_hardly_asks_does_not_set_the_level_for_newcomers() -> None:
     assert len(numbers(order, TRAIN)) >= 15
 
 
-def test_a_pause_is_no_credit() -> None:
-    """Who comes back after a pause shares with the others from then on; it does not shut them out to catch up."""
+def test_a_paused_consumer_gets_no_credit_for_its_idle_time() -> None:
+    """After the pause, it gets the same share as the others."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     begun_in_turns_once(service, "paused", OTHER)
@@ -320,8 +320,8 @@ def begun_in_turns_once(service: Service, who: str, run: Epoch) -> None:
     service.dispatcher.close(request)
 
 
-def test_a_slow_consumer_of_large_batches_leaves_the_others_their_work_ahead() -> None:
-    """Memory that has no room for one's next batch but for another's is used for the other's."""
+def test_a_prefetched_batch_that_does_not_fit_does_not_block_smaller_ones() -> None:
+    """Memory too small for a batch of one consumer is used for another consumer's batches."""
     service = Service(budget=10, workers=4)
     service.warm_up(OTHER, nbytes=1)
     service.warm_up(TRAIN, nbytes=6)

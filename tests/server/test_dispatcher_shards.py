@@ -35,15 +35,15 @@ def queued(service: Service) -> dict[int, list[int]]:
 
 
 def test_a_batch_goes_to_the_worker_of_its_shard() -> None:
-    """Batch k to worker k mod S, whoever else is idle; each worker's in the order of the epoch."""
+    """Worker k mod S computes batch k, in ascending order, even if other workers are idle."""
     service = sharded(3)
     service.request("a", TRAIN, 0, 8)
     service.decide()
     assert queued(service) == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
 
 
-def test_a_worker_is_given_its_batches_beforehand_however_long_they_take() -> None:
-    """Nobody else could make them sooner."""
+def test_slow_batches_of_a_shard_are_queued() -> None:
+    """No other worker could compute them sooner."""
     service = sharded(2)
     service.warm_up(TRAIN, seconds=10.0)
     service.request("a", TRAIN, 0, 2, ahead=6)
@@ -51,8 +51,8 @@ def test_a_worker_is_given_its_batches_beforehand_however_long_they_take() -> No
     assert queued(service) == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
 
 
-def test_an_epoch_goes_on_where_it_was_left() -> None:
-    """The first batch may be any, and the shards keep their turns."""
+def test_an_epoch_can_start_at_any_batch() -> None:
+    """Batches are assigned to the workers of their shards."""
     service = sharded(3)
     request = service.request("a", TRAIN, 100, 104)
     service.decide()
@@ -61,8 +61,8 @@ def test_an_epoch_goes_on_where_it_was_left() -> None:
     assert service.send_ready(request) == [100, 101, 102, 103]
 
 
-def test_ranges_one_after_another_are_made_in_order() -> None:
-    """What was made ahead is not made again, and what comes after it follows it."""
+def test_consecutive_requests_are_computed_in_order() -> None:
+    """Prefetched batches are not recomputed."""
     service = sharded(2)
     order: dict[int, list[int]] = {0: [], 1: []}
     for start in range(0, 40, 4):
@@ -77,8 +77,8 @@ def test_ranges_one_after_another_are_made_in_order() -> None:
     assert [made[:20] for made in order.values()] == [list(range(0, 40, 2)), list(range(1, 40, 2))]
 
 
-def test_what_two_connections_ask_for_is_made_in_the_order_of_the_epoch() -> None:
-    """A client of a map-style dataset has two; a worker must not be given batch 3 before batch 1."""
+def test_batches_of_two_connections_are_computed_in_ascending_order() -> None:
+    """A worker must not get batch 3 before batch 1."""
     service = sharded(2)
     service.request("a", TRAIN, 0, 3)
     service.request("a", TRAIN, 3, 6)
@@ -86,8 +86,8 @@ def test_what_two_connections_ask_for_is_made_in_the_order_of_the_epoch() -> Non
     assert queued(service) == {0: [0, 2, 4], 1: [1, 3, 5]}
 
 
-def test_a_batch_waits_for_its_worker_though_others_are_idle() -> None:
-    """A worker that is not there yet is not stood in for, and nothing is lost."""
+def test_a_batch_waits_for_the_worker_of_its_shard() -> None:
+    """Even if other workers are idle."""
     service = Service(workers=0, in_turn=2)
     request = service.request("a", TRAIN, 0, 4)
     service.worker_ready(1)
@@ -102,8 +102,8 @@ def test_a_batch_waits_for_its_worker_though_others_are_idle() -> None:
 # --- What is kept -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_wanted_is_let_go() -> None:
-    """Not for a batch that is wanted sooner, nor for one that a client waits for: memory is exceeded instead."""
+def test_wanted_batches_of_shards_are_never_evicted() -> None:
+    """Awaited batches exceed the memory budget instead."""
     service = sharded(2, budget=4)
     service.warm_up(TRAIN)
     service.request("a", TRAIN, 0, 4)
@@ -116,7 +116,7 @@ def test_nothing_that_is_wanted_is_let_go() -> None:
 
 
 def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
-    """As with any loader; then the next ones are made, in their order."""
+    """Prefetching pauses while memory is full, and resumes when a client receives a batch."""
     service = sharded(2, budget=4)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 4, ahead=20)
@@ -128,8 +128,8 @@ def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
     assert service.dispatcher.store.used <= 4
 
 
-def test_what_nobody_wants_any_more_makes_room() -> None:
-    """What was sent is let go first."""
+def test_sent_batches_of_shards_are_evicted() -> None:
+    """When memory is needed."""
     service = sharded(1, budget=4)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 100)
@@ -143,8 +143,8 @@ def test_what_nobody_wants_any_more_makes_room() -> None:
     assert numbers(service.evicted) == sorted(numbers(service.evicted))
 
 
-def test_a_long_pause_of_the_training_loses_nothing() -> None:
-    """A validation of minutes: what was made ahead is there afterwards, or the shards would have to begin again."""
+def test_prefetched_batches_of_shards_are_kept_during_a_long_pause() -> None:
+    """Otherwise workers would have to iterate their shards from the start."""
     service = sharded(2, budget=8)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 2, ahead=6)
@@ -161,8 +161,8 @@ def test_a_long_pause_of_the_training_loses_nothing() -> None:
 # --- Workers that die ---------------------------------------------------------------------------------------------
 
 
-def test_what_a_lost_worker_had_is_made_by_the_one_in_its_place() -> None:
-    """In its order, and nobody else's is made again."""
+def test_batches_of_a_lost_worker_are_computed_by_its_replacement() -> None:
+    """In ascending order; batches of other workers are not recomputed."""
     service = sharded(2)
     request = service.request("a", TRAIN, 0, 6)
     service.decide()
@@ -177,8 +177,8 @@ def test_what_a_lost_worker_had_is_made_by_the_one_in_its_place() -> None:
     assert [service.started[Address(*TRAIN, k)] for k in range(6)] == [1, 1, 2, 1, 2, 1]
 
 
-def test_only_what_a_worker_had_alone_is_to_blame() -> None:
-    """What stood at the head of its queue may have been finished and not reported yet."""
+def test_a_batch_in_a_longer_queue_is_not_blamed() -> None:
+    """The batch at the head of the queue may have been completed without a report."""
     service = sharded(1)
     request = service.request("a", TRAIN, 0, 3)
     service.decide()
@@ -192,8 +192,8 @@ def test_only_what_a_worker_had_alone_is_to_blame() -> None:
     assert complete(service, request) == [1, 2]
 
 
-def test_a_suspect_has_its_worker_to_itself() -> None:
-    """Of what a dead worker had, some may be finished and not reported: alone, a batch is surely the cause."""
+def test_a_suspect_batch_requires_an_empty_queue() -> None:
+    """If the worker dies again, the cause is certain."""
     service = sharded(1)
     service.request("a", TRAIN, 0, 3)
     service.decide()

@@ -100,8 +100,8 @@ def test_in_turn_nobody_else_may_make_what_waits() -> None:
     assert service.decide() == []
 
 
-def test_a_worn_worker_finishes_what_it_has_and_gets_nothing_more() -> None:
-    """The other one makes the rest; a fresh worker in its place is given work again."""
+def test_a_worker_that_is_recycled_completes_its_batches_and_gets_no_more() -> None:
+    """Other workers compute the rest, and the replacement gets batches again."""
     service = Service(workers=2)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 6)
@@ -119,8 +119,8 @@ def test_a_worn_worker_finishes_what_it_has_and_gets_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("in_turn", [0, 1])
-def test_a_worn_worker_gets_nothing_in_turn_either(in_turn: int) -> None:
-    """Its batches wait for the fresh one."""
+def test_a_worker_in_turn_that_is_recycled_gets_no_more_batches(in_turn: int) -> None:
+    """Its batches wait for the replacement."""
     service = Service(in_turn=in_turn)
     service.request("a", TRAIN, 0, 2)
     service.recycle(0)
@@ -129,8 +129,8 @@ def test_a_worn_worker_gets_nothing_in_turn_either(in_turn: int) -> None:
     assert numbers(service.decide()) == [0, 1]
 
 
-def test_a_fresh_worker_is_not_held_up() -> None:
-    """Whatever its predecessor was, which was replaced when it had nothing left."""
+def test_a_replacement_is_not_stalled() -> None:
+    """Even if its predecessor was stalled."""
     service = Service()
     service.request("a", TRAIN, 0, 1)
     service.decide()
@@ -142,8 +142,8 @@ def test_a_fresh_worker_is_not_held_up() -> None:
 
 
 @pytest.mark.parametrize("attribution", ["unknown", "nobody"])
-def test_the_place_of_a_lost_worker_is_like_new(attribution: str) -> None:
-    """Worn and held up are processes, not places."""
+def test_the_replacement_of_a_lost_worker_is_neither_stalled_nor_recycling(attribution: str) -> None:
+    """Both states belong to the process, not to the worker ID."""
     service = Service()
     service.request("a", TRAIN, 0, 1)
     service.decide()

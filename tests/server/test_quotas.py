@@ -53,8 +53,8 @@ def work(service: Service, rounds: int, seconds: dict[str, float] | None = None)
     return spent
 
 
-def test_many_clients_of_one_principal_are_not_many_shares() -> None:
-    """A hundred consumers of one token, each of which waits on several connections, get what one of another's gets."""
+def test_the_share_of_a_principal_does_not_depend_on_its_number_of_clients() -> None:
+    """A hundred consumers with several connections get as much as the single consumer of another principal."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     for number in range(100):
@@ -65,8 +65,8 @@ def test_many_clients_of_one_principal_are_not_many_shares() -> None:
     assert abs(spent["train"] - spent["other"]) <= 2 * SLOW
 
 
-def test_work_ahead_of_one_principal_is_worth_what_another_waits_for() -> None:
-    """Else who always waits, on many connections, would leave nobody else the time to work ahead."""
+def test_prefetching_of_one_principal_equals_awaited_batches_of_another() -> None:
+    """Otherwise a principal that always waits would leave no worker time for others' prefetching."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     for number in range(50):
@@ -79,8 +79,8 @@ def test_work_ahead_of_one_principal_is_worth_what_another_waits_for() -> None:
     assert abs(spent["train"] - spent["other"]) <= 3 * SLOW
 
 
-def test_a_principal_that_is_alone_has_all_workers() -> None:
-    """A share that nobody else wants is not kept free."""
+def test_a_single_principal_may_use_all_workers() -> None:
+    """Unused shares are not reserved."""
     service = Service(workers=4)
     service.warm_up(TRAIN)
     service.request("a", TRAIN, 0, 100, of="alone")
@@ -95,8 +95,8 @@ def test_a_principal_that_is_alone_has_all_workers() -> None:
     ),
     workers=st.integers(1, 3),
 )
-def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, float, int]], workers: int) -> None:
-    """Whatever number of consumers each is, however long its batches take, and how far ahead it wants them."""
+def test_principals_with_high_demand_get_equal_worker_time(clients: list[tuple[int, float, int]], workers: int) -> None:
+    """Whatever their number of consumers, batch duration and prefetch window."""
     service = Service(workers=workers)
     seconds = {f"loader {number}": took for number, (_, took, _) in enumerate(clients)}
     for loader, took in seconds.items():
@@ -122,8 +122,8 @@ def test_principals_that_want_much_have_equal_time(clients: list[tuple[int, floa
     assert max(spent.values()) - min(spent.values()) <= (workers + 2) * longest
 
 
-def test_batches_that_take_longer_than_expected_are_charged_as_they_are() -> None:
-    """The first ones are quick, and then each takes ten seconds: what it had too much of, the other one gets."""
+def test_batches_slower_than_estimated_are_charged_with_their_real_time() -> None:
+    """The other principal gets the difference."""
     service = Service()
     service.warm_up(TRAIN, seconds=0.001)
     service.warm_up(OTHER, seconds=SLOW)
@@ -133,8 +133,8 @@ def test_batches_that_take_longer_than_expected_are_charged_as_they_are() -> Non
     assert spent["train"] <= spent["other"] + 11
 
 
-def test_a_principal_whose_batches_kill_workers_pays_for_them() -> None:
-    """A worker that has to be replaced costs time, which is not the others'."""
+def test_the_death_of_a_worker_is_charged_to_the_principal() -> None:
+    """Replacing a worker costs time."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("deadly", TRAIN, 0, 1000, of="deadly")
@@ -173,8 +173,8 @@ def stolen(service: Service) -> int | None:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool) -> None:
-    """And leaves it to the others from then on, be they other principals or other consumers of the same one."""
+def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool) -> None:
+    """From then on, one worker is left to others: other principals, or other consumers of the same principal."""
     service = Service(workers=3)
     service.warm_up(TRAIN, OTHER)
     service.request("hangs", TRAIN, 0, 100, of="hangs")
@@ -195,15 +195,15 @@ def test_who_has_all_workers_at_long_batches_must_give_one_to_another(same: bool
     assert len(hung) == 2
 
 
-def test_without_workers_none_is_taken() -> None:
-    """All may have died at once."""
+def test_without_workers_nothing_is_preempted() -> None:
+    """All workers may have died at the same time."""
     service = Service(workers=0)
     service.request("a", TRAIN, 0, 1)
     assert stolen(service) is None
 
 
-def test_who_has_one_worker_keeps_it() -> None:
-    """However long its batch takes: it would be begun again and again, and never be done."""
+def test_the_only_worker_of_a_consumer_is_not_preempted() -> None:
+    """Otherwise its slow batch would be restarted again and again, and never complete."""
     service = Service(workers=2)
     service.request("a", TRAIN, 0, 1, of="a")
     service.request("b", OTHER, 0, 1, of="b")
@@ -212,8 +212,8 @@ def test_who_has_one_worker_keeps_it() -> None:
     assert stolen(service) is None
 
 
-def test_who_was_forgotten_begins_anew() -> None:
-    """A minute after its last request, it may have all workers again."""
+def test_a_capped_consumer_may_use_all_workers_after_its_removal() -> None:
+    """A minute after its last request."""
     service = Service(workers=2)
     request = service.request("hangs", TRAIN, 0, 100, of="hangs")
     service.decide()
@@ -241,8 +241,8 @@ def fill(service: Service, rounds: int = 50) -> None:
         service.finish_all()
 
 
-def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
-    """What is made ahead for it ends there; the others' is not let go for it."""
+def test_prefetching_of_a_principal_is_limited_to_its_memory_share() -> None:
+    """Batches of other principals are not evicted for it."""
     service = Service(budget=100, workers=2)
     service.warm_up(TRAIN, OTHER)
     service.quota("small", memory=10)
@@ -256,8 +256,8 @@ def test_a_principal_has_its_share_of_the_memory_and_no_more() -> None:
     assert service.memory.used == 100
 
 
-def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
-    """Room is made among its own batches, or it goes beyond the share by what is waited for."""
+def test_awaited_batches_are_computed_even_if_the_memory_share_is_full() -> None:
+    """Batches of the same principal are evicted, or the share is exceeded."""
     service = Service(budget=100, workers=1)
     service.warm_up(TRAIN)
     service.quota("small", memory=3)
@@ -278,8 +278,8 @@ def test_a_full_share_never_blocks_what_a_client_waits_for() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(1, 20), st.integers(0, 3)), max_size=30)
 )
-def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]]) -> None:
-    """Together it is what is kept and what is being made; each stays in its share but for what it waits for."""
+def test_the_memory_of_each_principal_is_counted(steps: list[tuple[str, int, int, int]]) -> None:
+    """The sum is the used memory; each principal exceeds its share only by awaited batches."""
     service = Service(budget=40, workers=2)
     service.warm_up(TRAIN, OTHER)
     for name, memory in (("a", 5), ("b", 20), ("c", 40)):
@@ -302,8 +302,8 @@ def test_what_principals_have_is_counted(steps: list[tuple[str, int, int, int]])
     assert all(quota.has_nothing for quota in service.quotas.values())
 
 
-def test_who_does_not_read_is_given_no_more_and_its_principal_neither_in_the_end() -> None:
-    """What a client waits for is begun in any case, but for one that leaves its answers alone."""
+def test_a_client_that_does_not_read_gets_no_further_batches() -> None:
+    """Above twice the limit of unread bytes, this applies to all consumers of the principal."""
     service = Service(workers=2)
     service.warm_up(TRAIN, OTHER)
     quota = service.quota("p")
@@ -319,8 +319,8 @@ def test_who_does_not_read_is_given_no_more_and_its_principal_neither_in_the_end
     assert numbers(service.decide(), TRAIN) != []
 
 
-def test_a_principal_is_so_many_consumers_and_no_more() -> None:
-    """The idle ones go first; when all have open requests, one more is refused."""
+def test_the_consumers_of_a_principal_are_limited() -> None:
+    """Idle consumers are removed first; if all have open requests, the next one is rejected."""
     service = Service()
     service.quota("p", max_consumers=3)
     for number in range(10):
@@ -338,8 +338,8 @@ def test_a_principal_is_so_many_consumers_and_no_more() -> None:
 
 @settings(max_examples=examples(200))
 @given(gaps=st.lists(st.floats(0, 0.5), max_size=100), rate=st.sampled_from([1.0, 5.0, 100.0]))
-def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate: float) -> None:
-    """In any second no more than a burst and the rate; and who keeps to the rate is never held."""
+def test_the_request_rate_is_limited_to_rate_and_burst(gaps: list[float], rate: float) -> None:
+    """Requests below the rate are never delayed."""
     quota, now, passed = Quota("p", 1, 1), 0.0, []
     for gap in gaps:
         now += gap
@@ -352,8 +352,8 @@ def test_no_more_requests_pass_than_the_rate_and_a_burst(gaps: list[float], rate
     assert all(steady.delay(k / rate, rate) < 1e-6 for k in range(50))
 
 
-async def test_principals_are_started_by_turns() -> None:
-    """However many requests of one wait, those of another wait for no more than a round of them."""
+async def test_delayed_requests_of_principals_take_turns() -> None:
+    """However many requests of one principal wait, those of another wait for at most one round."""
     turns, order = FairQueue(), []
 
     async def come(name: str) -> None:
@@ -374,8 +374,8 @@ async def test_principals_are_started_by_turns() -> None:
     assert not turns._started
 
 
-async def test_who_waits_for_a_turn_may_leave() -> None:
-    """The others go on."""
+async def test_a_request_that_waits_for_its_turn_can_be_cancelled() -> None:
+    """Other requests continue."""
     turns = FairQueue()
     tasks = [asyncio.create_task(turns.wait_turn("p", 0.0)) for _ in range(3 * TOGETHER)]
     await asyncio.sleep(0)
@@ -385,8 +385,8 @@ async def test_who_waits_for_a_turn_may_leave() -> None:
     assert sum(isinstance(one, asyncio.CancelledError) for one in done) == TOGETHER
 
 
-def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
-    """Names come and go; what is remembered of them is not to grow."""
+def test_quotas_without_resources_in_use_are_removed() -> None:
+    """Otherwise memory would grow with the number of names."""
     quotas = Quotas(ClientLimits(), 100)
     for number in range(100):
         quotas.of(someone(f"p{number}", 0.5)).delay(0.0, 10.0)
@@ -399,8 +399,8 @@ def test_accounts_of_those_who_have_nothing_are_forgotten() -> None:
 # --- What clients have sent ---------------------------------------------------------------------------------------
 
 
-def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
-    """Each leaves as much as it has; what was given back can be taken again."""
+def test_response_memory_is_left_for_other_principals() -> None:
+    """Each principal leaves as much as it uses; released memory is available again."""
     body_budget, owners = BodyBudget(1000, lambda: True), {name: ExitStack() for name in "abc"}
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
         assert not body_budget.has_room(name, most + 1)
@@ -415,8 +415,8 @@ def test_nobody_sends_so_much_that_nothing_is_left_for_others() -> None:
     assert not body_budget.has_room("b", 190)
 
 
-def test_who_is_alone_may_send_as_much_as_is_kept() -> None:
-    """There is nobody to leave it to."""
+def test_a_single_principal_may_use_all_response_memory() -> None:
+    """No other principal needs it."""
     body_budget = BodyBudget(1000, lambda: False)
     with body_budget.hold("anyone") as count:
         count(1000)
@@ -429,8 +429,8 @@ def test_who_is_alone_may_send_as_much_as_is_kept() -> None:
 # --- Sessions -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_session_is_of_whoever_began_it() -> None:
-    """To others it is not there: they would move it on, or end it."""
+async def test_a_session_belongs_to_the_principal_that_started_it() -> None:
+    """Other principals can neither use nor end it."""
     limits = Limits(num_workers=0)
     hosted = host([1, 2, 3], name="data", collate=lambda samples: samples)
     service = LoaderService(ObjectPools(lambda: {"data": hosted}, limits), limits)
