@@ -1,4 +1,4 @@
-"""Connections: nobody can hold one open, fill it up or pile them up."""
+"""Connection limits: timeouts, sizes, rates and counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ QUICK = ClientLimits(
 
 
 class Images:
-    """Large samples."""
+    """Dataset with large samples."""
 
     def __len__(self) -> int:
         return 200
@@ -57,7 +57,7 @@ class Images:
 
 
 class Running:
-    """A server in a thread, whose connections have limits of our choice."""
+    """Server in a thread, with the given limits."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
@@ -73,13 +73,13 @@ class Running:
         self._listening.wait(30)
 
     def register(self) -> str:
-        """A loader's path of batches."""
+        """Register a loader, and return the path of its batches."""
         spec = {"dataset": "images", "checksum": False}
         key = httpx.post(f"{self.url}/v1/loaders", json=spec).raise_for_status().json()["key"]
         return f"/v1/loaders/{key}/epochs/0/batches"
 
     def connections(self) -> list[ManagedConnection]:
-        """Those that are open."""
+        """Return the open connections."""
         return list(self._server._connections.connections)
 
     def unfinished(self) -> int:
@@ -110,7 +110,7 @@ Start = Callable[..., Running]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start servers whose limits are short, but for those that are stated."""
+    """Start servers with short limits, except the given ones."""
     with contextlib.ExitStack() as stack:
 
         def begin(**limits: Any) -> Running:
@@ -123,7 +123,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with short limits, for tests that need no other ones."""
+    """URL of a server with short limits."""
     running = Running(QUICK)
     yield running.url
     running.stop()
@@ -535,14 +535,14 @@ HANDSHAKE = (
 
 
 def open_websocket(running: Running, client: Raw) -> None:
-    """Make a connection a WebSocket."""
+    """Open a WebSocket on a connection."""
     key = running.register().split("/")[3]
     client.send(f"GET /v1/loaders/{key}/stream HTTP/1.1\r\n".encode() + HANDSHAKE)
     assert client.receive().status == 101
 
 
 def websocket(running: Running, client: Raw) -> None:
-    """Make it a WebSocket, and ask for four batches there."""
+    """Open a WebSocket, and request four batches."""
     open_websocket(running, client)
     client.send(masked(0x82, msgpack.packb([0, 0, 4])))
 

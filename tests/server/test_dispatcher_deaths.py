@@ -1,4 +1,4 @@
-"""Workers that die: nothing is lost, and the cause is found out."""
+"""Workers that die: their batches are recomputed, and the batch that caused the death is identified."""
 
 from __future__ import annotations
 

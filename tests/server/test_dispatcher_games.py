@@ -1,4 +1,4 @@
-"""Random games against a simple model of the dispatcher."""
+"""Random operations, compared with a simple model of the dispatcher."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ SMALL_LIMITS = [
     (dispatcher, "MAX_BEHIND", 3),
     (dispatcher, "MAX_QUEUE", 3),
 ]
-"""Limits that short games meet."""
+"""Limits small enough to be reached by short games."""
 
 pick = st.integers(0, 10**6)
 
 
 class Game(RuleBasedStateMachine):
-    """Clients, workers and time do as they like; the dispatcher decides now and then."""
+    """Clients, workers and time in random order; the dispatcher decides at random times."""
 
     @initialize(budget=st.integers(1, 30), workers=st.integers(1, 3))
     def begin(self, budget: int, workers: int) -> None:
-        """A memory of a few batches, some workers."""
+        """Create a dispatcher with memory for a few batches, and IDs for a few workers."""
         self.budget = budget
         self.service = Service(budget, 0)
         self.workers = range(workers)
         self.requests: list[PendingRange] = []
         self.due: dict[int, int] = {}
-        """The batch that each open request must be sent next."""
+        """Expected number of the next sent batch, by the request's `id`."""
         self.sizes: dict[str, float] = {}
         self.estimates: dict[Address, int] = {}
         self.deaths: Counter[Address] = Counter()
-        """How often a batch died alone since it was made last."""
+        """Deaths of workers that had only this batch, since the batch was last computed."""
         self.recorded: dict[Address, int] = {}
-        """The same, as far as nobody forgot it since."""
+        """The same deaths, without those that the dispatcher may have forgotten."""
         self.patch = pytest.MonkeyPatch()
         for module, name, limit in SMALL_LIMITS:
             self.patch.setattr(module, name, limit)
@@ -63,7 +63,7 @@ class Game(RuleBasedStateMachine):
         ahead=st.integers(0, 6),
     )
     def request(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
-        """A client asks for some batches, anywhere."""
+        """Add a request of a client for any batches."""
         stop = min(EPOCH, start + length)
         request = self.service.request(who, run, start, stop, ahead, batches=EPOCH)
         self.requests.append(request)
@@ -72,11 +72,11 @@ class Game(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=pick, most=st.integers(1, 3))
     def send(self, pick: int, most: int) -> None:
-        """A client takes what is ready for it, or some of it."""
+        """Send some ready batches of a request."""
         self.send_ready(self.requests[pick % len(self.requests)], most)
 
     def send_ready(self, request: PendingRange, most: int = EPOCH) -> None:
-        """Each batch comes once and in its place, as what it is or as an error."""
+        """Send ready batches, and assert that each batch is sent once and in order."""
         for k in self.service.send_ready(request, most):
             assert k == self.due[id(request)]
             self.due[id(request)] += 1
@@ -87,17 +87,17 @@ class Game(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=pick)
     def hang_up(self, pick: int) -> None:
-        """A client goes, whatever it has got."""
+        """Close a request, whether it is complete or not."""
         self.drop(self.requests[pick % len(self.requests)])
 
     @rule(who=st.sampled_from("abc"))
     def leave(self, who: str) -> None:
-        """A client goes with all that it has asked for."""
+        """Close all requests of a client."""
         for request in [request for request in self.requests if request.consumer.name == who]:
             self.drop(request)
 
     def drop(self, request: PendingRange) -> None:
-        """The request is over."""
+        """Close a request and remove it from the model."""
         self.requests.remove(request)
         del self.due[id(request)]
         self.service.dispatcher.close(request)
@@ -106,20 +106,20 @@ class Game(RuleBasedStateMachine):
 
     @rule(pick=pick)
     def worker_ready(self, pick: int) -> None:
-        """A worker starts in an empty place."""
+        """Start a worker with an unused ID."""
         worker = self.workers[pick % len(self.workers)]
         if worker not in self.service.queues:
             self.service.worker_ready(worker)
 
     @rule(pick=pick, nbytes=st.integers(1, 8), seconds=st.sampled_from([0.0, 0.001, 0.003, 0.1]))
     def finish(self, pick: int, nbytes: int, seconds: float) -> None:
-        """A worker finishes its first batch."""
+        """Complete the first batch of a worker."""
         busy = [worker for worker, queue in self.service.queues.items() if queue]
         if busy:
             self.done(busy[pick % len(busy)], nbytes, seconds)
 
     def done(self, worker: int, nbytes: int, seconds: float) -> None:
-        """That worker does; one that was held up goes on, and one that is worn is replaced after its last."""
+        """Complete a batch; a stalled worker resumes, and a recycling worker is replaced after its last batch."""
         address = self.service.finish(worker, nbytes, seconds)
         if worker in self.service.stalled:
             self.service.resume(worker)
@@ -127,32 +127,32 @@ class Game(RuleBasedStateMachine):
             self.service.worker_ready(worker)
         before = self.sizes.get(address.loader)
         self.sizes[address.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
-        self.forgive(address)
+        self.forget_batch(address)
 
-    def forgive(self, address: Address) -> None:
-        """The batch is ready, whatever it is."""
+    def forget_batch(self, address: Address) -> None:
+        """Remove estimate and deaths of a batch, because it or a failure in its place is ready."""
         del self.estimates[address]
         self.deaths.pop(address, None)
         self.recorded.pop(address, None)
 
     @rule(pick=pick)
     def recycle(self, pick: int) -> None:
-        """A worker gets nothing more: it is replaced when it has nothing left to do, if that is not so already."""
+        """Mark a worker to be replaced once it has no batches."""
         if self.service.queues:
             worker = list(self.service.queues)[pick % len(self.service.queues)]
             self.service.recycle(worker)
             if not self.service.queues[worker]:
                 self.service.worker_ready(worker)
 
-    @rule(pick=pick, at_hand=pick)
-    def stall(self, pick: int, at_hand: int) -> None:
-        """A batch takes long: what the worker has besides is taken back, or all, if it had not begun any of it."""
+    @rule(pick=pick, started_index=pick)
+    def stall(self, pick: int, started_index: int) -> None:
+        """Report a slow batch: the other batches of the worker are reassigned, or all if none has started."""
         busy = [w for w, queue in self.service.queues.items() if queue and w not in self.service.stalled]
         if not busy:
             return
         worker = busy[pick % len(busy)]
         queue = self.service.queues[worker]
-        started = [*queue, None][at_hand % (len(queue) + 1)]
+        started = [*queue, None][started_index % (len(queue) + 1)]
         waiting = [address for address in queue if address != started]
         assert self.service.stall(worker, waiting)
         for address in waiting:
@@ -161,52 +161,52 @@ class Game(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """Workers that had begun nothing find that there is nothing left to do."""
+        """Resume stalled workers without batches."""
         for worker, queue in self.service.queues.items():
             if worker in self.service.stalled and not queue:
                 self.service.resume(worker)
 
     @rule(pick=pick)
     def lose_worker(self, pick: int) -> None:
-        """A worker dies: a batch that died alone three times, and no other, is given up."""
-        for worker in self.one_of_the_workers(pick):
+        """End a worker: only a batch that was alone in `MAX_ATTEMPTS` deaths fails."""
+        for worker in self.some_worker(pick):
             queue = list(self.service.queues[worker])
             for address in queue:
                 self.deaths[address] += len(queue) == 1
                 self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
             failed = self.service.lose_worker(worker)
-            self.check_given_up(queue, failed)
+            self.check_lost(queue, failed)
             assert all(self.deaths[address] >= MAX_ATTEMPTS for address in failed)
 
     @rule(pick=pick)
     def take(self, pick: int) -> None:
-        """A worker is ended for what is not its batches' fault: none is given up, and none is suspected."""
-        for worker in self.one_of_the_workers(pick):
+        """End a worker through no fault of its batches: none fails, and none becomes suspect."""
+        for worker in self.some_worker(pick):
             queue = list(self.service.queues[worker])
             assert self.service.lose_worker(worker, "nobody") == []
-            self.check_given_up(queue, [])
+            self.check_lost(queue, [])
 
-    @rule(pick=pick, at_hand=pick)
-    def hang(self, pick: int, at_hand: int) -> None:
-        """A worker is killed because a batch hung: that one is given up at once, and no other is suspected."""
-        for worker in self.one_of_the_workers(pick):
+    @rule(pick=pick, started_index=pick)
+    def hang(self, pick: int, started_index: int) -> None:
+        """Kill a worker because a batch hung: this batch fails immediately, and no other becomes suspect."""
+        for worker in self.some_worker(pick):
             queue = list(self.service.queues[worker])
             if queue:
-                hung = queue[at_hand % len(queue)]
+                hung = queue[started_index % len(queue)]
                 failed = self.service.lose_worker(worker, hung)
                 assert failed == [hung]
-                self.check_given_up(queue, failed)
+                self.check_lost(queue, failed)
 
-    def one_of_the_workers(self, pick: int) -> list[int]:
-        """If there is any."""
+    def some_worker(self, pick: int) -> list[int]:
+        """Return one of the workers, or an empty list without workers."""
         workers = list(self.service.queues)
         return workers[pick % len(workers) :][:1] if workers else []
 
-    def check_given_up(self, queue: list[Address], failed: list[Address]) -> None:
-        """Whatever a lost worker had is ready as a failure, or is not there any more."""
+    def check_lost(self, queue: list[Address], failed: list[Address]) -> None:
+        """Assert that the batches of a lost worker have failed or were removed."""
         for address in queue:
             if address in failed:
-                self.forgive(address)
+                self.forget_batch(address)
             else:
                 assert self.recorded.get(address, 0) < MAX_ATTEMPTS
                 del self.estimates[address]
@@ -216,7 +216,7 @@ class Game(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, FORGET_AFTER / 2, FORGET_AFTER + 1]))
     def pass_time(self, seconds: float) -> None:
-        """Those that have gone are forgotten, and loaders that nobody uses."""
+        """Advance the time, and assert that exactly the idle consumers are removed."""
         before = {(c.name, c.epoch): (c.requests, c.last_seen) for c in self.service.dispatcher.consumers()}
         self.service.pass_time(seconds)
         after = {(c.name, c.epoch) for c in self.service.dispatcher.consumers()}
@@ -230,7 +230,7 @@ class Game(RuleBasedStateMachine):
         self.forget_suspects()
 
     def forget_suspects(self) -> None:
-        """A dispatcher may forget who died, when no consumer and no batch of the run is left."""
+        """Drop the deaths of epochs without consumers and batches, which the dispatcher may have forgotten."""
         known = {consumer.epoch for consumer in self.service.dispatcher.consumers()}
         known |= {(address.loader, address.epoch) for address in (*self.service.running(), *self.service.ready)}
         self.recorded = {a: count for a, count in self.recorded.items() if (a.loader, a.epoch) in known}
@@ -239,17 +239,19 @@ class Game(RuleBasedStateMachine):
 
     @rule()
     def decide(self) -> None:
-        """What is decided may be done (`Service.decide`), and nobody waits who could be served."""
-        waited_for = {Address(*request.consumer.epoch, request.next) for request in self.requests}
+        """Assert that all decisions are allowed, and that no client waits while a worker is idle."""
+        awaited = {Address(*request.consumer.epoch, request.next) for request in self.requests}
         decided = self.service.decide()
         for address in decided:
             self.estimates[address] = int(self.sizes.get(address.loader, 0))
-        if not waited_for.issuperset(decided):
-            assert self.service.dispatcher.store.used <= self.budget, "only what is waited for is begun at any price"
+        if not awaited.issuperset(decided):
+            assert self.service.dispatcher.store.used <= self.budget, "only awaited batches may exceed the budget"
         self.forget_suspects()
         for queue in self.service.queues.values():
             assert len(queue) <= dispatcher.MAX_QUEUE + 1
-            assert len(queue) == 1 or not any(address in self.recorded for address in queue), "suspects are alone"
+            assert len(queue) == 1 or not any(address in self.recorded for address in queue), (
+                "a suspect batch requires an empty queue"
+            )
         started = {*self.service.ready, *self.service.running()}
         idle = any(
             not queue and worker not in self.service.recycling | self.service.stalled
@@ -262,7 +264,7 @@ class Game(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_counted(self) -> None:
-        """What is kept, and the estimates of what is being made."""
+        """Assert that the used memory is the size of ready batches plus the estimates of batches in progress."""
         if hasattr(self, "service"):
             used = self.service.dispatcher.store.used
             assert used == sum(self.service.ready.values()) + sum(self.estimates.values())
@@ -272,17 +274,17 @@ class Game(RuleBasedStateMachine):
     # -- the end
 
     def teardown(self) -> None:
-        """When workers go on finishing, every client gets all that it asked for; then nothing is left."""
+        """Assert that all requests complete, and that no records remain afterwards."""
         try:
             if hasattr(self, "service"):
-                self.drive_to_quiescence()
-                self.leave_nothing()
+                self.complete_all()
+                self.check_empty()
         finally:
             if hasattr(self, "patch"):
                 self.patch.undo()
 
-    def drive_to_quiescence(self) -> None:
-        """Each round every worker finishes what it has, and every client takes what is there."""
+    def complete_all(self) -> None:
+        """Complete and send batches in rounds until all requests are complete."""
         for worker in self.workers:
             self.worker_ready(worker)
         wanted = sum(request.stop - request.next for request in self.requests)
@@ -294,10 +296,10 @@ class Game(RuleBasedStateMachine):
                     self.done(worker, 2, 0.003)
             for request in list(self.requests):
                 self.send_ready(request)
-        assert self.requests == [], "somebody waits for ever"
+        assert self.requests == [], "a request never completes"
 
-    def leave_nothing(self) -> None:
-        """No consumer, no batch, no worker: no record."""
+    def check_empty(self) -> None:
+        """Remove all consumers, batches and workers, and assert that no records remain."""
         self.decide()
         for worker, queue in self.service.queues.items():
             while queue:

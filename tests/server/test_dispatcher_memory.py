@@ -1,4 +1,4 @@
-"""Which finished batches are kept, and for whom: memory slows, it never blocks, and nothing is left behind."""
+"""Eviction: full memory delays prefetching but never blocks awaited batches, and no records remain."""
 
 from __future__ import annotations
 

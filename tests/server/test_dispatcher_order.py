@@ -1,4 +1,4 @@
-"""Which batch is begun next, by whom and for whom: nothing twice, the urgent first, each consumer in its turn."""
+"""Scheduling order: no batch is computed twice, awaited batches go first, and consumers take turns."""
 
 from __future__ import annotations
 

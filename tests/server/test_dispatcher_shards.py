@@ -1,4 +1,4 @@
-"""Workers that make the batches in turn, as torch's do: each batch has its worker, and to make it again may be dear.
+"""Workers that compute batches in turn, as in torch: each batch belongs to one worker, and recomputing it is expensive.
 
 Each has a shard of an iterable-style dataset; a map-style one is treated alike where a loader has workers of its own.
 """
@@ -22,12 +22,12 @@ NEXT_EPOCH: Epoch = (TRAIN[0], TRAIN[1] + 1)
 
 
 def sharded(shards: int, budget: int = 10**9) -> Service:
-    """A worker for each shard."""
+    """Create a service with one worker per shard."""
     return Service(budget, workers=shards, in_turn=shards)
 
 
 def queued(service: Service) -> dict[int, list[int]]:
-    """What each worker has to do."""
+    """Return the batch numbers assigned to each worker."""
     return {worker: [address.batch for address in queue] for worker, queue in service.queues.items()}
 
 
@@ -211,21 +211,21 @@ pick = st.integers(0, 10**6)
 
 
 class Game(RuleBasedStateMachine):
-    """One client that goes through an epoch, on one connection after another; workers come and die."""
+    """One client that loads an epoch over consecutive connections, while workers start and die."""
 
     @initialize(shards=st.integers(1, 3), budget=st.integers(1, 20), start=st.integers(0, 9))
     def begin(self, shards: int, budget: int, start: int) -> None:
-        """Nobody is there yet."""
+        """Create a dispatcher without workers and requests."""
         self.shards = shards
         self.service = Service(budget, 0, shards)
         self.position = start
         self.pending: PendingRange | None = None
         self.made: dict[int, int] = {}
-        """The last batch that each worker was given, since it lives."""
+        """Last batch assigned to each running worker."""
 
     @rule(length=st.integers(1, 5), ahead=st.integers(0, 9))
     def request(self, length: int, ahead: int) -> None:
-        """The client asks for what comes next; what was open before is closed."""
+        """Request the next batches, after closing the previous request."""
         if self.pending is not None:
             self.service.dispatcher.close(self.pending)
         if self.position < EPOCH:
@@ -235,7 +235,7 @@ class Game(RuleBasedStateMachine):
     @precondition(lambda self: self.pending is not None)
     @rule(most=st.integers(1, 4))
     def send(self, most: int) -> None:
-        """The client takes what is ready."""
+        """Send ready batches to the client."""
         assert self.pending is not None
         for k in self.service.send_ready(self.pending, most):
             assert k == self.position
@@ -243,21 +243,21 @@ class Game(RuleBasedStateMachine):
 
     @rule(pick=pick)
     def worker_ready(self, pick: int) -> None:
-        """A worker starts in an empty place."""
+        """Start a worker with an unused ID."""
         if (worker := pick % self.shards) not in self.service.queues:
             self.service.worker_ready(worker)
             self.made.pop(worker, None)
 
     @rule(pick=pick, nbytes=st.integers(1, 8))
     def finish(self, pick: int, nbytes: int) -> None:
-        """A worker finishes its first batch."""
+        """Complete the first batch of a worker."""
         busy = [worker for worker, queue in self.service.queues.items() if queue]
         if busy:
             self.service.finish(busy[pick % len(busy)], nbytes)
 
     @rule(pick=pick)
     def lose_worker(self, pick: int) -> None:
-        """A worker dies; only what it was at can be given up."""
+        """End a worker; only its current batch may fail."""
         if self.service.queues:
             worker = list(self.service.queues)[pick % len(self.service.queues)]
             first = self.service.queues[worker][:1]
@@ -265,7 +265,7 @@ class Game(RuleBasedStateMachine):
 
     @rule()
     def decide(self) -> None:
-        """Every worker is given its own, each further on than the one before; nothing that is wanted is let go."""
+        """Assert that each worker gets batches of its shard in ascending order, and no wanted batch is evicted."""
         before = len(self.service.evicted)
         for address in self.service.decide():
             worker = address.batch % self.shards
@@ -275,7 +275,7 @@ class Game(RuleBasedStateMachine):
         assert all(address.batch < self.position for address in self.service.evicted[before:])
 
     def teardown(self) -> None:
-        """With all workers there, the client gets the rest of the epoch."""
+        """Assert that the client receives the rest of the epoch once all workers run."""
         if not hasattr(self, "service"):
             return
         for worker in range(self.shards):

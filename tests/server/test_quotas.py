@@ -1,4 +1,4 @@
-"""Principals share a server: its workers, its memory, its event loop. None of them can take what is another's."""
+"""Sharing of workers, memory and event loop between principals: none can use the share of another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 
 def someone(name: str, memory_share: float = 1.0) -> Principal:
-    """A principal."""
+    """Return a principal with this name."""
     return Principal(name, ALL_SCOPES, memory_share)
 
 
@@ -37,7 +37,7 @@ def someone(name: str, memory_share: float = 1.0) -> Principal:
 
 
 def work(service: Service, rounds: int, seconds: dict[str, float] | None = None) -> Counter[str]:
-    """So many batches are made, each sent at once; the seconds of work for each loader."""
+    """Compute and send batches, and return the worker time of each loader in seconds."""
     spent: Counter[str] = Counter()
     for _ in range(rounds):
         service.decide()
@@ -159,12 +159,12 @@ def test_the_death_of_a_worker_is_charged_to_the_principal() -> None:
 
 
 def hanging(service: Service) -> dict[int, tuple[Address, float]]:
-    """What is made, all of it for long."""
+    """Return the batches in progress, all of them slow."""
     return {worker: (queue[0], 6.0) for worker, queue in service.queues.items() if queue}
 
 
 def stolen(service: Service) -> int | None:
-    """The worker that is taken from somebody, which is replaced then."""
+    """Preempt and replace a worker, and return its ID."""
     worker = service.dispatcher.preempt(hanging(service))
     if worker is not None:
         assert service.lose_worker(worker, "nobody") == []
@@ -234,7 +234,7 @@ def test_a_capped_consumer_may_use_all_workers_after_its_removal() -> None:
 
 
 def fill(service: Service, rounds: int = 50) -> None:
-    """Work until nothing more is begun; nobody takes anything."""
+    """Compute batches until none is started; no batch is sent."""
     for _ in range(rounds):
         if not service.decide():
             return
