@@ -129,16 +129,16 @@ def url() -> Iterator[str]:
     running.stop()
 
 
-def test_a_connection_that_says_nothing_is_closed(url: str) -> None:
-    """Without a word, when the time for a head is over, and not before."""
+def test_a_silent_connection_is_closed_after_header_timeout(url: str) -> None:
+    """Without a response, and not before the timeout."""
     with Raw(url) as client:
         began = time.monotonic()
         assert client.receive_all() == b""
         assert time.monotonic() - began >= QUICK.header_timeout
 
 
-def test_a_head_that_drips_is_refused(url: str) -> None:
-    """Bytes that go on coming do not move the deadline."""
+def test_a_slow_head_is_rejected_after_header_timeout(url: str) -> None:
+    """Further bytes do not extend the deadline."""
     with Raw(url) as client:
         for byte in itertools.cycle(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 10_000):
             client.send(bytes([byte]))
@@ -157,7 +157,7 @@ def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
 
 
 def test_each_head_of_a_connection_has_its_own_deadline(url: str) -> None:
-    """From its first byte: a connection that waits for its next request is not late."""
+    """It starts at the first byte of the head: a connection that waits for its next request does not time out."""
     with Raw(url) as client:
         assert client.get("/healthz").status == 200
         time.sleep(3 * QUICK.header_timeout)
@@ -179,8 +179,8 @@ HEADS = {
 
 @pytest.mark.parametrize("piece", [1000, 2**24], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
-    """However it arrives, and whether the parser has anything to say of it or not."""
+def test_the_size_of_a_head_is_limited(start: Start, name: str, piece: int) -> None:
+    """However the head arrives, and whether or not the parser reports anything about it."""
     data, status = HEADS[name]
     with Raw(start(header_timeout=30).url) as client:
         for begin in range(0, min(len(data), 200_000 if piece == 1000 else len(data)), piece):
@@ -189,7 +189,7 @@ def test_a_head_has_a_limit(start: Start, name: str, piece: int) -> None:
         assert client.receive_all() == b""
 
 
-def test_a_head_within_the_limit_is_read(start: Start) -> None:
+def test_a_head_below_the_limit_is_accepted(start: Start) -> None:
     """60 KiB, at once and in pieces."""
     with Raw(start(header_timeout=30).url) as client:
         for piece in (1000, 2**16):
@@ -200,8 +200,8 @@ def test_a_head_within_the_limit_is_read(start: Start) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-def test_a_body_that_says_it_is_too_large_is_not_read(url: str, method: str) -> None:
-    """413 before a byte of it came."""
+def test_a_body_with_a_content_length_above_the_limit_is_rejected(url: str, method: str) -> None:
+    """With 413, before the server reads any of it."""
     with Raw(url) as client:
         client.send(f"{method} /v1/loaders HTTP/1.1\r\n".encode() + HOST + b"Content-Length: 268435456\r\n\r\n")
         response = client.receive()
@@ -210,8 +210,8 @@ def test_a_body_that_says_it_is_too_large_is_not_read(url: str, method: str) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/loaders", "/nothing"])
-def test_a_body_that_does_not_say_its_size_is_cut_off(url: str, path: str) -> None:
-    """Whether anybody reads it or not: nothing is gathered beyond the limit."""
+def test_a_chunked_body_above_the_limit_is_rejected(url: str, path: str) -> None:
+    """Also if the endpoint does not read bodies: the server never stores more than the limit."""
     chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
     with Raw(url) as client:
         client.send(f"POST {path} HTTP/1.1\r\n".encode() + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -222,8 +222,8 @@ def test_a_body_that_does_not_say_its_size_is_cut_off(url: str, path: str) -> No
 
 
 @pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "one byte"])
-def test_a_body_that_trickles_is_refused(url: str, sent: bytes) -> None:
-    """Slower than the least rate over the time in which it is taken."""
+def test_a_body_slower_than_min_body_rate_is_rejected(url: str, sent: bytes) -> None:
+    """The rate is measured over `body_timeout`."""
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\n" + sent)
         response = client.receive()
@@ -231,7 +231,7 @@ def test_a_body_that_trickles_is_refused(url: str, sent: bytes) -> None:
         assert client.receive_all() == b""
 
 
-def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
+def test_a_body_at_min_body_rate_is_accepted(start: Start) -> None:
     """However long it takes."""
     with Raw(start(min_body_rate=1000.0).url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 12000\r\n\r\n")
@@ -241,8 +241,8 @@ def test_a_body_that_keeps_the_rate_is_read(start: Start) -> None:
         assert client.receive().problem["detail"].startswith("invalid request body: expected JSON")
 
 
-def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
-    """A request that is refused before its body was read costs the client no connection."""
+def test_the_rest_of_a_body_is_discarded_after_an_early_response(url: str) -> None:
+    """A request that is rejected before its body was read does not close the connection."""
     with Raw(url) as client:
         client.send(
             b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + HOST + b"Content-Length: 900000\r\n\r\n"
@@ -252,8 +252,8 @@ def test_what_follows_an_early_answer_is_thrown_away(url: str) -> None:
         assert client.get("/healthz").status == 200
 
 
-def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
-    """It may leave its body out, so nothing that it sends next could be understood."""
+def test_a_connection_is_closed_if_100_continue_was_not_sent(start: Start) -> None:
+    """The client may omit the body, so the server could not find the start of the next request."""
     with Raw(start(body_timeout=30).url) as client:
         head = HOST + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
         client.send(b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + head)
@@ -261,8 +261,8 @@ def test_a_client_that_was_not_told_to_continue_is_left(start: Start) -> None:
         assert client.receive_all() == b""
 
 
-def test_connections_have_a_limit(start: Start) -> None:
-    """One more is told so and closed, authenticated connections live on, and one that leaves makes room."""
+def test_the_number_of_connections_is_limited(start: Start) -> None:
+    """Further connections get an error and are closed; a closed connection makes room for another."""
     running = start(max_connections=3, header_timeout=10)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url)) for _ in range(3)]
@@ -284,8 +284,8 @@ def test_connections_have_a_limit(start: Start) -> None:
         eventually(has_room)
 
 
-def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
-    """Nothing is held for it then."""
+def test_a_client_that_does_not_read_is_disconnected(start: Start) -> None:
+    """The memory of its response is released."""
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
@@ -296,8 +296,8 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
 
 
 @pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
-def test_a_peer_that_reads_slowly_is_served(start: Start, query: str) -> None:
-    """As long as it takes something in time, of the kernel's buffer too."""
+def test_a_client_that_reads_slowly_is_not_disconnected(start: Start, query: str) -> None:
+    """If it reads at least one byte within `send_timeout`, also from the kernel's buffer."""
     running = start(send_timeout=0.8)
     path = running.register()
     with Raw(running.url, buffer=2**18) as client:
@@ -312,10 +312,8 @@ def test_a_peer_that_reads_slowly_is_served(start: Start, query: str) -> None:
         assert got >= MEGABYTES * 2**20 * (1 if query == "/0" else 2)
 
 
-def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers that are sent are outside the memory budget, so they must not be many."""
+def test_pressure_send_timeout_applies_when_memory_is_short(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory budget does not include responses in transit, so their memory must be limited."""
     running = start(send_timeout=1000.0, pressure_send_timeout=0.2)
     path = running.register()
     with contextlib.ExitStack() as stack:
@@ -330,23 +328,23 @@ def test_peers_that_do_not_read_are_dropped_sooner_when_memory_is_short(
         eventually(lambda: running.service.quotas.sending == 0)
 
 
-def test_pipelined_requests_are_answered_in_order(url: str) -> None:
-    """Each with its own answer."""
+def test_pipelined_requests_get_responses_in_order(url: str) -> None:
+    """Each request gets its own response."""
     with Raw(url) as client:
         for path in ("/healthz", "/nothing", "/readyz"):
             client.send_get(path)
         assert [client.receive().status for _ in range(3)] == [200, 404, 200]
 
 
-def test_too_many_pipelined_requests_are_not_taken(url: str) -> None:
-    """They are cheap to send and dear to keep."""
+def test_the_number_of_pipelined_requests_is_limited(url: str) -> None:
+    """They take more memory on the server than on the client."""
     with Raw(url) as client:
         client.send((b"GET /stats HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)
         assert client.receive_all().count(b"HTTP/1.1 200") <= QUICK.max_pipelined
 
 
-def test_all_requests_of_a_lost_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Not only the last one that was pipelined: nobody works for a client that has gone, and nothing fails by it."""
+def test_all_requests_of_a_broken_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Not only the last pipelined one: workers stop computing for the client, and no error is logged."""
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
@@ -393,8 +391,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_no_request_is_refused(url: str, name: str) -> None:
-    """400 with a sentence, and the connection is closed."""
+def test_malformed_requests_are_rejected(url: str, name: str) -> None:
+    """With 400 and a message, and the connection is closed."""
     with Raw(url) as client:
         client.send(MALFORMED[name])
         response = client.receive()
@@ -404,8 +402,8 @@ def test_what_is_no_request_is_refused(url: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.0", "0.9"])
-def test_other_versions_of_http_are_refused(url: str, version: str) -> None:
-    """A request line with a version other than 1.0 and 1.1 is answered with 505, and the connection is closed."""
+def test_other_versions_of_http_are_rejected(url: str, version: str) -> None:
+    """With 505 for versions other than 1.0 and 1.1, and the connection is closed."""
     with Raw(url) as client:
         client.send(f"GET /healthz HTTP/{version}\r\n".encode() + HOST + b"\r\n")
         response = client.receive()
@@ -413,8 +411,8 @@ def test_other_versions_of_http_are_refused(url: str, version: str) -> None:
         assert client.receive_all() == b""
 
 
-def test_header_fields_have_a_limit(start: Start) -> None:
-    """A head may have `max_headers` fields. One more is refused with 431 when it arrives, before the head's end."""
+def test_the_number_of_header_fields_is_limited(start: Start) -> None:
+    """Beyond `max_headers`, the server responds with 431 before the end of the head."""
     running = start(max_headers=40, header_timeout=30)
     with Raw(running.url) as client:
         assert client.get("/healthz", b"".join(b"X-%d: y\r\n" % n for n in range(39))).status == 200
@@ -435,8 +433,8 @@ FRAMING = {
 
 @pytest.mark.parametrize("piece", [1000, 2**24], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("name", FRAMING)
-def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piece: int) -> None:
-    """Trailers and chunk extensions without content are refused with 431 once they are longer than a head may be."""
+def test_trailers_and_chunk_extensions_are_limited(start: Start, name: str, piece: int) -> None:
+    """With 431 once trailers or chunk extensions without content exceed `max_header_bytes`."""
     data = CHUNKED + FRAMING[name]
     with Raw(start(body_timeout=30).url) as client:
         for begin in range(0, len(data), piece):
@@ -446,15 +444,15 @@ def test_framing_of_a_body_has_the_limit_of_a_head(start: Start, name: str, piec
         assert client.receive_all() == b""
 
 
-def test_framing_is_limited_between_bytes_of_content(start: Start) -> None:
-    """The limit of chunk extensions counts from the last byte of content: a body of any length may have some."""
+def test_the_limit_of_chunk_extensions_restarts_with_content(start: Start) -> None:
+    """A body of any length may contain some."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + (b"40;" + b"x" * 100 + b"\r\n" + b" " * 64 + b"\r\n") * 2000 + b"0\r\n\r\n")
         assert client.receive().problem["detail"].startswith("the body is too large for a loader spec")
 
 
-def test_some_chunks_may_be_small(start: Start) -> None:
-    """A body has 256 chunks of any size, and one for each 64 bytes; with more of them it is refused."""
+def test_the_number_of_small_chunks_is_limited(start: Start) -> None:
+    """A body may have 256 chunks of any size, and one more for each 64 bytes."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + b"1\r\n \r\n" * 256 + b"0\r\n\r\n")
         assert client.receive().problem["detail"].startswith("invalid request body: expected JSON")
@@ -463,7 +461,7 @@ def test_some_chunks_may_be_small(start: Start) -> None:
 
 
 def test_trailers_are_not_headers(start: Start) -> None:
-    """A trailer is dropped: it neither authorizes a request nor adds a Host to it."""
+    """A trailer is discarded: it neither authorizes a request nor sets its Host."""
     with serve([1], num_workers=0, token="a-token-of-the-tests") as url, Raw(url) as client:
         body = b'{"dataset": "dataset"}'
         for field in (b"Authorization: Bearer a-token-of-the-tests", b"Host: evil.example"):
@@ -472,8 +470,8 @@ def test_trailers_are_not_headers(start: Start) -> None:
             assert (response.status, response.problem["code"]) == (401, "Unauthorized")
 
 
-def test_idle_strangers_do_not_keep_clients_out(start: Start) -> None:
-    """Where an address or the server has all its connections, the oldest without an authenticated request is closed."""
+def test_unauthenticated_connections_are_closed_for_new_ones(start: Start) -> None:
+    """At the limit of an IP address or the server, the oldest connection without authenticated request is closed."""
     with (
         serve(
             [1], num_workers=0, token="a-token-of-the-tests", limits=ClientLimits(max_connections_per_address=3)
@@ -490,8 +488,8 @@ def test_idle_strangers_do_not_keep_clients_out(start: Start) -> None:
         assert stack.enter_context(Raw(url)).receive().status == 503, "authenticated connections are not closed"
 
 
-def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
-    """Connections without an authenticated request share `max_unauthenticated_bytes`; the oldest are closed beyond."""
+def test_the_memory_of_unfinished_heads_is_limited(start: Start) -> None:
+    """Unauthenticated connections share `max_unauthenticated_bytes`; beyond it the oldest ones are closed."""
     running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     head = b"GET /v1/datasets HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 50_000
     with contextlib.ExitStack() as stack:
@@ -505,8 +503,8 @@ def test_unfinished_heads_have_a_limit_together(start: Start) -> None:
         assert clients[-1].receive().status == 200
 
 
-def test_header_fields_of_unfinished_heads_count(start: Start) -> None:
-    """Each header field counts as 256 bytes besides its own: a short one takes much more memory than it has bytes."""
+def test_each_header_field_counts_256_bytes_of_memory(start: Start) -> None:
+    """In addition to its length: short fields take much more memory than their bytes."""
     running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     head = b"GET /v1/datasets HTTP/1.1\r\n" + HOST + b"a:\r\n" * 120
     with contextlib.ExitStack() as stack:
@@ -519,7 +517,7 @@ def test_header_fields_of_unfinished_heads_count(start: Start) -> None:
 
 
 def test_memory_of_finished_requests_is_not_counted(start: Start) -> None:
-    """A connection whose requests are answered counts as an idle one, however much it has sent before."""
+    """A connection without pending requests counts as idle, however much it has sent before."""
     running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     with Raw(running.url) as idle, Raw(running.url) as busy:
         for _ in range(100):
@@ -554,8 +552,8 @@ def masked(opcode: int, content: bytes) -> bytes:
     return bytes([opcode, 0x80 | 126]) + len(content).to_bytes(2) + bytes(4) + content
 
 
-def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> None:
-    """A read may bring 20,000 messages; those that wait are kept as received bytes, and parsed a few at a time."""
+def test_websocket_messages_are_parsed_on_demand(start: Start) -> None:
+    """One read may contain 20,000 messages; waiting messages are stored as received bytes."""
     running = start(max_batches_per_request=1, send_timeout=60, header_timeout=60)
     with Raw(running.url, buffer=4096) as client:
         open_websocket(running, client)
@@ -568,8 +566,8 @@ def test_messages_are_parsed_when_the_application_takes_them(start: Start) -> No
         assert len(connection._unparsed) < 2**20
 
 
-def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
-    """They may take a quarter of `max_buffered_request_bytes`. One more is refused with code 1012."""
+def test_the_memory_of_unfinished_messages_is_limited(start: Start) -> None:
+    """A quarter of `max_buffered_request_bytes`; beyond it, a connection is closed with code 1012."""
     running = start(max_buffered_request_bytes=2**19, header_timeout=60, body_timeout=60)
     with contextlib.ExitStack() as stack:
 
@@ -597,8 +595,8 @@ def test_unfinished_messages_have_a_limit_together(start: Start) -> None:
     [masked(0x02, b"x"), masked(0x01, b"x"), masked(0x82, b"x" * 1000)[:20], masked(0x82, b"x")[:1]],
     ids=["a fragment", "a text fragment", "a part of a frame", "a part of a frame's head"],
 )
-def test_an_unfinished_message_has_a_deadline(start: Start, beginning: bytes) -> None:
-    """It must arrive at `min_body_rate`, as a body; otherwise the connection is closed with code 1008."""
+def test_a_message_slower_than_min_body_rate_is_rejected(start: Start, beginning: bytes) -> None:
+    """The connection is closed with code 1008."""
     running = start(header_timeout=60, send_timeout=60)
     with Raw(running.url) as idle, Raw(running.url) as client:
         open_websocket(running, idle)
@@ -611,8 +609,8 @@ def test_an_unfinished_message_has_a_deadline(start: Start, beginning: bytes) ->
         assert idle.is_open()
 
 
-def test_a_message_that_arrives_fast_enough_is_waited_for(start: Start) -> None:
-    """A message may take longer than `body_timeout` if its bytes go on arriving at `min_body_rate`."""
+def test_a_message_at_min_body_rate_is_accepted(start: Start) -> None:
+    """Even if it takes longer than `body_timeout`."""
     running = start(header_timeout=60, send_timeout=60, min_body_rate=10.0)
     with Raw(running.url) as client:
         open_websocket(running, client)
@@ -624,8 +622,8 @@ def test_a_message_that_arrives_fast_enough_is_waited_for(start: Start) -> None:
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"text"], ids=["not UTF-8", "UTF-8"])
-def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptureFixture, text: bytes) -> None:
-    """A text message is answered with a problem and code 1008, whatever it holds; the log has no traceback of it."""
+def test_text_messages_are_rejected(start: Start, caplog: pytest.LogCaptureFixture, text: bytes) -> None:
+    """With a problem and code 1008, whatever the content; the log contains no traceback."""
     running = start(header_timeout=60)
     with Raw(running.url) as client:
         open_websocket(running, client)
@@ -636,8 +634,8 @@ def test_text_messages_are_refused_unread(start: Start, caplog: pytest.LogCaptur
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_a_websocket_that_is_not_read_is_broken_off(start: Start) -> None:
-    """As an answer is."""
+def test_a_websocket_client_that_does_not_read_is_disconnected(start: Start) -> None:
+    """After `send_timeout`, as for HTTP responses."""
     running = start(header_timeout=10)
     with Raw(running.url, buffer=4096) as client:
         websocket(running, client)
@@ -651,8 +649,8 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_websocket_whose_request_cannot_be_read_is_refused(start: Start, name: str) -> None:
-    """Then its connection is closed; others are held to their limits as ever, and the server stops at once."""
+def test_a_websocket_request_with_a_malformed_head_is_rejected(start: Start, name: str) -> None:
+    """The connection is closed; limits of other connections still apply, and the server stops at once."""
     running = start(lingering_time=60)
     head = HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     with Raw(running.url) as client, Raw(running.url) as other:
@@ -664,10 +662,10 @@ def test_a_websocket_whose_request_cannot_be_read_is_refused(start: Start, name:
         assert other.receive().status == 408
 
 
-def test_a_connection_that_cannot_be_checked_is_broken_off(
+def test_a_connection_whose_check_raises_is_aborted(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the cause in the log; the others are held to their limits as ever."""
+    """The log contains the cause; limits of other connections still apply."""
     running = start()
     with Raw(running.url) as client, Raw(running.url) as other:
         assert client.get("/healthz").status == other.get("/healthz").status == 200
@@ -682,8 +680,8 @@ def test_a_connection_that_cannot_be_checked_is_broken_off(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
-    """Their answers would fill the memory; the batches are whole."""
+def test_pings_of_a_client_that_does_not_read_get_no_pongs(start: Start) -> None:
+    """Pongs would fill the memory; the batches arrive complete."""
     count = 50_000
     running = start(send_timeout=60, header_timeout=10)
     with Raw(running.url, buffer=4096) as client:
@@ -697,15 +695,15 @@ def test_pings_of_who_does_not_read_are_not_answered(start: Start) -> None:
     assert len(received) - pongs * 102 > MEGABYTES * 2**20
 
 
-def test_bodies_are_not_unpacked(url: str) -> None:
-    """A compressed one is refused, whatever it would unpack to."""
+def test_compressed_bodies_are_rejected(url: str) -> None:
+    """Without decompression."""
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n")
         assert client.receive().status == 415
 
 
-def test_a_head_that_has_begun_ends_idleness(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection is not idle while a head arrives: only `header_timeout` applies then."""
+def test_the_idle_timeout_does_not_apply_during_a_head(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `header_timeout` applies while a head arrives."""
     monkeypatch.setattr("teleloader_server.web.app.KEEP_ALIVE", 1)
     with Raw(start(header_timeout=30).url) as client:
         assert client.get("/healthz").status == 200
@@ -716,8 +714,8 @@ def test_a_head_that_has_begun_ends_idleness(start: Start, monkeypatch: pytest.M
         assert client.receive_all() == b"", "an idle connection is closed"
 
 
-def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
-    """A body that comes with a request for another protocol could be data of that protocol."""
+def test_the_body_of_an_upgrade_request_is_ignored(url: str) -> None:
+    """It could be data of the other protocol; the connection is closed."""
     with Raw(url) as client:
         fields = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n"
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + fields)
@@ -725,8 +723,8 @@ def test_the_body_of_an_upgrade_is_not_read(url: str) -> None:
         assert client.receive_all() == b""
 
 
-def test_another_upgrade_is_not_taken(url: str) -> None:
-    """The request is answered as it is, and the connection closed: what follows could be of either protocol."""
+def test_other_upgrades_are_ignored(url: str) -> None:
+    """The request gets a normal response, and the connection is closed."""
     with Raw(url) as client:
         response = client.get(
             "/healthz", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
@@ -735,8 +733,8 @@ def test_another_upgrade_is_not_taken(url: str) -> None:
         assert client.receive_all() == b""
 
 
-def test_http_1_0_is_answered(start: Start) -> None:
-    """But for an answer of no stated size, which it cannot have."""
+def test_http_1_0_is_supported(start: Start) -> None:
+    """Except responses without Content-Length."""
     running = start()
     path = running.register()
     with Raw(running.url) as client:
@@ -747,10 +745,10 @@ def test_http_1_0_is_answered(start: Start) -> None:
         assert (client.receive().status, client.receive_all()) == (426, b"")
 
 
-def test_the_log_has_one_line_for_many_breaches(
+def test_rejected_connections_are_logged_in_summary(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first breach is logged at once, all others of the next 10 s in one line, with nothing that a client sent."""
+    """The first at once, all others of the next 10 s in one line, without data of the client."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("teleloader_server.web.guard_manager.LOG_INTERVAL_S", 600.0)
     running = start(header_timeout=0.04)
@@ -767,8 +765,8 @@ def test_the_log_has_one_line_for_many_breaches(
     assert not any("forged" in line or "\n" in line for line in lines)
 
 
-def test_accepted_connections_notice_dead_peers() -> None:
-    """The kernel asks a silent peer; it has that from the socket that listens."""
+def test_accepted_connections_use_tcp_keep_alive() -> None:
+    """They inherit the setting from the listening socket."""
     with bind("127.0.0.1", 0) as listening:
         listening.listen()
         with socket.create_connection(listening.getsockname()):
@@ -780,16 +778,16 @@ def test_accepted_connections_notice_dead_peers() -> None:
 
 
 @pytest.mark.parametrize(("files", "workers", "expected"), [(1024, 2, 896), (1024, 100, 560), (2**16, 2, 57344)])
-def test_workers_have_their_share_of_files(
+def test_file_descriptors_are_reserved_for_workers(
     monkeypatch: pytest.MonkeyPatch, files: int, workers: int, expected: int
 ) -> None:
-    """The more connections, the more is kept for what is no connection."""
+    """The more connections are allowed, the more descriptors are reserved."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert connections_for(workers) == expected
 
 
-def test_a_limit_of_files_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its value, and what is needed."""
+def test_a_too_low_limit_of_open_files_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message contains the limit and the required value."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(
         ConfigError, match=r"\(RLIMIT_NOFILE\) is 64, but a server with 3 workers requires 140: increase the limit"
