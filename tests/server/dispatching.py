@@ -68,12 +68,12 @@ class Service:
 
     @property
     def recycling(self) -> set[int]:
-        """Workers that get nothing more, and are replaced when they have done what they have."""
+        """Workers that are replaced once their assigned batches are completed."""
         return {worker for worker, health in self.health.items() if health.recycling}
 
     @property
     def stalled(self) -> set[int]:
-        """Workers whose batch takes long."""
+        """Workers whose current batch is slow."""
         return {worker for worker, health in self.health.items() if health.stalled}
 
     def quota(self, of: str = "anyone", memory: int | None = None, max_consumers: int = 10**6) -> Quota:
@@ -162,11 +162,11 @@ class Service:
         self.dispatcher.worker_ready(worker, self.health[worker])
 
     def recycle(self, worker: int = 0) -> None:
-        """The worker is to be replaced when it has done what it has."""
+        """Mark a worker to be replaced once its assigned batches are completed."""
         self.health[worker].recycling = True
 
     def stall(self, worker: int, waiting: list[Address]) -> bool:
-        """What the worker makes takes long, and these wait behind it; whether they are taken back."""
+        """Report a slow batch of a worker with batches queued behind it; return True if these are reassigned."""
         if not self.dispatcher.worker_stalled(waiting):
             return False
         self.health[worker].stalled = True
@@ -175,7 +175,7 @@ class Service:
         return True
 
     def resume(self, worker: int) -> None:
-        """It has finished that batch."""
+        """Report that a worker has completed its slow batch."""
         self.health[worker].stalled = False
 
     def lose_worker(
