@@ -31,6 +31,10 @@ class Start:
     spec: LoaderSpec
     order: Order
     position: Position
+    is_first: bool
+    """True if the loader's workers have iterated no other epoch."""
+    previous_states: tuple[str | None, ...] | None
+    """Last states of the shards in the previous epoch, if known."""
     lists: IndexLists | None
     """Index lists of a client-side sampler, from `position` on; None if servers compute the indices."""
     placement: Placement
@@ -89,6 +93,7 @@ class Start:
         spec, order, epoch = replace(self.spec, fingerprint=registered.fingerprint), self.order, self.position.epoch
         keeps_dataset = self.keeps_workers or registered.num_workers == 0
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
+        progress.continues_dataset = keeps_dataset and order.has_shards and not self.is_first
         if order.has_plan and stop != registered.batches:
             raise ProtocolError(
                 f"{dataset.url} reports {registered.batches} batches per epoch, expected {stop}: install the same "
@@ -107,6 +112,7 @@ class Start:
         buffers = self.placement.buffers()
         options = FetchOptions(
             spec=spec,
+            previous_states=self.previous_states if keeps_dataset else None,
             key=registered.key,
             epoch=epoch,
             consumer=LoaderIterator.consumer_name(spec.rank, self.loader),

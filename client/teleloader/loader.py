@@ -386,6 +386,8 @@ class DataLoader:
             spec=self._spec_of_iteration(order, before),
             order=order,
             position=self._next,
+            is_first=before is None and self._progress is None,
+            previous_states=None if self._progress is None else self._progress.next.shard_states,
             lists=lists,
             placement=placement,
             loader=self._number,
@@ -487,13 +489,17 @@ class DataLoader:
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
         all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
         a client-side sampler it also has the random state from which the epoch's order was drawn (10 KB); with an
-        iterable-style dataset, the position and the state of each shard.
+        iterable-style dataset, the position and the state of each shard. At the start of an epoch of persistent workers
+        that left the previous epoch, this method waits for the first batch of each shard, which contains its state.
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
+            Exception: The error that ended the iteration, if this method has to wait.
         """
         order, spec = self._order, self.spec
-        position = self._next if self._progress is None else self._progress.position
+        position, iterator = self._next, self._last()
+        if self._progress is not None:
+            position = (None if iterator is None else iterator.position) or self._progress.position
         if position == Position():
             position = order.initial(position)
         if self._progress is None and isinstance(self._remote, DirectDataset):

@@ -28,11 +28,11 @@ class Delivered(NamedTuple):
     first: int
     """Number of the first delivered batch of the shard; not 0 if the iteration was resumed."""
     next: int
-    """Number of the shard's next batch to deliver."""
+    """Number of the shard's next batch to deliver; equal to `first` if batches were requested, but none delivered."""
     digest: int
     """Rolling digest (`extended`) of the frames of [first, next), without failures and ends."""
     state: str | None
-    """Shard state after the last delivered batch."""
+    """Shard state after the last delivered batch; before the first one, the last state in the previous epoch."""
 
 
 def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
@@ -48,7 +48,7 @@ def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
 
 
 def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
-    """Encode the progress of all shards in an epoch as text; None marks a shard without delivered batches."""
+    """Encode the progress of all shards in an epoch as text; None marks a shard without requests."""
     return json.dumps([epoch, *shards], separators=(",", ":"))
 
 

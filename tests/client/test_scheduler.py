@@ -134,6 +134,18 @@ def test_shards_are_asked_one_range_after_another() -> None:
 # --- Several servers ----------------------------------------------------------------------------------------------
 
 
+def test_no_batch_is_requested_above_the_memory_limit_but_those_that_are_needed() -> None:
+    """A saved state may need the first batch of each shard, which the training loop does not take meanwhile."""
+    scheduler = RangeScheduler(0, 100, 2, 4, adaptive=True, shards=4)
+    scheduler.over_memory = True
+    assert scheduler.next_range() is None
+    scheduler.needed = 4
+    for batch in range(4):
+        assert scheduler.next_range() == Range(batch, batch + 1, 7 - batch)
+        scheduler.arrived(1, 2**30)
+    assert scheduler.next_range() is None
+
+
 def answer(scheduler: RangeScheduler, server: int, now: float, *, times: int = 1) -> None:
     """The server is asked, and answers after 10 ms."""
     for i in range(times):

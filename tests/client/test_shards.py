@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from teleloader.fetch.shards import DeliveredShards
+from teleloader.transport.range import Range
 from teleloader_shared import codec, delivered
 from teleloader_shared.codec import Address, End, Failure, Frame, to_bytes
 from teleloader_shared.errors import StateMismatch
@@ -55,6 +57,20 @@ def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> No
     assert shards.spec.delivered is not None
     assert delivered.unpack(shards.spec.delivered, 3, 0) == bench.loading.passes.reached.shard
     assert delivered.unpack(shards.spec.delivered, 4, 0) is None
+
+
+def test_shards_of_which_batches_were_requested_are_marked() -> None:
+    """A server may have fetched their samples: until a batch arrives, it is told so, and the last state before."""
+    spec = LoaderSpec(dataset="data", session="s", num_workers=3)
+    shards = DeliveredShards(spec, 3, ["a", "b", None])
+    shards.request(Range(4, 6, 2))
+    assert json.loads(shards.spec.delivered or "") == [3, None, [1, 1, 0, "b"], [1, 1, 0, None]]
+    raw = np.frombuffer(to_bytes(Address(spec.key, 3, 7), [1, 2], shard_state="c"), np.uint8)
+    shards.request(Range(6, 9, 0))
+    shards.add([codec.read(codec.Bits(raw))], raw)
+    found = json.loads(shards.spec.delivered or "")
+    assert [found[1], found[3]] == [[2, 2, 0, "a"], [1, 1, 0, None]]
+    assert (found[2][:2], found[2][3]) == ([2, 3], "c")
 
 
 def received(spec: LoaderSpec, state: str) -> DeliveredShards:

@@ -19,7 +19,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset, WorkerDied
 from teleloader_server import get_worker_info
-from tests.conftest import ROOT, ServerProcess, StartServer
+from tests.conftest import ROOT, ServerProcess, StartServer, eventually
 
 LENGTH = 400
 
@@ -92,7 +92,17 @@ class Growing:
         return iter(lines)
 
 
-seeded, own, stateful, consumed, growing = Seeded(), Own(), Stateful(), Consumed(), Growing()
+class Awaited(Consumed):
+    """The same, but the second sample is not yielded before a file exists."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number, sample in enumerate(super().__iter__()):
+            while number and not os.path.exists(f"{os.environ['CONSUMED']}/go on"):
+                time.sleep(0.01)
+            yield sample
+
+
+seeded, own, stateful, consumed, growing, awaited = Seeded(), Own(), Stateful(), Consumed(), Growing(), Awaited()
 
 
 class Forgetting:
@@ -164,6 +174,20 @@ def test_an_epoch_that_cannot_continue_is_an_error(
     assert len(samples) == len(set(samples))
     assert len(errors) == num_workers
     assert all("a second iteration yielded different samples" in str(error) for error in errors)
+
+
+def test_a_server_that_restarts_before_the_first_batch_is_an_error(
+    host: Callable[[str], Forgetting], tmp_path: Path
+) -> None:
+    """Its workers had fetched samples, and no batch arrived that a second iteration could be compared with."""
+    server = host("awaited")
+    batches = iter(DataLoader(RemoteDataset(server.server.url, "awaited"), 4, num_workers=1, output="numpy"))
+    eventually(lambda: (tmp_path / "0").exists())
+    server.restart()
+    (tmp_path / "go on").touch()
+    with pytest.raises(WorkerDied, match="exited before it delivered a batch to compare with"):
+        next(batches)
+    assert list(batches) == []
 
 
 STOPPED = """

@@ -366,6 +366,71 @@ def test_a_process_that_loads_by_itself_resumes_on_the_same_object(make: type[Co
         assert_same(rest, whole[taken:], f"epoch {state['epoch']}, {taken} batches before: batches")
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("make", [Counter, OneTime])
+@pytest.mark.parametrize("first_epoch", [0, 1, 4], ids="{} batches of the first epoch".format)
+def test_persistent_workers_resume_after_an_epoch_that_was_left(
+    first_epoch: int, make: type[Counter], num_workers: int
+) -> None:
+    """From any position, before the first batch too: each shard continues where its worker left the dataset."""
+    arguments: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers, "persistent_workers": True}
+    with few_cpus_are_fine(), serve(make(40, 41, 42), num_workers=3) as url:
+        remote = RemoteDataset(url)
+        loader = DataLoader(remote, **arguments)
+        iterator = iter(loader)
+        for _ in range(first_epoch):
+            next(iterator)
+        loader.set_epoch(1)
+        seed_everything()
+        iterator = iter(loader)
+        states, whole = [json.dumps(loader.state_dict())], []
+        for batch in iterator:
+            whole.append(batch)
+            states.append(json.dumps(loader.state_dict()))
+        for taken, saved in enumerate(states[: 2 * num_workers]):
+            resumed = DataLoader(remote, **arguments)
+            resumed.load_state_dict(json.loads(saved))
+            assert_same(list(resumed), whole[taken:], f"{taken} batches before: batches")
+
+
+def test_a_state_waits_for_the_first_batches_although_they_exceed_the_memory_limit() -> None:
+    """Which pauses requests otherwise: the training loop waits here, and would take no batch."""
+    size = 100_000
+    dataset = Emitting(size)
+    with few_cpus_are_fine(), serve(dataset, num_workers=6) as url:
+        loader = DataLoader(
+            RemoteDataset(url), 1, num_workers=6, persistent_workers=True, max_batch_bytes=size + 5000, output="numpy"
+        )
+        next(iter(loader))
+        batches = iter(loader)
+        states = loader.state_dict()["shard_states"]
+        assert all(state is not None for state in states)
+        assert next(batches).nbytes == size
+
+
+class Emitting:
+    """Arrays without end, and their number as the state."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        return np.zeros(self.size, np.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.number = state["number"]
+
+
 @pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"shuffle": True}], ids=str)
 def test_iterators_have_the_length_of_their_epoch(arguments: dict[str, Any]) -> None:
     """``len(iter(loader))`` is the number of batches of the whole epoch at any position, as with torch."""

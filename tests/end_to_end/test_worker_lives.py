@@ -85,6 +85,62 @@ def test_a_dataset_that_cannot_be_iterated_again_is_an_error(num_workers: int) -
     assert len(samples) == len(set(samples))
 
 
+class Consumed:
+    """Samples of a queue; a worker dies in its first batch."""
+
+    def __init__(self) -> None:
+        self.taken = shared_counter()
+
+    def __iter__(self) -> Iterator[int]:
+        while (sample := count(self.taken)) <= 40:
+            if sample == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample
+
+
+def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
+    """They are lost if the dataset yields each sample once, which nothing can show: the loop is told."""
+    with serve(Consumed(), num_workers=1) as url:
+        found = arrived(loader_of(url, 4, num_workers=1))
+    assert [type(batch) for batch in found] == [WorkerDied]
+    assert "exited before it delivered a batch to compare with" in str(found[0])
+
+
+class Cursor:
+    """A dataset that is its own iterator: ten numbers in each epoch, which continue those of the last epoch."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position % 11 == 0:
+            raise StopIteration
+        return self.position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.position = state["position"]
+
+
+def test_a_worker_that_dies_between_epochs_leaves_its_position_to_its_replacement() -> None:
+    """The next epoch of persistent workers continues the last one, as in one life."""
+    with serve(Cursor(), num_workers=1) as url:
+        loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
+        assert [sample for batch in arrived(loader) for sample in batch] == list(range(1, 11))
+        (pid,) = [worker["pid"] for worker in stats_of(url)["workers"] if worker["loader"]]
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: stats_of(url)["server"]["worker_restarts"] == 1)
+        assert [sample for batch in arrived(loader) for sample in batch] == list(range(12, 22))
+
+
 def test_a_persistent_worker_is_replaced_in_the_random_state_of_its_epoch() -> None:
     """Its generators have gone on since its birth: a replacement draws what the epoch began with, as in one life."""
 

@@ -13,6 +13,7 @@ from teleloader_server.loading.passes import Began
 from teleloader_server.loading.replay import Reached
 from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure
+from teleloader_shared.delivered import Delivered
 from tests.server.bench import Bench
 
 STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
@@ -136,6 +137,114 @@ def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
     assert failure.type == "teleloader.WorkerDied"
     assert "a second iteration yielded different samples" in failure.message
     assert isinstance(again.batch(done + 1, **STREAM), End)
+
+
+class Interrupted:
+    """Its first iteration raises an exception after three samples; whatever it took from the dataset is gone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        for sample, _ in zip(self.dataset, range(3), strict=False):
+            yield sample
+        raise ConnectionError
+
+
+def interrupted(make: Make) -> Bench:
+    """A worker that has fetched samples for its first batch, and has not delivered it."""
+    bench = Bench(Interrupted(make()))
+    bench.failure(0, **STREAM_OF_FOUR)
+    assert bench.loading.passes.reached is None
+    return bench
+
+
+STREAM_OF_FOUR = {**STREAM, "batch_size": 4}
+
+
+def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
+    """A second iteration cannot be compared with anything, and a queue does not yield its samples again."""
+    Consumed.left = list(range(20))
+    again = replaced(interrupted(Consumed), Consumed)
+    failure = again.failure(0, **STREAM_OF_FOUR)
+    assert failure.type == "teleloader.WorkerDied"
+    assert "exited before it delivered a batch to compare with" in failure.message
+    assert isinstance(again.batch(1, **STREAM_OF_FOUR), End)
+
+
+def test_a_stateful_dataset_starts_again_if_nothing_was_delivered() -> None:
+    """Its contract is that it can be restored to any state, and so to its first one."""
+    again = replaced(interrupted(Kept), Kept)
+    assert sorted(taken(again, range(5), batch_size=4)) == list(range(20))
+
+
+@pytest.mark.parametrize(("make", "fails"), [(Ordered, True), (Kept, False)])
+def test_a_new_session_knows_which_batches_were_requested(make: Make, fails: bool) -> None:
+    """A server that was restarted may have fetched their samples before."""
+    spec = {**STREAM, "delivered": delivered.pack(0, [Delivered(0, 0, 0, None)])}
+    if fails:
+        assert "exited before it delivered a batch" in Bench(make()).failure(0, **spec).message
+    else:
+        assert sorted(taken(Bench(make()), range(10), **spec)) == list(range(20))
+
+
+class Cursor:
+    """Numbers without end, ten in each epoch, yielded by the dataset itself."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position % 11 == 0:
+            raise StopIteration
+        return self.position
+
+
+class KeptCursor(Cursor):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("done", [2, 5])
+def test_an_iterator_continues_in_the_next_epoch_where_a_worker_left_it(done: int) -> None:
+    """With persistent workers, and whether the epoch was left or has ended."""
+    first = Bench(KeptCursor())
+    for k in range(done + (done == 5)):
+        first.frame(k, **STREAM)
+    expected = list(range(2 * done + 1 + (done == 5), 2 * done + 5 + (done == 5)))
+    again = replaced(first, KeptCursor)
+    assert [sample for k in range(2) for sample in again.batch(k, 1, **STREAM).tolist()] == expected
+    assert [sample for k in range(2) for sample in first.batch(k, 1, **STREAM).tolist()] == expected
+
+
+def test_an_iterator_without_a_state_is_an_error_in_the_next_epoch() -> None:
+    """A replacement would yield what was delivered before."""
+    first = Bench(Cursor())
+    taken(first, range(2))
+    again = replaced(first, Cursor)
+    assert again.failure(0, 1, **STREAM).type == "teleloader.WorkerDied"
+    assert isinstance(again.batch(1, 1, **STREAM), End)
+
+
+def test_a_new_session_starts_an_iterator_from_its_state_in_the_previous_epoch() -> None:
+    """The client knows it, and a server that was restarted does not."""
+    first = Bench(KeptCursor())
+    taken(first, range(2))
+    assert first.loading.passes.reached is not None
+    state = first.loading.passes.reached.shard.state
+    spec = {**STREAM, "delivered": delivered.pack(1, [Delivered(0, 0, 0, state)])}
+    assert Bench(KeptCursor()).batch(0, 1, **spec).tolist() == [5, 6]
 
 
 def in_new_session(old: Bench, make: Make, *, epoch: int = 0) -> tuple[Bench, dict[str, Any]]:

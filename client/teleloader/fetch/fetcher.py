@@ -42,6 +42,8 @@ class FetchOptions:
     """Batch request parameters for one epoch."""
 
     spec: LoaderSpec
+    previous_states: tuple[str | None, ...] | None
+    """Last states of the shards in the previous epoch, if the same workers iterated it."""
     key: str
     """Key of the loader (`LoaderSpec.key`)."""
     epoch: int
@@ -120,7 +122,8 @@ class Fetcher:
         self._options = options
         self._reorder_buffer = reorder_buffer
         self._is_registered = is_registered
-        self._shards = DeliveredShards(options.spec, options.epoch) if reorder_buffer.scheduler.has_shards else None
+        has_shards = reorder_buffer.scheduler.has_shards
+        self._shards = DeliveredShards(options.spec, options.epoch, options.previous_states) if has_shards else None
         """Record of delivered batches, from which a server restores a session that it evicted."""
         self.registered_at = {servers[0]} if is_registered else set()
         """Servers with which the loader was registered."""
@@ -286,6 +289,8 @@ class Fetcher:
             self._in_flight.append((self._send(connection, wanted), wanted))
 
     def _send(self, connection: Connection, wanted: Range) -> Connection:
+        if self._shards is not None:
+            self._shards.request(wanted)
         connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
         self._last_request = time.monotonic()
         return connection

@@ -59,6 +59,8 @@ class Progress:
     """True if the next epoch has the same base seed, as with torch's persistent workers."""
     keeps_dataset: bool = False
     """True if the next epoch iterates the same replicas of the dataset."""
+    continues_dataset: bool = False
+    """True if the previous epoch iterated the same replicas of the dataset."""
     finished: bool = False
     """True once ``next()`` has raised StopIteration."""
     is_unused: bool = True
@@ -185,6 +187,27 @@ class Iteration:
         drawn_all = self.lists is None or self.lists.exhausted
         return drawn_all and self.progress.batch >= self.scheduler.stop
 
+    def position(self) -> Position:
+        """Return the position to resume from.
+
+        If the previous epoch left an iterable-style dataset at a position that only its worker knows, wait for the
+        first batch of each shard, which contains the state at the start of the shard.
+
+        Raises:
+            Exception: The error that ended the iteration.
+        """
+        position, buffer, shards = self.progress.position, self.reorder_buffer, self.spec.shards
+        is_known = not self.progress.continues_dataset or self.progress.finished or position.batch >= shards
+        if is_known or isinstance(buffer, DirectReceiver):
+            return position
+        states = list(position.shard_states or (None,) * shards)
+        if None in states[position.batch :]:
+            for frame in buffer.receive(shards):
+                k = frame.address.batch
+                if k < shards and states[k] is None:
+                    states[k] = frame.shard_state
+        return position._replace(shard_states=tuple(states))
+
     def close(self) -> None:
         """Stop the receiving threads and the device copies."""
         self.measures.end()
@@ -228,6 +251,11 @@ class LoaderIterator:
         self._finalizer = weakref.finalize(self, _end, iteration)
         self._finalizer.atexit = False  # see `_leave`
         _iterations.add(iteration)
+
+    @property
+    def position(self) -> Position | None:
+        """Position to resume from, see `Iteration.position`; None in a forked child process."""
+        return None if self._iteration is None or self.is_copy else self._iteration.position()
 
     @property
     def is_copy(self) -> bool:

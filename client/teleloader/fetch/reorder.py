@@ -27,6 +27,10 @@ BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
 """Errors after which a request is retried."""
 
 
+POLL_INTERVAL: Final = 0.005
+"""Seconds between checks in `ReorderBuffer.receive`."""
+
+
 class Arrived(NamedTuple):
     """Received batch whose predecessors have all arrived, so that the training loop can receive it."""
 
@@ -118,6 +122,23 @@ class ReorderBuffer:
         """
         if self.peek() is None:
             self._await_batch(timeout)
+
+    def receive(self, stop: int) -> list[Frame]:
+        """Wait until all batches before `stop` have arrived; return those that the training loop has not received.
+
+        Raises:
+            Exception: The error that ended the iteration.
+        """
+        while True:
+            with self.lock:
+                self.scheduler.needed = stop
+                self.changed.notify_all()
+                if self.scheduler.received >= stop:
+                    return list(self.arrived())
+                error = self._error or self.closed
+            if error is not None:
+                raise error
+            time.sleep(POLL_INTERVAL)  # not a condition, as in `_await_batch`
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
         """Call `callback` once, from any thread, as soon as `wait` would not block; None cancels a pending call."""
@@ -257,6 +278,7 @@ class ReorderBuffer:
                     not scheduler.over_memory
                     or self.is_over()
                     or scheduler.has_retries
+                    or k < scheduler.needed
                     or (not self._batches and k <= scheduler.received)
                 ),
                 timeout,

@@ -94,6 +94,8 @@ class RangeScheduler:
         self.stop = stop
         self.over_memory = False
         """True while buffered batches exceed the memory limit, so that requests are paused."""
+        self.needed = 0
+        """Number of the batch up to which requests are not paused."""
         self.hedges = 0
         """Number of batches that were requested from a second server because the first one was slow."""
         self._requested = start
@@ -152,7 +154,7 @@ class RangeScheduler:
     @property
     def has_room(self) -> bool:
         """True if the prefetch window has room for another request, which covers several batches."""
-        if self.over_memory:
+        if self.over_memory and self._requested >= self.needed:
             return False
         room, rest = self.taken + self.window - self._requested, self.stop - self._requested
         return rest > 0 and room > 0 and (room >= self.window // 4 or rest <= room)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader.transport.range import Range
 from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.delivered import Delivered
@@ -20,12 +21,23 @@ class DeliveredShards:
     Args:
         spec: Spec of the session.
         epoch: Epoch number.
+        previous: Last states of the shards in the previous epoch of the session, if known.
     """
 
-    def __init__(self, spec: LoaderSpec, epoch: int) -> None:
+    def __init__(self, spec: LoaderSpec, epoch: int, previous: Sequence[str | None] | None = None) -> None:
         self._spec = spec
         self._epoch = epoch
+        self._previous = previous or (None,) * spec.shards
         self._shards: list[Delivered | None] = [None] * spec.shards
+
+    def request(self, wanted: Range) -> None:
+        """Record that a server may start to iterate the shards of these batches."""
+        if None not in self._shards:
+            return
+        for batch in range(wanted.start, wanted.stop):
+            number, shard = divmod(batch, self._spec.shards)
+            if self._shards[shard] is None:
+                self._shards[shard] = Delivered(number, number, 0, self._previous[shard])
 
     def add(self, frames: Iterable[Frame], raw: NDArray[np.uint8]) -> None:
         """Record received frames as delivered.
@@ -38,7 +50,9 @@ class DeliveredShards:
         for frame in frames:
             if not isinstance(frame.content, Failure | End):
                 number, shard = divmod(frame.address.batch, self._spec.shards)
-                before = self._shards[shard] or Delivered(number, number, 0, None)
+                before = self._shards[shard]
+                if before is None or before.next == before.first:
+                    before = Delivered(number, number, 0, None)
                 digest = delivered.extended(
                     before.digest, raw[start : start + frame.nbytes], checksum=self._spec.checksum
                 )

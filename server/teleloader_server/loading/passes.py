@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -50,6 +50,8 @@ class Pass:
     replay: Replay
     generators: Any = None
     """Random state at the start of the pass."""
+    is_unverified: bool = False
+    """True if an earlier worker may have fetched samples that no replay can be compared with."""
 
     @staticmethod
     def number(task: Task) -> int:
@@ -64,11 +66,20 @@ class Pass:
         """Fetch the samples of a batch; return None after the end of the shard.
 
         Raises:
-            WorkerDied: The shard has fewer samples than an earlier worker delivered.
+            WorkerDied: The shard has fewer samples than an earlier worker delivered, or the samples that the earlier
+                worker fetched are unknown.
         """
         samples = self.shard.fetch(self.number(task))
         if samples is None and self.replay.falls_short():
             raise _other_samples(task)
+        if self.is_unverified and self.shard.is_stateless:
+            self.is_unverified = False
+            self.shard.end()
+            raise WorkerDied(
+                f"cannot verify iterable-style dataset {task.spec.dataset!r} at {task.address}: an earlier worker may "
+                "have fetched samples, but exited before it delivered a batch to compare with. The shard ends here, "
+                "because samples may be lost. Define state_dict() and load_state_dict() (torchdata's Stateful)"
+            )
         return samples
 
 
@@ -100,6 +111,7 @@ class Passes:
         self._initial: Any = None
         """Random state before the first pass of a worker process."""
         self._began: Began | None = None
+        """Start of the replaced worker's last pass, until this worker starts a pass."""
         self._passes: OrderedDict[tuple[str, int], Pass] = OrderedDict()
         """Passes by (loader, epoch); only the last one has an open iterator."""
         self.reached: Reached | None = None
@@ -148,6 +160,11 @@ class Passes:
         if replay.next == pass_.number(task) + 1:
             self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
 
+    def end(self, task: Task, state: str | None) -> None:
+        """Record the state at the end of a shard, in which a dataset that is its own iterator starts the next epoch."""
+        if self.reached is not None and self.reached[:2] == task.address[:2]:
+            self.reached = self.reached._replace(end=state)
+
     def _new(self, hosted: HostedDataset, task: Task) -> Pass:
         spec, run = task.spec, task.address[:2]
         saved = []
@@ -156,9 +173,15 @@ class Passes:
             saved += [] if text is None else [text]
         if self._initial is None and self._owns_datasets:
             self._initial = random_state()
+        began, self._began = self._began, None
+        replaces, is_own_iterator = began is not None and began[:2] == run, isinstance(hosted.dataset, Iterator)
         earlier = self._delivered_earlier(spec, task.address)
-        if earlier is not None and earlier.state is not None and _can_be_unpacked(earlier.state):
-            saved.append(earlier.state)
+        if earlier is None and began is not None and (replaces or is_own_iterator):
+            earlier = self._undelivered(task)
+        is_unverified = earlier is not None and earlier.next == earlier.first
+        state = None if earlier is None or (is_unverified and not is_own_iterator) else earlier.state
+        if state is not None and _can_be_unpacked(state):
+            saved.append(state)
         shard = Shard(
             hosted.dataset,
             spec.batch_size,
@@ -172,7 +195,8 @@ class Passes:
             saved=saved,
             max_state=MAX_STATES // spec.shards,
         )
-        return Pass(shard, Replay(earlier))
+        generators = user_state.unpack(began.generators) if began is not None and replaces else None
+        return Pass(shard, Replay(None if is_unverified else earlier), generators, is_unverified)
 
     def _delivered_earlier(self, spec: LoaderSpec, address: Address) -> Delivered | None:
         """Return the progress of an earlier worker or session in the shard and epoch of a batch, or None."""
@@ -182,6 +206,11 @@ class Passes:
             return None
         return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
 
+    def _undelivered(self, task: Task) -> Delivered:
+        """Return the progress of a replaced worker without delivery in this epoch, with the state of an earlier one."""
+        number, reached = Pass.number(task), self.reached
+        return Delivered(number, number, 0, None if reached is None else reached.end or reached.shard.state)
+
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
         """Set the epoch and the random state before iterating the dataset; the state is the same within an epoch."""
         loader, epoch, _ = task.address
@@ -190,14 +219,15 @@ class Passes:
         pass_.replay.restart(pass_.shard.next - 1)
         if not self._seeds:
             return
+        is_known = pass_.generators is not None
         if saved is not None:
             pass_.generators = saved
-        elif pass_.generators is None and self._began is not None and self._began[:2] == (loader, epoch):
-            pass_.generators = user_state.unpack(self._began.generators)
-        if pass_.generators is not None:
+        if pass_.generators is None:
+            pass_.generators = random_state()
+        else:
             set_random_state(pass_.generators)
+        if is_known:
             return
-        pass_.generators = random_state()
         texts = (user_state.pack(generators) for generators in (pass_.generators, self._initial))
         self._tell_began(Began(loader, epoch, *texts))
 

@@ -25,11 +25,13 @@ class Reached(NamedTuple):
     epoch: int
     shard: Delivered
     """Delivered batches of the shard, with the result of `Shard.state`."""
+    end: str | None = None
+    """Result of `Shard.state` at the end of the shard; None before the end."""
 
     @classmethod
-    def from_message(cls, loader: str, epoch: int, shard: Sequence[Any]) -> Reached:
+    def from_message(cls, loader: str, epoch: int, shard: Sequence[Any], end: str | None) -> Reached:
         """Decode the record from a worker message, where `shard` is a list."""
-        return cls(loader, epoch, Delivered(*shard))
+        return cls(loader, epoch, Delivered(*shard), end)
 
 
 class Replay:

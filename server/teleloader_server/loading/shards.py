@@ -90,6 +90,11 @@ class Shard:
         self._ended = False
         self._is_new = True
 
+    @property
+    def is_stateless(self) -> bool:
+        """True if the dataset is being iterated, and neither the dataset nor its iterator has a ``state_dict``."""
+        return self._iterator is not None and not self._keepers
+
     def fetch(self, number: int) -> list[Any] | None:
         """Fetch the samples of batch `number` of the shard; return None after the last batch.
 

@@ -232,7 +232,11 @@ class Encode(Stage):
         writer = frame_writer(task, batch.content, self._context.max_batch_bytes, batch.padding, batch.state)
         batch.frame = batch.place(writer.nbytes)[: writer.nbytes]
         writer.write(batch.frame)
-        if batch.pass_ is not None and batch.samples is not None:
+        if batch.pass_ is None:
+            return
+        if batch.samples is None:
+            self._context.passes.end(task, batch.state)
+        else:
             self._context.passes.deliver(batch.pass_, task, batch.frame, batch.state)
 
 
