@@ -494,7 +494,7 @@ class DataLoader:
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
-            Exception: The error that ended the iteration, if this method has to wait.
+            Exception: If this method has to wait and the iteration has failed; the same exception as of `next()`.
         """
         order, spec = self._order, self.spec
         position, iterator = self._next, self._last()

@@ -110,7 +110,9 @@ class Bits:
         """Return this memory if the frame fills it, else a copy, which does not keep adjacent frames in memory."""
         if nbytes == len(self.data):
             return self
-        return type(self)(self.data[start : start + nbytes].copy())
+        memory = self.allocate(nbytes)
+        memory.data[:] = self.data[start : start + nbytes]
+        return memory
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """Return an array that views this memory, with the NumPy type that stores the bits of `dtype_name`."""

@@ -15,7 +15,9 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader.tensors.memory import HostBuffers, PinnedMemory
 from teleloader.tensors.pinned import PinnedBudget, process_budget
 from teleloader_server import serve
+from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
+from teleloader_shared.codec import Address, to_bytes
 
 SIZES = {"grouped": 300, "small": 40_000, "whole": 1_500_000}
 """Bytes of a sample: many batches in a response, several, and one."""
@@ -236,6 +238,17 @@ def test_impossible_shapes_are_refused(gpu: Any) -> None:
     ):
         tensor = memory.leaf(64, dtype, shape, "tensor")
         assert (tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous()) == (shape, f"torch.{dtype}", True)
+    gpu.finish()
+
+
+def test_each_of_several_frames_is_copied_to_memory_of_its_own(gpu: Any) -> None:
+    """A server may send more batches than were requested; each is decoded before the surplus is refused."""
+    frames = [to_bytes(Address("key", 0, k), np.full(3, k, np.float32)) for k in range(2)]
+    memory = HostBuffers("torch", BufferPool(), PinnedBudget(2**20)).take(sum(map(len, frames)), 1)
+    assert isinstance(memory, PinnedMemory)
+    memory.data[:] = np.frombuffer(b"".join(frames), np.uint8)
+    first, second = codec.read_all(memory, 2**20)
+    assert [first.content.tolist(), second.content.tolist()] == [[0, 0, 0], [1, 1, 1]]
     gpu.finish()
 
 

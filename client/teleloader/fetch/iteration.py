@@ -194,7 +194,7 @@ class Iteration:
         first batch of each shard, which contains the state at the start of the shard.
 
         Raises:
-            Exception: The error that ended the iteration.
+            Exception: If the iteration has failed; the same exception that `next()` raises.
         """
         position, buffer, shards = self.progress.position, self.reorder_buffer, self.spec.shards
         is_known = not self.progress.continues_dataset or self.progress.finished or position.batch >= shards

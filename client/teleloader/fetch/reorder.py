@@ -127,7 +127,7 @@ class ReorderBuffer:
         """Wait until all batches before `stop` have arrived; return those that the training loop has not received.
 
         Raises:
-            Exception: The error that ended the iteration.
+            Exception: If the iteration has failed; the same exception that `next()` raises.
         """
         while True:
             with self.lock:

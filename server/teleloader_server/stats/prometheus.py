@@ -37,7 +37,7 @@ _GAUGES: Final = {
     "pss": ("memory_resident_bytes", "Memory of the server and its workers (PSS), with shared pages counted once."),
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
-    "draining": ("draining", "1 while the server is shutting down, else 0."),
+    "draining": ("draining", "Equal to 1 while the server is shutting down, else 0."),
 }
 """Metric names and descriptions by field of `ServerStats`."""
 _OF_DATASETS: Final = {
