@@ -19,7 +19,7 @@ from teleloader.errors import exception_of
 from teleloader.sampling import index_frame
 from teleloader.transport.selection import server_at
 from teleloader_shared import local
-from teleloader_shared.codec import Address, Failure, Frame
+from teleloader_shared.codec import BatchId, Failure, Frame
 from teleloader_shared.errors import (
     DatasetChanged,
     ProtocolError,
@@ -162,7 +162,7 @@ class RemoteDataset:
         spec = LoaderSpec(dataset=self.name, batch_size=None)
         frame = self.batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
         if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.address, self.url)
+            raise exception_of(frame.content, frame.batch_id, self.url)
         return frame.content
 
     def batch(
@@ -183,14 +183,14 @@ class RemoteDataset:
 
         def request() -> Frame:
             number, registered = self._register(spec)
-            server, address = self.servers[number], Address(registered.key, epoch, k)
+            server, batch_id = self.servers[number], BatchId(registered.key, epoch, k)
             try:
-                listed = None if indices is None else index_frame(address, indices)
-                frame = server.batch(address, listed, consumer=consumer)
+                listed = None if indices is None else index_frame(batch_id, indices)
+                frame = server.batch(batch_id, listed, consumer=consumer)
                 server.succeeded()
             finally:
                 if spec.session is not None:
-                    server.end_session(address.loader)
+                    server.end_session(batch_id.loader)
             return frame
 
         return self._persistently(request)

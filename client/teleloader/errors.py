@@ -6,7 +6,7 @@ import builtins
 import sys
 
 from teleloader_shared import errors, local
-from teleloader_shared.codec import Address, Failure
+from teleloader_shared.codec import BatchId, Failure
 from teleloader_shared.errors import RemoteError, TeleloaderError
 from teleloader_shared.text import printable
 
@@ -22,7 +22,7 @@ class _Message(str):
         return str(self)
 
 
-def exception_of(failure: Failure, address: Address, server: str) -> Exception:
+def exception_of(failure: Failure, batch_id: BatchId, server: str) -> Exception:
     """Convert a failure frame to the exception that the client raises.
 
     Builtin exception types (as in ``torch.utils.data.DataLoader``) and teleloader's own types are preserved. Other
@@ -31,10 +31,10 @@ def exception_of(failure: Failure, address: Address, server: str) -> Exception:
 
     Args:
         failure: Content of the failure frame.
-        address: Identifier of the batch.
+        batch_id: Identifier of the batch.
         server: URL of the server.
     """
-    text = _text(failure, address, server)
+    text = _text(failure, batch_id, server)
     name = failure.type.rpartition(".")[2]
     if failure.type == f"{errors.PUBLIC_MODULE}.{name}":
         return known_error(name, text) or RemoteError(text, failure.type)
@@ -73,12 +73,12 @@ def known_error(name: str, text: str) -> TeleloaderError | None:
     return None
 
 
-def _text(failure: Failure, address: Address, server: str) -> str:
+def _text(failure: Failure, batch_id: BatchId, server: str) -> str:
     where = "in the loader server" if failure.worker < 0 else f"in DataLoader worker process {failure.worker}"
     cause = failure.message
     if failure.traceback:
         cause = f"Caught {failure.type.rpartition('.')[2]} {where}.\nOriginal {failure.traceback.rstrip()}"
-    which = f"batch {address.batch} of epoch {address.epoch}"
+    which = f"batch {batch_id.batch} of epoch {batch_id.epoch}"
     if failure.indices:
         shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
         more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from teleloader_shared import user_state
-from teleloader_shared.codec import Address, to_bytes
+from teleloader_shared.codec import BatchId, to_bytes
 from teleloader_shared.errors import EncodeError, StateMismatch, TeleloaderError
 from teleloader_shared.protocols import is_stateful
 from teleloader_shared.tree import Tensor
@@ -336,13 +336,13 @@ def _interrupted(k: int, error: BaseException) -> TeleloaderError:
     )
 
 
-def index_frame(address: Address, indices: Any) -> bytes:
+def index_frame(batch_id: BatchId, indices: Any) -> bytes:
     """Encode the sample indices of a batch as a frame, for sending to a server.
 
     A list of integers is encoded as an array, which takes a tenth of the time.
 
     Args:
-        address: Identifier of the batch.
+        batch_id: Identifier of the batch.
         indices: Value that the sampler yielded.
 
     Raises:
@@ -355,7 +355,7 @@ def index_frame(address: Address, indices: Any) -> bytes:
         with suppress(OverflowError):
             plain = np.array(plain, np.int64).view(Tensor)
     try:
-        return to_bytes(address, plain)
+        return to_bytes(batch_id, plain)
     except EncodeError as error:
         raise TypeError(
             f"invalid index list of the sampler: {error}. Yield integers, or values of other plain types"

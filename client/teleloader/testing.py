@@ -24,7 +24,7 @@ from teleloader.transport.range import Range
 from teleloader.transport.selection import fakes, server_at
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared import codec, local
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Frame, Memory
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Frame, Memory
 from teleloader_shared.errors import DatasetChanged, ProtocolError, ServerUnavailable, UnknownDataset, UnknownLoader
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
@@ -96,19 +96,19 @@ class FakeServer:
             if workers is not None:
                 workers.close()
 
-    def _frame(self, address: Address, listed: bytes | None) -> NDArray[np.uint8]:
-        dataset, _ = self._loader(address.loader)
+    def _frame(self, batch_id: BatchId, listed: bytes | None) -> NDArray[np.uint8]:
+        dataset, _ = self._loader(batch_id.loader)
         error = None
         try:
             if self._before_batch is not None:
-                self._before_batch(dataset, address.epoch, address.batch)
+                self._before_batch(dataset, batch_id.epoch, batch_id.batch)
         except ConnectionError:
             raise
         except BaseException as raised:  # noqa: BLE001 - pytest.fail() too: it stands for an exception of the dataset
             error = raised
         with local.serving(), _loading:
-            _, workers = self._loader(address.loader)  # again: its session may have ended in the meantime
-            return workers.frame(address, listed, error)
+            _, workers = self._loader(batch_id.loader)  # again: its session may have ended in the meantime
+            return workers.frame(batch_id, listed, error)
 
 
 class _InProcessServer(BatchServer):
@@ -164,12 +164,12 @@ class _InProcessServer(BatchServer):
     def end_session(self, key: str) -> None:
         self._running._forget(key)
 
-    def batch(self, address: Address, listed: bytes | None = None, *, consumer: str) -> Frame:
+    def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:
         try:
-            frame = self._fake._frame(address, listed)
+            frame = self._fake._frame(batch_id, listed)
         except ConnectionError as error:
             reason = str(error) or type(error).__name__
-            raise ServerUnavailable(f"{self.url} did not send batch {address.batch}: {reason}") from error
+            raise ServerUnavailable(f"{self.url} did not send batch {batch_id.batch}: {reason}") from error
         return codec.read(pageable_memory(choose_output(None), frame))
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> _Connection:
@@ -181,7 +181,7 @@ class _InProcessServer(BatchServer):
 class _Connection:
     def __init__(self, server: _InProcessServer, key: str, epoch: int) -> None:
         self._server = server
-        self._first = Address(key, epoch, 0)
+        self._first = BatchId(key, epoch, 0)
         self._wanted = Range(0, 0, 0)
         self.trace: RequestTrace | None = None
         self.first_byte = 0

@@ -119,7 +119,7 @@ class Bits:
         return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
 
 
-class Address(NamedTuple):
+class BatchId(NamedTuple):
     """Identifier of a batch: loader, epoch and batch number."""
 
     loader: str
@@ -158,7 +158,7 @@ class End:
 class Frame(NamedTuple):
     """Decoded frame: a batch, a failure or the end of a shard."""
 
-    address: Address
+    batch_id: BatchId
     content: Any
     """The batch, a `Failure` or an `End`."""
     padding: int
@@ -175,7 +175,7 @@ class FrameWriter:
     """Encoder of one frame: computes the layout at construction, and writes the frame into a buffer.
 
     Args:
-        address: Identifier of the batch.
+        batch_id: Identifier of the batch.
         content: The batch, a `Failure` or an `End`.
         padding: Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`).
         shard_state: State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful.
@@ -191,7 +191,7 @@ class FrameWriter:
 
     def __init__(
         self,
-        address: Address,
+        batch_id: BatchId,
         content: object,
         *,
         padding: int = 0,
@@ -201,7 +201,7 @@ class FrameWriter:
         compression: Compression | None = None,
         max_bytes: int = DEFAULT_MAX_BATCH_BYTES,
     ) -> None:
-        header: dict[str, Any] = {"loader": address.loader, "epoch": address.epoch, "batch": address.batch}
+        header: dict[str, Any] = {"loader": batch_id.loader, "epoch": batch_id.epoch, "batch": batch_id.batch}
         self._leaves: list[Leaf] = []
         if shard_state is not None:
             header["shard_state"] = shard_state
@@ -214,7 +214,7 @@ class FrameWriter:
             header["tree"], self._leaves = flatten(content, name)
         sizes = [dtypes.storage(leaf.dtype_name).itemsize * prod(leaf.shape) for leaf in self._leaves]
         if sum(sizes) > max_bytes:
-            raise BatchTooLarge(_too_large(address, sum(sizes), max_bytes))
+            raise BatchTooLarge(_too_large(batch_id, sum(sizes), max_bytes))
         if compression is not None and sizes:
             header["compression"] = compression
             self._leaves = [_compressed(leaf, compression) for leaf in self._leaves]
@@ -222,21 +222,21 @@ class FrameWriter:
         try:
             self._header: bytes = msgpack.packb(header, use_bin_type=True)
         except UnicodeEncodeError as error:
-            raise EncodeError(f"cannot encode {address}: a string is not valid Unicode: {error}") from None
-        _check_header(address, len(self._header), max_bytes)
+            raise EncodeError(f"cannot encode {batch_id}: a string is not valid Unicode: {error}") from None
+        _check_header(batch_id, len(self._header), max_bytes)
         self._checksum = checksum
         self._segments: list[tuple[int, int]] = []
         end = PROLOGUE_SIZE + len(self._header)
         for size in sizes:
             if size >= 2**32:
-                raise BatchTooLarge(f"{address} has an array of {size:,} bytes, over 4 GiB: use a smaller batch_size")
+                raise BatchTooLarge(f"{batch_id} has an array of {size:,} bytes, over 4 GiB: use a smaller batch_size")
             start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
             self._segments.append((start, size))
             end = start + size
         self.nbytes = _aligned(end + _BIN8_HEAD)
         """Size of the frame in bytes, a multiple of 64."""
         if self.nbytes > max_bytes:
-            raise BatchTooLarge(_too_large(address, self.nbytes, max_bytes))
+            raise BatchTooLarge(_too_large(batch_id, self.nbytes, max_bytes))
 
     def write(self, buffer: NDArray[np.uint8]) -> None:
         """Write the frame to the first `nbytes` bytes of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
@@ -258,9 +258,9 @@ class FrameWriter:
         )  # fmt: skip
 
 
-def to_bytes(address: Address, content: object, **options: Any) -> bytes:
+def to_bytes(batch_id: BatchId, content: object, **options: Any) -> bytes:
     """Return a frame as bytes, at the cost of another copy; `options` are passed to `FrameWriter`."""
-    writer = FrameWriter(address, content, **options)
+    writer = FrameWriter(batch_id, content, **options)
     buffer = np.empty(writer.nbytes, np.uint8)
     writer.write(buffer)
     return buffer.tobytes()
@@ -361,7 +361,7 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
         header = msgpack.unpackb(packed, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"invalid frame: the header is not msgpack: {type(error).__name__}") from None
-    address = _read_address(header)
+    batch_id = _read_batch_id(header)
     segments = _Segments(memory, PROLOGUE_SIZE + header_size, header.get("compression"), max_bytes)
     padding = 0
     if "failure" in header:
@@ -379,15 +379,15 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     shard_state = header.get("shard_state")
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"invalid frame: shard_state must be a string, got {short(shard_state)}")
-    return Frame(address, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
+    return Frame(batch_id, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
 
 
-def _read_address(header: Any) -> Address:
+def _read_batch_id(header: Any) -> BatchId:
     # a mapping pattern would take 2 us per batch
     if type(header) is dict:
         loader, epoch, batch = header.get("loader"), header.get("epoch"), header.get("batch")
         if type(loader) is str and type(epoch) is int and type(batch) is int:
-            return Address(loader, epoch, batch)
+            return BatchId(loader, epoch, batch)
     raise ProtocolError(f"invalid frame: expected loader, epoch and batch in the header, got {short(header)}")
 
 
@@ -516,19 +516,19 @@ def _header_limit(max_bytes: int) -> int:
     return max(MIN_HEADER_LIMIT, max_bytes // HEADER_SHARE)
 
 
-def _check_header(address: Address, size: int, max_bytes: int) -> None:
+def _check_header(batch_id: BatchId, size: int, max_bytes: int) -> None:
     limit = _header_limit(max_bytes)
     if size > limit:
         raise BatchTooLarge(
-            f"{address} has {size:,} bytes outside of arrays, and the limit is {limit:,}: convert strings and numbers "
+            f"{batch_id} has {size:,} bytes outside of arrays, and the limit is {limit:,}: convert strings and numbers "
             "to arrays, use a smaller batch_size, or increase --max-batch-bytes of the server and max_batch_bytes of "
             "the client"
         )
 
 
-def _too_large(address: Address, size: int, limit: int) -> str:
+def _too_large(batch_id: BatchId, size: int, limit: int) -> str:
     return (
-        f"{address} has {size:,} bytes, and the limit is {limit:,}: use a smaller batch_size, or increase "
+        f"{batch_id} has {size:,} bytes, and the limit is {limit:,}: use a smaller batch_size, or increase "
         "--max-batch-bytes of the server and max_batch_bytes of the client"
     )
 

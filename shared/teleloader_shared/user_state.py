@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, Bits, Failure
+from teleloader_shared.codec import BatchId, Bits, Failure
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, StateMismatch
 from teleloader_shared.memory import TorchMemory
 from teleloader_shared.spec import MAX_STATES
 
-_NO_BATCH: Final = Address("", 0, 0)
+_NO_BATCH: Final = BatchId("", 0, 0)
 """Placeholder: the frame of a state does not belong to a batch."""
 _CANNOT_BE_KEPT: Final = (
     "cannot save the state of {}: {}. Return a smaller state_dict() of plain types, or remove the method: a resumed "

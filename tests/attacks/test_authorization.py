@@ -27,7 +27,7 @@ from teleloader_server.web.app import create_app
 from teleloader_server.web.authentication import GuardedRoute
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.test_access import TokenTable
@@ -188,7 +188,7 @@ def test_a_token_that_is_revoked_while_the_body_arrives_gets_nothing(blocked: Se
     with client_of(blocked.url, token) as client, Raw(blocked.url) as late:
         spec = {"dataset": "numbers", "order": "client", "session": "s", "batch_size": 2}
         key = client.post("/v1/loaders", json=spec).json()["key"]
-        body = codec.to_bytes(Address(key, 0, 0), np.array([1, 2]))
+        body = codec.to_bytes(BatchId(key, 0, 0), np.array([1, 2]))
         head = f"POST /v1/loaders/{key}/epochs/0/batches?start=0 HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
         late.send(head.encode() + HOST + bearer(token) + b"\r\n" + body[:10])
         revoke(blocked, table)
@@ -378,7 +378,7 @@ def status_of(url: str, token: str | None, method: str, path: str, key: str) -> 
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if method == "WEBSOCKET":
         return websocket_status(url, key, headers)
-    body = json.dumps({"dataset": "many"}) if path == "/v1/loaders" else codec.to_bytes(Address(key, 0, 0), [1])
+    body = json.dumps({"dataset": "many"}) if path == "/v1/loaders" else codec.to_bytes(BatchId(key, 0, 0), [1])
     content: Any = body if method == "POST" else None
     with httpx.stream(method, url + filled, headers=headers, content=content, timeout=30, trust_env=False) as answer:
         return answer.status_code

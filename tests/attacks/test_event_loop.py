@@ -28,7 +28,7 @@ from teleloader_server.stats.collector import MARK_EVERY
 from teleloader_server.web.app import Server, bind, url_of
 from teleloader_server.workers.factory import ConfiguredPools
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.tree import Tensor
 from tests.end_to_end.test_websocket import stream
 from tests.raw import HOST, Raw
@@ -212,7 +212,7 @@ def test_a_spec_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
 
 def listed(key: str, indices: Any, k: int = 0, **options: Any) -> bytes:
     """The frame of an index list."""
-    return codec.to_bytes(Address(key, 0, k), indices, **options)
+    return codec.to_bytes(BatchId(key, 0, k), indices, **options)
 
 
 def packed(count: int) -> Any:
@@ -254,7 +254,7 @@ LISTS: Final[dict[str, Callable[[str], bytes]]] = {
 def in_frame(header: Any, raw: bytes | None = None) -> bytes:
     """A frame with this header and no arrays."""
     content = msgpack.packb(header) if raw is None else raw
-    writer = codec.FrameWriter(Address("", 0, 0), [1], checksum=False)
+    writer = codec.FrameWriter(BatchId("", 0, 0), [1], checksum=False)
     writer._header = content
     writer.nbytes = -(-(codec.PROLOGUE_SIZE + len(content) + 2) // 64) * 64
     buffer = np.empty(writer.nbytes, np.uint8)

@@ -223,7 +223,7 @@ def test_unsupported_methods_and_versions_are_rejected(client: httpx.Client) -> 
 def index_lists(key: str, count: int, size: int) -> bytes:
     """The index lists of the batches [0, count)."""
     indices = np.arange(size) % len(hosted.numbers)
-    return b"".join(codec.to_bytes(codec.Address(key, 0, k), indices, checksum=False) for k in range(count))
+    return b"".join(codec.to_bytes(codec.BatchId(key, 0, k), indices, checksum=False) for k in range(count))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def own_order(client: httpx.Client) -> Iterator[str]:
 def hostile_lists(key: str) -> dict[str, bytes]:
     """BodyReader that list no indices."""
     frame = index_lists(key, 1, 4)
-    address = codec.Address(key, 0, 0)
+    address = codec.BatchId(key, 0, 0)
     return {
         "nothing": b"",
         "no frame": b"\xc0" * 1000,
@@ -279,7 +279,7 @@ def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, 
         stated.send(path + b"Content-Length: 800000000\r\n\r\n")
         assert stated.receive().status == 413
         chunked.send(path + b"Transfer-Encoding: chunked\r\n\r\n")
-        frame = codec.to_bytes(codec.Address(own_order, 0, 0), np.zeros(10**8, np.int8), checksum=False)
+        frame = codec.to_bytes(codec.BatchId(own_order, 0, 0), np.zeros(10**8, np.int8), checksum=False)
         for start in range(0, len(frame), MIB):
             piece = frame[start : start + MIB]
             chunked.send(b"%x\r\n" % len(piece) + piece + b"\r\n")

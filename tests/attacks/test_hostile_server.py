@@ -22,7 +22,7 @@ import zstandard
 from teleloader import DataLoader, ProtocolError, RemoteDataset, RemoteError, ServerUnavailable, TeleloaderError
 from teleloader.api.control import Server
 from teleloader_shared import codec
-from teleloader_shared.codec import ALIGNMENT, PROLOGUE_SIZE, Address, Failure, to_bytes
+from teleloader_shared.codec import ALIGNMENT, PROLOGUE_SIZE, BatchId, Failure, to_bytes
 from tests.client.fake_server import INFO, Answer, Request, fake_server
 from tests.conftest import ROOT
 
@@ -264,7 +264,7 @@ def failing(type_name: str, text: str = "it broke") -> Answer:
     """Sends a failure."""
 
     def answer(request: Request) -> bytes:
-        address = Address(request.key, request.epoch, request.start)
+        address = BatchId(request.key, request.epoch, request.start)
         return to_bytes(address, Failure(type_name, text, f"Traceback\n{text}", [1], 0))
 
     return answer
@@ -420,7 +420,7 @@ def test_a_loop_that_pauses_is_not_filled_up() -> None:
 
     def answer(request: Request) -> bytes:
         sent.append(time.monotonic())
-        address = Address(request.key, request.epoch, request.start)
+        address = BatchId(request.key, request.epoch, request.start)
         return to_bytes(address, np.zeros(MOST - 2**16, np.uint8), checksum=False)
 
     def settled() -> bool:

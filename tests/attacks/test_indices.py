@@ -13,7 +13,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, Failure
+from teleloader_shared.codec import BatchId, Failure
 from tests.conftest import ROOT, ServerProcess
 
 RECORDING = '''
@@ -64,7 +64,7 @@ def outcome(url: str, dataset: str, indices: Any, **spec: Any) -> Any:
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
         fields = {"dataset": dataset, "order": "client", "session": "s", "batch_size": 8, **spec}
         key = client.post("/v1/loaders", json=fields).raise_for_status().json()["key"]
-        body = codec.to_bytes(Address(key, 0, 0), indices)
+        body = codec.to_bytes(BatchId(key, 0, 0), indices)
         answer = client.post(f"/v1/loaders/{key}/epochs/0/batches?start=0", content=body)
         client.delete(f"/v1/loaders/{key}")
     if answer.status_code != 200:

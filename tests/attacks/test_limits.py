@@ -21,7 +21,7 @@ from teleloader_server import serve
 from teleloader_server.config import ConfigError
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.conftest import ROOT, StartServer, eventually
 from tests.raw import Raw
 
@@ -139,7 +139,7 @@ def test_the_number_of_batches_per_request_is_limited() -> None:
         assert client.get(path, params={"ahead": 4}).status_code == 200
         assert "got 5" in refusal(client.get(path, params={"ahead": 5}), 422, "max_batches_per_request")
         own = registered(client, order="client", session="s")
-        lists = [codec.to_bytes(Address(own, 0, k), np.array([k])) for k in range(5)]
+        lists = [codec.to_bytes(BatchId(own, 0, k), np.array([k])) for k in range(5)]
         path = f"/v1/loaders/{own}/epochs/0/batches?start=0"
         refusal(client.post(path, content=b"".join(lists)), 422, "max_batches_per_request")
         assert client.post(path, content=b"".join(lists[:4])).status_code == 200

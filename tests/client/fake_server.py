@@ -15,7 +15,7 @@ import numpy as np
 
 from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, End, to_bytes
+from teleloader_shared.codec import BatchId, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
 from teleloader_shared.spec import LoaderSpec
 
@@ -54,12 +54,12 @@ class Request:
 
     def frame(self, k: int, *, epoch: int | None = None, key: str | None = None) -> bytes:
         """The right frame of batch k, or a wrong one."""
-        address = Address(key or self.key, self.epoch if epoch is None else epoch, k)
-        return to_bytes(address, [np.array([k] * 3 if self.listed is None else self.listed.get(k, []))])
+        batch_id = BatchId(key or self.key, self.epoch if epoch is None else epoch, k)
+        return to_bytes(batch_id, [np.array([k] * 3 if self.listed is None else self.listed.get(k, []))])
 
     def end(self, k: int, samples: int = 0) -> bytes:
         """A frame that says, in the place of batch k, that its shard has no more."""
-        return to_bytes(Address(self.key, self.epoch, k), End(samples, replica=False))
+        return to_bytes(BatchId(self.key, self.epoch, k), End(samples, replica=False))
 
     def right(self) -> bytes:
         """The right answer."""

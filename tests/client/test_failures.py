@@ -6,15 +6,15 @@ import pytest
 
 from teleloader import EncodeError, RemoteError, WorkerDied
 from teleloader.errors import exception_of
-from teleloader_shared.codec import Address, Failure
+from teleloader_shared.codec import BatchId, Failure
 
-ADDRESS = Address("a" * 32, 2, 7)
+BATCH_ID = BatchId("a" * 32, 2, 7)
 
 
 def raised(type_name: str, message: str = "it broke", worker: int = 1) -> Exception:
     """The exception for a failure of that type."""
     traceback = f"Traceback (most recent call last):\n  ...\n{type_name}: {message}\n"
-    return exception_of(Failure(type_name, message, traceback, [1, 2], worker), ADDRESS, "http://here")
+    return exception_of(Failure(type_name, message, traceback, [1, 2], worker), BATCH_ID, "http://here")
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, FileNotFoundError, ZeroDivisionError, MemoryError])
@@ -59,5 +59,5 @@ def test_teleloaders_own_types_are_kept(kind: type[Exception]) -> None:
 
 def test_many_indices_are_not_all_shown() -> None:
     """Twenty are enough for a message."""
-    error = exception_of(Failure("ValueError", "", "", list(range(100)), -1), ADDRESS, "x")
+    error = exception_of(Failure("ValueError", "", "", list(range(100)), -1), BATCH_ID, "x")
     assert "18, 19, ...]" in str(error)

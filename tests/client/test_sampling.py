@@ -24,7 +24,7 @@ from teleloader.sampling import (
 )
 from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import StateMismatch
 from tests.conftest import need
 
@@ -147,13 +147,13 @@ def test_an_interrupted_sampler_cannot_go_on() -> None:
 # --- Sending ------------------------------------------------------------------------------------------------------
 
 
-ADDRESS = Address("key", 3, 7)
+BATCH_ID = BatchId("key", 3, 7)
 
 
 def sent(indices: Any) -> Any:
     """What a server reads of them: lists of whole numbers travel as tensors do."""
-    frame = codec.read(IndexMemory(np.frombuffer(index_frame(ADDRESS, indices), np.uint8)))
-    assert frame.address == ADDRESS
+    frame = codec.read(IndexMemory(np.frombuffer(index_frame(BATCH_ID, indices), np.uint8)))
+    assert frame.batch_id == BATCH_ID
     return frame.content
 
 
@@ -214,13 +214,13 @@ def test_an_array_of_indices_stays_an_array() -> None:
 def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
     """It says whose fault it is, and where in the list it stands."""
     with pytest.raises(TypeError, match=r"^invalid index list of the sampler: cannot encode batch"):
-        index_frame(ADDRESS, indices)
+        index_frame(BATCH_ID, indices)
 
 
 def test_a_list_of_whole_numbers_travels_as_one_array() -> None:
     """A batch of 4,096 is described in 33 KB."""
-    assert len(index_frame(ADDRESS, list(range(4096)))) < 8 * 4096 + 512
-    assert len(index_frame(ADDRESS, [np.int32(index) for index in range(4096)])) < 8 * 4096 + 512
+    assert len(index_frame(BATCH_ID, list(range(4096)))) < 8 * 4096 + 512
+    assert len(index_frame(BATCH_ID, [np.int32(index) for index in range(4096)])) < 8 * 4096 + 512
 
 
 # --- torch's samplers ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from teleloader.fetch.shards import DeliveredShards
 from teleloader.transport.range import Range
 from teleloader_shared import codec, delivered
-from teleloader_shared.codec import Address, End, Failure, Frame, to_bytes
+from teleloader_shared.codec import BatchId, End, Failure, Frame, to_bytes
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
 from tests.server.bench import Bench
@@ -65,7 +65,7 @@ def test_shards_of_which_batches_were_requested_are_marked() -> None:
     shards = DeliveredShards(spec, 3, ["a", "b", None])
     shards.request(Range(4, 6, 2))
     assert json.loads(shards.spec.delivered or "") == [3, None, [1, 1, 0, "b"], [1, 1, 0, None]]
-    raw = np.frombuffer(to_bytes(Address(spec.key, 3, 7), [1, 2], shard_state="c"), np.uint8)
+    raw = np.frombuffer(to_bytes(BatchId(spec.key, 3, 7), [1, 2], shard_state="c"), np.uint8)
     shards.request(Range(6, 9, 0))
     shards.add([codec.read(codec.Bits(raw))], raw)
     found = json.loads(shards.spec.delivered or "")
@@ -75,7 +75,7 @@ def test_shards_of_which_batches_were_requested_are_marked() -> None:
 
 def received(spec: LoaderSpec, state: str) -> DeliveredShards:
     """The record after a batch of the second of two shards."""
-    raw = np.frombuffer(to_bytes(Address(spec.key, 0, 1), [1, 2], shard_state=state), np.uint8)
+    raw = np.frombuffer(to_bytes(BatchId(spec.key, 0, 1), [1, 2], shard_state=state), np.uint8)
     shards = DeliveredShards(spec, 0)
     shards.add([codec.read(codec.Bits(raw))], raw)
     return shards

@@ -32,7 +32,7 @@ from teleloader.testing import FakeServer
 from teleloader.transport.selection import server_at
 from teleloader_server import get_worker_info, serve
 from teleloader_server.loading.worker_info import was_read
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import UnknownLoader
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import ROOT
@@ -385,7 +385,7 @@ def test_no_iterator_of_the_dataset_is_open_after_its_session() -> None:
         server = server_at(fake.url, 10, Credentials())
         key = server.register(LoaderSpec(dataset="stream", batch_size=4, num_workers=1, session="s")).key
         with pytest.raises(UnknownLoader):
-            server.batch(Address(key, 0, 0), consumer="test")
+            server.batch(BatchId(key, 0, 0), consumer="test")
     assert not opened
 
 

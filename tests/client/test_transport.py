@@ -24,7 +24,7 @@ from teleloader.transport.tracing import RequestTrace
 from teleloader_server import serve
 from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
-from teleloader_shared.codec import Address, Frame
+from teleloader_shared.codec import BatchId, Frame
 from teleloader_shared.errors import ProtocolError, TeleloaderError, UnknownLoader
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.spec import LoaderSpec
@@ -90,7 +90,7 @@ def test_a_response_has_the_first_batches_of_its_range(transport: str) -> None:
             found += frames
             assert connection.is_usable
         connection.close()
-    assert [frame.address.batch for frame in found] == [0, 1, 2]
+    assert [frame.batch_id.batch for frame in found] == [0, 1, 2]
     assert [frame.content.tolist() for frame in found] == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -100,7 +100,7 @@ def test_the_indices_of_a_client_side_sampler_are_sent(transport: str) -> None:
     lists = {1: [7, 5], 2: [0, 0]}
     with hosted(transport, list(range(8))) as server:
         connection = connected(server, spec)
-        listed = b"".join(index_frame(Address(server.register(spec).key, 0, k), lists[k]) for k in lists)
+        listed = b"".join(index_frame(BatchId(server.register(spec).key, 0, k), lists[k]) for k in lists)
         frames = received(connection, Range(1, 3, 0, listed))
         assert [frame.content.tolist() for frame in frames] == list(lists.values())[: len(frames)]
         connection.close()

@@ -127,7 +127,7 @@ def test_a_collate_function_of_ones_own() -> None:
         assert_same(list(loader), list(reference(dataset, list(loader.plan(0)), pad)))
 
 
-def test_augmentation_is_a_function_of_the_address(start_server: StartServer) -> None:
+def test_augmentation_is_a_function_of_the_batch_id(start_server: StartServer) -> None:
     """Two servers with different numbers of workers make bit-identical epochs from random, NumPy and torch."""
     need("torch")
     target = "augmented=tests.end_to_end.hosted:augmented"

@@ -65,7 +65,7 @@ def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> No
         assert answered.status == 200
         assert answered.headers["connection"] == "close"
         frame = codec.read(codec.Bits(np.frombuffer(answered.body, np.uint8)))
-        assert frame.address.batch == 3
+        assert frame.batch_id.batch == 3
         assert waiting.receive_all() == b""
     assert server.process.wait(10) == 0
 

@@ -76,8 +76,8 @@ def test_a_batch_that_the_client_has_is_not_sent_again(server: httpx.Client, key
 def test_a_range_is_all_its_frames_in_order(server: httpx.Client, key: str) -> None:
     """One after another, as they are ready."""
     answer = server.get(f"/v1/loaders/{key}/epochs/3/batches", params={"start": 1, "stop": 7})
-    addresses = [frame.address for frame in _frames(answer)]
-    assert addresses == [codec.Address(key, 3, k) for k in range(1, 7)]
+    addresses = [frame.batch_id for frame in _frames(answer)]
+    assert addresses == [codec.BatchId(key, 3, k) for k in range(1, 7)]
 
 
 def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str) -> None:

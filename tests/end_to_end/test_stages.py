@@ -68,7 +68,7 @@ class Cache(Stage):
 
     def run(self, batch: Batch) -> None:
         """Set the frame from its file, or write the frame to one."""
-        file = self.folder / "-".join(map(str, batch.task.address))
+        file = self.folder / "-".join(map(str, batch.task.batch_id))
         if file.exists():
             found = np.fromfile(file, np.uint8)
             batch.frame = batch.place(len(found))[: len(found)]
@@ -139,7 +139,7 @@ class Unplaced(Stage):
     def run(self, batch: Batch) -> None:
         """Replace the frame of batch 1."""
         batch.run_remaining()
-        if batch.task.address.batch == 1:
+        if batch.task.batch_id.batch == 1:
             batch.frame = batch.frame.copy()
 
 
@@ -148,7 +148,7 @@ class UnplacedHit(Unplaced):
 
     def run(self, batch: Batch) -> None:
         """Set the frame of batch 1."""
-        if batch.task.address.batch == 1:
+        if batch.task.batch_id.batch == 1:
             batch.frame = np.ones(100, np.uint8)
 
 

@@ -19,13 +19,13 @@ from websockets.sync.client import ClientConnection, connect
 
 from teleloader_server import serve
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.test_access import TokenTable
 from tests.raw import Raw
 
-GONE = Address("0" * 32, 0, 0)
+GONE = BatchId("0" * 32, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_large_batches_arrive_whole(url: str) -> None:
             message = socket.recv(30)
             assert isinstance(message, bytes)
             frame = codec.read(codec.Bits(np.frombuffer(message, np.uint8)))
-            assert frame.address.batch == k
+            assert frame.batch_id.batch == k
             assert frame.content[0].tobytes() == bytes([2 * k]) * 8 * 2**20
             assert frame.content[1][-1] == 2 * k + 1
 
@@ -136,7 +136,7 @@ def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
 def test_index_lists_are_asks_too(url: str) -> None:
     """Where the order is the client's own: frames as in the body of the POST, one or several to a message."""
     key = register(url, dataset="dict", order="client", session="mine", batch_size=2)
-    lists = [codec.to_bytes(Address(key, 0, k), [k, 2 * k], checksum=False) for k in range(5)]
+    lists = [codec.to_bytes(BatchId(key, 0, k), [k, 2 * k], checksum=False) for k in range(5)]
     with stream(url, key) as socket:
         socket.send(lists[0])
         socket.send(b"".join(lists[1:4]))
@@ -183,7 +183,7 @@ def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | byte
         assert said in problem["detail"]
         assert problem["status"] in (404, 422)
         send_range(other, 0, 0, 1)
-        assert frames(other, 1)[0].address.batch == 0
+        assert frames(other, 1)[0].batch_id.batch == 0
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -
         send_range(socket, 0, 0, 3)
         frames(socket, 1)
         server.process.send_signal(signal.SIGTERM)
-        assert [frame.address.batch for frame in frames(socket, 2)] == [1, 2]
+        assert [frame.batch_id.batch for frame in frames(socket, 2)] == [1, 2]
         for connection in (socket, idle):
             with pytest.raises(ConnectionClosed) as closed:
                 connection.recv(30)
@@ -268,7 +268,7 @@ def test_index_lists_that_are_kept_have_a_limit(
         "tests.end_to_end.hosted:slow", "--num-workers", "1", "--limit", "max_buffered_request_bytes=5000"
     )
     key = register(server.url, dataset="slow", order="client", session="long", batch_size=2)
-    lists = [codec.to_bytes(Address(key, 0, k), [k % 8] * 500, checksum=False) for k in range(30)]
+    lists = [codec.to_bytes(BatchId(key, 0, k), [k % 8] * 500, checksum=False) for k in range(30)]
     assert 500 < len(lists[0]) < 2500
     body = json.dumps({"dataset": "slow", "batch_size": 8, "version": "x" * (5000 - len(lists[0]))})
     with stream(server.url, key) as socket:
@@ -281,9 +281,9 @@ def test_index_lists_that_are_kept_have_a_limit(
 
         eventually(refused)
         gate.touch()
-        assert [frame.address.batch for frame in frames(socket, 30)] == list(range(30))
+        assert [frame.batch_id.batch for frame in frames(socket, 30)] == list(range(30))
         assert not refused()
-        socket.send(codec.to_bytes(Address(key, 0, 30), np.ones(2000, np.int64), checksum=False))
+        socket.send(codec.to_bytes(BatchId(key, 0, 30), np.ones(2000, np.int64), checksum=False))
         problem, code = refusal(socket)
         assert (problem["code"], code) == ("ServerUnavailable", 1012)
         assert "max_buffered_request_bytes" in problem["detail"]
@@ -364,7 +364,7 @@ def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
     """The one that is for its dataset."""
     with stream(*guarded, Authorization="Bearer a-token-for-all-datasets") as socket:
         send_range(socket, 0, 0, 1)
-        assert frames(socket, 1)[0].address.batch == 0
+        assert frames(socket, 1)[0].batch_id.batch == 0
 
 
 @pytest.mark.parametrize("instead", [None, ("read:other",)], ids=["removed", "for another dataset"])

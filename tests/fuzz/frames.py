@@ -27,7 +27,7 @@ from teleloader.errors import exception_of
 from teleloader.tensors.memory import pageable_memory
 from teleloader.tensors.output import Output, choose_output
 from teleloader_shared import codec, dtypes
-from teleloader_shared.codec import Address, End, Failure, to_bytes
+from teleloader_shared.codec import BatchId, End, Failure, to_bytes
 from teleloader_shared.errors import ProtocolError
 from teleloader_shared.tree import MAX_DIMENSIONS, Tensor
 from tests.fuzz import canary
@@ -43,7 +43,7 @@ REFUSALS: Final = (ProtocolError,)
 RARELY: Final = 0.05
 """How often what takes long is tried where it comes up: everything else is tried more often so."""
 
-_ADDRESS: Final = Address("0123456789abcdef0123456789abcdef", 3, 17)
+_ADDRESS: Final = BatchId("0123456789abcdef0123456789abcdef", 3, 17)
 _PROLOGUE: Final = struct.Struct(">BIB4sBQBBQBI")
 _OUTPUTS: Final[tuple[Output, Output]] = ("numpy", choose_output(None))
 
@@ -57,7 +57,7 @@ def read(data: bytes) -> str:
     for frame in codec.read_all(memory, MOST_ARRAYS):
         words.append(type(frame.content).__name__)
         if isinstance(frame.content, Failure):
-            words.append(type(exception_of(frame.content, frame.address, "http://fuzz")).__name__)
+            words.append(type(exception_of(frame.content, frame.batch_id, "http://fuzz")).__name__)
     if canary.TOUCHED:
         raise RuntimeError(f"code of a class that the frame names ran: {canary.TOUCHED[0]}")
     return "+".join(sorted(set(words))) or "nothing"
@@ -127,7 +127,7 @@ def mutate(random: Random, data: bytes | None = None) -> bytes:
 
 def mutate_list(random: Random, key: str) -> bytes:
     """A body that lists the indices of the first batches of a loader, mostly hostile."""
-    several = [to_bytes(Address(key, 0, k), [k, k + 1, 63]) for k in range(random.randint(1, 3))]
+    several = [to_bytes(BatchId(key, 0, k), [k, k + 1, 63]) for k in range(random.randint(1, 3))]
     if random.random() < 0.8:
         at = random.randrange(len(several))
         several[at] = mutate(random, several[at])

@@ -17,7 +17,7 @@ from teleloader.tensors.pinned import PinnedBudget, process_budget
 from teleloader_server import serve
 from teleloader_shared import codec
 from teleloader_shared.buffers import BufferPool
-from teleloader_shared.codec import Address, to_bytes
+from teleloader_shared.codec import BatchId, to_bytes
 
 SIZES = {"grouped": 300, "small": 40_000, "whole": 1_500_000}
 """Bytes of a sample: many batches in a response, several, and one."""
@@ -243,7 +243,7 @@ def test_impossible_shapes_are_refused(gpu: Any) -> None:
 
 def test_each_of_several_frames_is_copied_to_memory_of_its_own(gpu: Any) -> None:
     """A server may send more batches than were requested; each is decoded before the surplus is refused."""
-    frames = [to_bytes(Address("key", 0, k), np.full(3, k, np.float32)) for k in range(2)]
+    frames = [to_bytes(BatchId("key", 0, k), np.full(3, k, np.float32)) for k in range(2)]
     memory = HostBuffers("torch", BufferPool(), PinnedBudget(2**20)).take(sum(map(len, frames)), 1)
     assert isinstance(memory, PinnedMemory)
     memory.data[:] = np.frombuffer(b"".join(frames), np.uint8)

@@ -14,7 +14,7 @@ from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared import codec
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Address, Failure, Frame, to_bytes
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Failure, Frame, to_bytes
 from teleloader_shared.spec import LoaderSpec
 
 Seeding = Literal["batch", "sample"]
@@ -60,14 +60,14 @@ class Bench:
         self.places.clear()
         if indices is not None:
             spec = {"order": "client", "session": "mine", **spec}
-        address = Address("key", epoch, batch)
-        listed = None if indices is None else to_bytes(address, indices)
-        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, address, listed)
+        batch_id = BatchId("key", epoch, batch)
+        listed = None if indices is None else to_bytes(batch_id, indices)
+        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, batch_id, listed)
         nbytes, self.report = self.loading.load(task, self._place)
         raw = self.places[-1][:nbytes]
         assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes
         frame = codec.read(codec.Bits(raw))
-        assert frame.address == task.address
+        assert frame.batch_id == task.batch_id
         return frame
 
     def batch(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Any:

@@ -19,7 +19,7 @@ from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.health import Attribution, WorkerExit, WorkerHealth
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.spec import LoaderSpec
 
 TRAIN: Epoch = ("train", 0)
@@ -37,7 +37,7 @@ QUICK = 0.0005
 class Tasks(dict[int, Task]):
     """Tasks of a worker, as a pool reports them."""
 
-    def __init__(self, queue: Callable[[], list[Address]]) -> None:
+    def __init__(self, queue: Callable[[], list[BatchId]]) -> None:
         super().__init__()
         self._queue = queue
 
@@ -46,7 +46,7 @@ class Tasks(dict[int, Task]):
 
     def values(self) -> Any:
         """Return the tasks in their order."""
-        return [Task(SPEC, 0, address) for address in self._queue()]
+        return [Task(SPEC, 0, batch_id) for batch_id in self._queue()]
 
 
 class Service:
@@ -57,11 +57,11 @@ class Service:
         self.quotas: dict[str, Quota] = {}
         self.dispatcher = Dispatcher(self.memory, in_turn)
         self.loaders: dict[str, Loader] = {}
-        self.queues: dict[int, list[Address]] = {}
+        self.queues: dict[int, list[BatchId]] = {}
         self.health: dict[int, WorkerHealth] = {}
-        self.ready: dict[Address, int] = {}
-        self.started: Counter[Address] = Counter()
-        self.evicted: list[Address] = []
+        self.ready: dict[BatchId, int] = {}
+        self.started: Counter[BatchId] = Counter()
+        self.evicted: list[BatchId] = []
         self.now = 0.0
         for worker in range(workers):
             self.worker_ready(worker)
@@ -96,42 +96,42 @@ class Service:
         loader.batches = batches
         return self.dispatcher.add_request(self.quota(of), request, loader, self.now)
 
-    def decide(self) -> list[Address]:
+    def decide(self) -> list[BatchId]:
         """Execute the decisions of the dispatcher, and return the started batches in order."""
         started = []
 
         def begin(worker: int, batch: Batch) -> None:
-            address = batch.address
-            assert address not in self.ready, f"{address} is already computed"
-            assert address not in self.running(), f"{address} is already being computed"
+            batch_id = batch.batch_id
+            assert batch_id not in self.ready, f"{batch_id} is already computed"
+            assert batch_id not in self.running(), f"{batch_id} is already being computed"
             assert worker not in self.recycling | self.stalled
-            self.queues[worker].append(address)
-            started.append(address)
+            self.queues[worker].append(batch_id)
+            started.append(batch_id)
 
         self.dispatcher.decide(begin)
         self.started.update(started)
         return started
 
-    def running(self) -> list[Address]:
+    def running(self) -> list[BatchId]:
         """Return the batches that are assigned to workers."""
-        return [address for queue in self.queues.values() for address in queue]
+        return [batch_id for queue in self.queues.values() for batch_id in queue]
 
-    def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> Address:
+    def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> BatchId:
         """Complete the first batch of a worker."""
-        address = self.queues[worker].pop(0)
-        self.dispatcher.finished(worker, address, self.frame(address, nbytes), seconds)
-        return address
+        batch_id = self.queues[worker].pop(0)
+        self.dispatcher.finished(worker, batch_id, self.frame(batch_id, nbytes), seconds)
+        return batch_id
 
-    def frame(self, address: Address, nbytes: int) -> ReadyFrame:
+    def frame(self, batch_id: BatchId, nbytes: int) -> ReadyFrame:
         """Return a frame that counts as ready until its memory is released."""
         raw = np.broadcast_to(np.uint8(0), nbytes)
-        self.ready[address] = nbytes
-        weakref.finalize(raw, self._released, address)
+        self.ready[batch_id] = nbytes
+        weakref.finalize(raw, self._released, batch_id)
         return ReadyFrame(raw, failed=False)
 
-    def _released(self, address: Address) -> None:
-        del self.ready[address]
-        self.evicted.append(address)
+    def _released(self, batch_id: BatchId) -> None:
+        del self.ready[batch_id]
+        self.evicted.append(batch_id)
 
     def finish_all(self, nbytes: int = 1, seconds: float = SLOW) -> int:
         """Complete all assigned batches, and return their number."""
@@ -147,7 +147,7 @@ class Service:
         sent: list[int] = []
         while (
             request.next < request.stop
-            and Address(*request.consumer.epoch, request.next) in self.ready
+            and BatchId(*request.consumer.epoch, request.next) in self.ready
             and len(sent) < limit
         ):
             sent.append(request.next)
@@ -156,7 +156,7 @@ class Service:
 
     def worker_ready(self, worker: int) -> None:
         """Start a worker with this ID."""
-        queue: list[Address] = []
+        queue: list[BatchId] = []
         self.queues[worker] = queue
         self.health[worker] = WorkerHealth(0.0, tasks=Tasks(lambda: queue))
         self.dispatcher.worker_ready(worker, self.health[worker])
@@ -165,13 +165,13 @@ class Service:
         """Mark a worker to be replaced once its assigned batches are completed."""
         self.health[worker].recycling = True
 
-    def stall(self, worker: int, waiting: list[Address]) -> bool:
+    def stall(self, worker: int, waiting: list[BatchId]) -> bool:
         """Report a slow batch of a worker with batches queued behind it; return True if these are reassigned."""
         if not self.dispatcher.worker_stalled(waiting):
             return False
         self.health[worker].stalled = True
-        for address in waiting:
-            self.queues[worker].remove(address)
+        for batch_id in waiting:
+            self.queues[worker].remove(batch_id)
         return True
 
     def resume(self, worker: int) -> None:
@@ -179,14 +179,14 @@ class Service:
         self.health[worker].stalled = False
 
     def lose_worker(
-        self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[Address] = frozenset()
-    ) -> list[Address]:
+        self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[BatchId] = frozenset()
+    ) -> list[BatchId]:
         """End a worker; store failures for the batches that are not retried, and return these batches."""
         lost = self.queues.pop(worker)
         del self.health[worker]
         failed = self.dispatcher.worker_lost(worker, lost, WorkerExit("killed", attribution, overdue=overdue))
-        for address in failed:
-            self.dispatcher.finished(None, address, self.frame(address, 1))
+        for batch_id in failed:
+            self.dispatcher.finished(None, batch_id, self.frame(batch_id, 1))
         return failed
 
     def warm_up(self, *runs: Epoch, nbytes: int = 1, seconds: float = SLOW) -> None:
@@ -221,14 +221,14 @@ class Service:
         return found
 
 
-def numbers(addresses: Iterable[Address], run: Epoch = TRAIN) -> list[int]:
+def numbers(addresses: Iterable[BatchId], run: Epoch = TRAIN) -> list[int]:
     """Return the batch numbers of the batches of one epoch."""
-    return [address.batch for address in addresses if (address.loader, address.epoch) == run]
+    return [batch_id.batch for batch_id in addresses if (batch_id.loader, batch_id.epoch) == run]
 
 
-def names(addresses: Iterable[Address]) -> list[str]:
+def names(addresses: Iterable[BatchId]) -> list[str]:
     """Return readable names of batches, such as ``train 0``."""
-    return [f"{address.loader} {address.batch}" for address in addresses]
+    return [f"{batch_id.loader} {batch_id.batch}" for batch_id in addresses]
 
 
 def complete(service: Service, request: PendingRange, nbytes: int = 1) -> list[int]:

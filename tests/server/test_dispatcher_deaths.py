@@ -7,7 +7,7 @@ import pytest
 from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_server.workers.health import WorkerExit
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.server.dispatching import (
     OTHER,
     QUICK,
@@ -31,8 +31,8 @@ def test_batches_of_a_lost_worker_are_computed_by_other_workers() -> None:
     assert service.lose_worker(0) == []
     complete(service, request)
     assert request.next == 4
-    assert service.started[Address(*TRAIN, 0)] == 2
-    assert [service.started[Address(*TRAIN, k)] for k in (1, 2, 3)] == [1, 1, 1]
+    assert service.started[BatchId(*TRAIN, 0)] == 2
+    assert [service.started[BatchId(*TRAIN, k)] for k in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_a_batch_that_kills_max_attempts_workers_fails() -> None:
@@ -103,7 +103,7 @@ def test_batches_queued_behind_a_fatal_batch_do_not_fail() -> None:
                 service.finish(seconds=QUICK)
         service.send_ready(request)
     assert numbers(failed) == [3]
-    assert service.started[Address(*TRAIN, 3)] == MAX_ATTEMPTS + 1
+    assert service.started[BatchId(*TRAIN, 3)] == MAX_ATTEMPTS + 1
 
 
 def test_a_completed_batch_is_not_suspect() -> None:
@@ -155,7 +155,7 @@ def test_prefetching_does_not_starve_an_awaited_suspect_batch() -> None:
     assert service.send_ready(waiting) == [0]
     for _ in range(1000):
         service.decide()
-        if Address(*TRAIN, 1) in service.running():
+        if BatchId(*TRAIN, 1) in service.running():
             break
         service.finish(seconds=QUICK)
         while service.send_ready(busy):

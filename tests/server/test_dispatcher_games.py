@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.conftest import examples
 from tests.server.dispatching import Service, containers, release_all
 
@@ -44,10 +44,10 @@ class Game(RuleBasedStateMachine):
         self.due: dict[int, int] = {}
         """Expected number of the next sent batch, by the request's `id`."""
         self.sizes: dict[str, float] = {}
-        self.estimates: dict[Address, int] = {}
-        self.deaths: Counter[Address] = Counter()
+        self.estimates: dict[BatchId, int] = {}
+        self.deaths: Counter[BatchId] = Counter()
         """Deaths of workers that had only this batch, since the batch was last computed."""
-        self.recorded: dict[Address, int] = {}
+        self.recorded: dict[BatchId, int] = {}
         """The same deaths, without those that the dispatcher may have forgotten."""
         self.patch = pytest.MonkeyPatch()
         for module, name, limit in SMALL_LIMITS:
@@ -120,20 +120,20 @@ class Game(RuleBasedStateMachine):
 
     def done(self, worker: int, nbytes: int, seconds: float) -> None:
         """Complete a batch; a stalled worker resumes, and a recycling worker is replaced after its last batch."""
-        address = self.service.finish(worker, nbytes, seconds)
+        batch_id = self.service.finish(worker, nbytes, seconds)
         if worker in self.service.stalled:
             self.service.resume(worker)
         if worker in self.service.recycling and not self.service.queues[worker]:
             self.service.worker_ready(worker)
-        before = self.sizes.get(address.loader)
-        self.sizes[address.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
-        self.forget_batch(address)
+        before = self.sizes.get(batch_id.loader)
+        self.sizes[batch_id.loader] = nbytes if before is None else 0.8 * before + 0.2 * nbytes
+        self.forget_batch(batch_id)
 
-    def forget_batch(self, address: Address) -> None:
+    def forget_batch(self, batch_id: BatchId) -> None:
         """Remove estimate and deaths of a batch, because it or a failure in its place is ready."""
-        del self.estimates[address]
-        self.deaths.pop(address, None)
-        self.recorded.pop(address, None)
+        del self.estimates[batch_id]
+        self.deaths.pop(batch_id, None)
+        self.recorded.pop(batch_id, None)
 
     @rule(pick=pick)
     def recycle(self, pick: int) -> None:
@@ -153,10 +153,10 @@ class Game(RuleBasedStateMachine):
         worker = busy[pick % len(busy)]
         queue = self.service.queues[worker]
         started = [*queue, None][started_index % (len(queue) + 1)]
-        waiting = [address for address in queue if address != started]
+        waiting = [batch_id for batch_id in queue if batch_id != started]
         assert self.service.stall(worker, waiting)
-        for address in waiting:
-            del self.estimates[address]
+        for batch_id in waiting:
+            del self.estimates[batch_id]
         self.forget_suspects()
 
     @rule()
@@ -171,12 +171,12 @@ class Game(RuleBasedStateMachine):
         """End a worker: only a batch that was alone in `MAX_ATTEMPTS` deaths fails."""
         for worker in self.some_worker(pick):
             queue = list(self.service.queues[worker])
-            for address in queue:
-                self.deaths[address] += len(queue) == 1
-                self.recorded[address] = self.recorded.get(address, 0) + (len(queue) == 1)
+            for batch_id in queue:
+                self.deaths[batch_id] += len(queue) == 1
+                self.recorded[batch_id] = self.recorded.get(batch_id, 0) + (len(queue) == 1)
             failed = self.service.lose_worker(worker)
             self.check_lost(queue, failed)
-            assert all(self.deaths[address] >= MAX_ATTEMPTS for address in failed)
+            assert all(self.deaths[batch_id] >= MAX_ATTEMPTS for batch_id in failed)
 
     @rule(pick=pick)
     def take(self, pick: int) -> None:
@@ -202,14 +202,14 @@ class Game(RuleBasedStateMachine):
         workers = list(self.service.queues)
         return workers[pick % len(workers) :][:1] if workers else []
 
-    def check_lost(self, queue: list[Address], failed: list[Address]) -> None:
+    def check_lost(self, queue: list[BatchId], failed: list[BatchId]) -> None:
         """Assert that the batches of a lost worker have failed or were removed."""
-        for address in queue:
-            if address in failed:
-                self.forget_batch(address)
+        for batch_id in queue:
+            if batch_id in failed:
+                self.forget_batch(batch_id)
             else:
-                assert self.recorded.get(address, 0) < MAX_ATTEMPTS
-                del self.estimates[address]
+                assert self.recorded.get(batch_id, 0) < MAX_ATTEMPTS
+                del self.estimates[batch_id]
         self.forget_suspects()
 
     # -- time
@@ -232,7 +232,7 @@ class Game(RuleBasedStateMachine):
     def forget_suspects(self) -> None:
         """Drop the deaths of epochs without consumers and batches, which the dispatcher may have forgotten."""
         known = {consumer.epoch for consumer in self.service.dispatcher.consumers()}
-        known |= {(address.loader, address.epoch) for address in (*self.service.running(), *self.service.ready)}
+        known |= {(batch_id.loader, batch_id.epoch) for batch_id in (*self.service.running(), *self.service.ready)}
         self.recorded = {a: count for a, count in self.recorded.items() if (a.loader, a.epoch) in known}
 
     # -- decisions
@@ -240,16 +240,16 @@ class Game(RuleBasedStateMachine):
     @rule()
     def decide(self) -> None:
         """Assert that all decisions are allowed, and that no client waits while a worker is idle."""
-        awaited = {Address(*request.consumer.epoch, request.next) for request in self.requests}
+        awaited = {BatchId(*request.consumer.epoch, request.next) for request in self.requests}
         decided = self.service.decide()
-        for address in decided:
-            self.estimates[address] = int(self.sizes.get(address.loader, 0))
+        for batch_id in decided:
+            self.estimates[batch_id] = int(self.sizes.get(batch_id.loader, 0))
         if not awaited.issuperset(decided):
             assert self.service.dispatcher.store.used <= self.budget, "only awaited batches may exceed the budget"
         self.forget_suspects()
         for queue in self.service.queues.values():
             assert len(queue) <= dispatcher.MAX_QUEUE + 1
-            assert len(queue) == 1 or not any(address in self.recorded for address in queue), (
+            assert len(queue) == 1 or not any(batch_id in self.recorded for batch_id in queue), (
                 "a suspect batch requires an empty queue"
             )
         started = {*self.service.ready, *self.service.running()}
@@ -258,7 +258,7 @@ class Game(RuleBasedStateMachine):
             for worker, queue in self.service.queues.items()
         )
         waiting = [
-            request for request in self.requests if Address(*request.consumer.epoch, request.next) not in started
+            request for request in self.requests if BatchId(*request.consumer.epoch, request.next) not in started
         ]
         assert not idle or not waiting
 

@@ -6,7 +6,7 @@ import pytest
 
 from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.server.dispatching import (
     BATCHES,
     OTHER,
@@ -94,7 +94,7 @@ def test_starting_over_resets_the_record_of_sent_batches() -> None:
     assert service.send_ready(again, limit=10) == list(range(10))
     complete(service, service.request("b", OTHER, 0, 50))
     assert service.send_ready(again) == list(range(10, 20))
-    assert [service.started[Address(*TRAIN, k)] for k in range(10, 20)] == [1] * 10
+    assert [service.started[BatchId(*TRAIN, k)] for k in range(10, 20)] == [1] * 10
 
 
 def test_batches_that_a_consumer_skipped_are_unwanted() -> None:
@@ -122,7 +122,7 @@ def test_a_client_continues_after_a_partial_response() -> None:
     rest = service.request("a", TRAIN, len(sent), 6)
     complete(service, rest)
     assert rest.next == 6
-    assert [service.started[Address(*TRAIN, k)] for k in range(6)] == [1] * 6
+    assert [service.started[BatchId(*TRAIN, k)] for k in range(6)] == [1] * 6
 
 
 def test_an_idle_consumer_is_removed_after_a_minute() -> None:
@@ -209,7 +209,7 @@ def test_two_connections_of_a_consumer_share_one_position() -> None:
             stop = lanes[-1].stop
             lanes.append(service.request("a", TRAIN, stop, stop + 2, ahead=2))
     assert received == list(range(len(received)))
-    assert [service.started[Address(*TRAIN, k)] for k in received] == [1] * len(received)
+    assert [service.started[BatchId(*TRAIN, k)] for k in received] == [1] * len(received)
     assert service.dispatcher.store.used <= 8
 
 
@@ -273,7 +273,7 @@ def test_sent_batches_are_not_prefetched() -> None:
     while service.decide():
         service.finish_all()
         service.send_ready(rest)
-    assert [service.started[Address(*TRAIN, k)] for k in range(4, 8)] == [1] * 4
+    assert [service.started[BatchId(*TRAIN, k)] for k in range(4, 8)] == [1] * 4
 
 
 def test_a_batch_is_kept_for_a_second_connection_that_requested_it() -> None:
@@ -287,7 +287,7 @@ def test_a_batch_is_kept_for_a_second_connection_that_requested_it() -> None:
             service.finish()
         service.send_ready(quick)
     assert quick.next == 20
-    assert service.started[Address(*TRAIN, slow.next)] <= 2
+    assert service.started[BatchId(*TRAIN, slow.next)] <= 2
 
 
 def test_a_batch_that_a_second_connection_requested_is_not_evicted_for_prefetching() -> None:
@@ -302,7 +302,7 @@ def test_a_batch_that_a_second_connection_requested_is_not_evicted_for_prefetchi
     service.request("b", OTHER, 0, 5)
     while service.decide():
         service.finish_all()
-    assert service.started[Address(*TRAIN, 100)] == 1
+    assert service.started[BatchId(*TRAIN, 100)] == 1
 
 
 # --- Rule 5: memory -----------------------------------------------------------------------------------------------

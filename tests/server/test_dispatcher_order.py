@@ -9,7 +9,7 @@ import pytest
 from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_REQUESTED
 from teleloader_server.dispatch.records import Epoch
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.server.dispatching import (
     BATCHES,
     OTHER,
@@ -213,10 +213,10 @@ def test_a_worker_with_an_assigned_batch_is_busy() -> None:
 
 
 def begun_in_turns(
-    service: Service, rounds: int, seconds: Callable[[Address], float] = lambda _: SLOW
-) -> list[Address]:
+    service: Service, rounds: int, seconds: Callable[[BatchId], float] = lambda _: SLOW
+) -> list[BatchId]:
     """One worker, its batches one after another, each sent to whoever asked for it at once."""
-    order: list[Address] = []
+    order: list[BatchId] = []
     for _ in range(rounds):
         order += service.decide()
         service.finish(seconds=seconds(service.queues[0][0]))
@@ -273,7 +273,7 @@ def test_shares_are_measured_in_worker_time() -> None:
     service.warm_up(OTHER, seconds=1.0)
     service.request("light", TRAIN, 0, 1000)
     service.request("heavy", OTHER, 0, 1000)
-    order = begun_in_turns(service, 110, lambda address: 0.1 if address.loader == "train" else 1.0)
+    order = begun_in_turns(service, 110, lambda batch_id: 0.1 if batch_id.loader == "train" else 1.0)
     assert abs(len(numbers(order, TRAIN)) - 100) <= 10
     assert abs(len(numbers(order, OTHER)) - 10) <= 1
 

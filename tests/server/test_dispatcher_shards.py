@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
 from teleloader_server.dispatch.records import Epoch, PendingRange
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.conftest import examples
 from tests.server.dispatching import QUICK, TRAIN, Service, complete, numbers
 
@@ -28,7 +28,7 @@ def sharded(shards: int, budget: int = 10**9) -> Service:
 
 def queued(service: Service) -> dict[int, list[int]]:
     """Return the batch numbers assigned to each worker."""
-    return {worker: [address.batch for address in queue] for worker, queue in service.queues.items()}
+    return {worker: [batch_id.batch for batch_id in queue] for worker, queue in service.queues.items()}
 
 
 # --- Whose a batch is ---------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_consecutive_requests_are_computed_in_order() -> None:
         while request.next < request.stop:
             service.decide()
             for worker, queue in service.queues.items():
-                order[worker] += [address.batch for address in queue]
+                order[worker] += [batch_id.batch for batch_id in queue]
             service.finish_all(seconds=QUICK)
             service.send_ready(request)
         service.dispatcher.close(request)
@@ -174,7 +174,7 @@ def test_batches_of_a_lost_worker_are_computed_by_its_replacement() -> None:
         assert numbers(service.decide()) == [k]
         service.finish_all()
     assert service.send_ready(request) == list(range(6))
-    assert [service.started[Address(*TRAIN, k)] for k in range(6)] == [1, 1, 2, 1, 2, 1]
+    assert [service.started[BatchId(*TRAIN, k)] for k in range(6)] == [1, 1, 2, 1, 2, 1]
 
 
 def test_a_batch_in_a_longer_queue_is_not_blamed() -> None:
@@ -267,12 +267,12 @@ class Game(RuleBasedStateMachine):
     def decide(self) -> None:
         """Assert that each worker gets batches of its shard in ascending order, and no wanted batch is evicted."""
         before = len(self.service.evicted)
-        for address in self.service.decide():
-            worker = address.batch % self.shards
-            assert address in self.service.queues[worker]
-            assert address.batch > self.made.get(worker, -1)
-            self.made[worker] = address.batch
-        assert all(address.batch < self.position for address in self.service.evicted[before:])
+        for batch_id in self.service.decide():
+            worker = batch_id.batch % self.shards
+            assert batch_id in self.service.queues[worker]
+            assert batch_id.batch > self.made.get(worker, -1)
+            self.made[worker] = batch_id.batch
+        assert all(batch_id.batch < self.position for batch_id in self.service.evicted[before:])
 
     def teardown(self) -> None:
         """Assert that the client receives the rest of the epoch once all workers run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from tests.server.dispatching import OTHER, QUICK, TRAIN, Service, complete, numbers
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
@@ -18,12 +18,12 @@ def test_a_batch_that_hung_is_given_up_at_once() -> None:
     request = service.request("a", TRAIN, 0, 8)
     service.decide()
     service.finish(seconds=QUICK)
-    assert numbers(service.lose_worker(attribution=Address(*TRAIN, 1))) == [1]
+    assert numbers(service.lose_worker(attribution=BatchId(*TRAIN, 1))) == [1]
     service.worker_ready(0)
     assert numbers(service.decide()) == [2, 3, 4, 5, 6, 7]
     service.finish_all(seconds=QUICK)
     assert service.send_ready(request) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert service.started[Address(*TRAIN, 1)] == 1
+    assert service.started[BatchId(*TRAIN, 1)] == 1
 
 
 def test_what_is_nobodys_fault_is_never_held_against_a_batch() -> None:

@@ -41,7 +41,7 @@ class FakePool:
 
     def queue(self, worker: int) -> Tasks:
         """What one of them has."""
-        return Tasks(lambda: [task.address for other, task in self.tasks if other == worker])
+        return Tasks(lambda: [task.batch_id for other, task in self.tasks if other == worker])
 
     def submit(self, worker: int, task: Task) -> None:
         """Note it."""
@@ -89,7 +89,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=4, indices=lists)
     async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
-        assert [(worker, task.address.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+        assert [(worker, task.batch_id.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]
         for pair in [pair for pair in pool.tasks if pair[0] == 1]:
             finish(*pair)
@@ -104,9 +104,9 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
                 taken += 1
             else:
                 finish(*pool.tasks[0])
-    submitted = [task.address.batch for task in pool.submitted]
+    submitted = [task.batch_id.batch for task in pool.submitted]
     assert max(submitted.count(1), submitted.count(3)) > 1, "one that was ready went for want of memory"
-    assert all(task.indices == lists[task.address.batch] for task in pool.submitted)
+    assert all(task.indices == lists[task.batch_id.batch] for task in pool.submitted)
     assert not any(consumer.requests for consumer in engine.consumers()), "and nothing is kept of it"
 
 

@@ -13,7 +13,7 @@ from teleloader_server.loading import index_lists
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.web import index_bodies
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.tree import Tensor
 
@@ -25,7 +25,7 @@ ANY = INTEGERS._replace(kind="any")
 
 def listed(indices: Any, k: int = 0, **options: Any) -> bytes:
     """A frame."""
-    return codec.to_bytes(Address(KEY, 3, k), indices, **options)
+    return codec.to_bytes(BatchId(KEY, 3, k), indices, **options)
 
 
 def packed(*indices: int, dtype: str = "int64") -> Any:
@@ -33,7 +33,7 @@ def packed(*indices: int, dtype: str = "int64") -> Any:
     return np.array(indices, dtype).view(Tensor)
 
 
-async def split(body: bytes, rules: Rules = INTEGERS, size: int = 1 << 16) -> tuple[Address, dict[int, bytes]]:
+async def split(body: bytes, rules: Rules = INTEGERS, size: int = 1 << 16) -> tuple[BatchId, dict[int, bytes]]:
     """The frames of a body that comes in pieces of some size."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -48,7 +48,7 @@ async def test_a_body_is_split_wherever_its_pieces_end(size: int) -> None:
     """The frames are those that were sent, by batch, whatever the sizes of the pieces that arrive."""
     frames = {k: listed(packed(*range(10 * k)), k) for k in range(5, 9)}
     first, found = await split(b"".join(frames.values()), size=size)
-    assert (first, found) == (Address(KEY, 3, 5), frames)
+    assert (first, found) == (BatchId(KEY, 3, 5), frames)
     assert [index_lists.read(frame, single=False) for frame in found.values()] == [
         list(range(10 * k)) for k in range(5, 9)
     ]

@@ -1,4 +1,4 @@
-"""Which random numbers a batch draws: a function of its address, or of where the generators stand."""
+"""Which random numbers a batch draws: a function of its batch ID, or of where the generators stand."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from teleloader_server.loading.tasks import Task, indices_of
 from teleloader_shared import user_state
-from teleloader_shared.codec import Address, End, to_bytes
+from teleloader_shared.codec import BatchId, End, to_bytes
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.tree import Tensor
 from tests.server.bench import Bench, Bulk, Made, drawn, draws, raising
@@ -230,9 +230,9 @@ def test_a_random_state_that_no_generator_has_is_an_error() -> None:
 
 def task(batch: int, *, length: int = 12, indices: Any = None, **spec: Any) -> Task:
     """A batch to be made."""
-    address = Address("key", 0, batch)
-    listed = None if indices is None else to_bytes(address, indices)
-    return Task(LoaderSpec(dataset="data", **spec), length, address, listed)
+    batch_id = BatchId("key", 0, batch)
+    listed = None if indices is None else to_bytes(batch_id, indices)
+    return Task(LoaderSpec(dataset="data", **spec), length, batch_id, listed)
 
 
 def test_what_a_batch_should_have_held_is_known_without_making_it() -> None:

@@ -26,7 +26,7 @@ from teleloader_server.dispatch.counters import (
 from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.dispatch.records import Consumer, EpochState, Loader, PrincipalShare
 from teleloader_server.loading.tasks import Report, Task
-from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.codec import BatchId, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.spec import LoaderSpec
@@ -38,7 +38,7 @@ NOTHING = np.empty(0, np.uint8)
 
 def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Task:
     """A batch to be made, of a dataset of 10,000."""
-    return Task(spec, 10_000, Address(spec.key, 0, k), indices)
+    return Task(spec, 10_000, BatchId(spec.key, 0, k), indices)
 
 
 def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
@@ -48,7 +48,7 @@ def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
     """A batch has failed."""
-    frame = to_bytes(task(0).address, Failure(kind, message, traceback, list(indices), 0))
+    frame = to_bytes(task(0).batch_id, Failure(kind, message, traceback, list(indices), 0))
     pool.computed(0, task(0), np.frombuffer(frame, np.uint8), report(failed=True))
 
 
@@ -86,9 +86,9 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
     spec = LoaderSpec(dataset="data", batch_size=4, order="client", session="mine")
     metrics = Counters()
     pool = metrics.pool()
-    address = Address(spec.key, 0, 0)
-    pool.computed(0, task(0, indices=to_bytes(address, [9, 8, 7]), spec=spec), NOTHING, report(0.2))
-    long = to_bytes(address, list(range(MAX_KEPT_LIST)))
+    batch_id = BatchId(spec.key, 0, 0)
+    pool.computed(0, task(0, indices=to_bytes(batch_id, [9, 8, 7]), spec=spec), NOTHING, report(0.2))
+    long = to_bytes(batch_id, list(range(MAX_KEPT_LIST)))
     pool.computed(0, task(0, indices=long, spec=spec), NOTHING, report(0.1))
     assert [slow.indices for slow in metrics.datasets["data"].slowest()] == [[9, 8, 7], []]
 

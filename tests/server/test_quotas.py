@@ -19,7 +19,7 @@ from teleloader_server.limits import ClientLimits, Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ALL_SCOPES, Principal
 from teleloader_server.workers.factory import ObjectPools
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import examples
@@ -158,7 +158,7 @@ def test_the_death_of_a_worker_is_charged_to_the_principal() -> None:
 # --- Workers that do not come back --------------------------------------------------------------------------------
 
 
-def hanging(service: Service) -> dict[int, tuple[Address, float]]:
+def hanging(service: Service) -> dict[int, tuple[BatchId, float]]:
     """Return the batches in progress, all of them slow."""
     return {worker: (queue[0], 6.0) for worker, queue in service.queues.items() if queue}
 
@@ -191,7 +191,7 @@ def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool
         assert service.send_ready(victim) == [k]
     service.dispatcher.close(victim)
     assert service.decide() == [], "nothing is made on the last worker for the one that had them all"
-    hung = [address for address in service.running() if address.loader == "train"]
+    hung = [batch_id for batch_id in service.running() if batch_id.loader == "train"]
     assert len(hung) == 2
 
 
@@ -449,6 +449,6 @@ async def test_a_session_belongs_to_the_principal_that_started_it() -> None:
         with pytest.raises(UnknownLoader):
             service.loader(other, key, 0, 0)
         assert service.registration(key, mine).key == key
-        assert service.registration(shared, other).key == shared, "what is a function of its address is everybody's"
+        assert service.registration(shared, other).key == shared, "what is a function of its batch ID is everybody's"
     finally:
         await service.close()

@@ -31,7 +31,7 @@ from teleloader_server.workers.health import (
     check_interval,
     exit_reason,
 )
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.spec import LoaderSpec
 from tests.server.dispatching import QUICK, TRAIN, Service, numbers
 
@@ -44,7 +44,7 @@ LACKING: Final = WorkerExit("worker 0 cannot be started: no descriptor", "machin
 
 def task(batch: int) -> Task:
     """Return the task of a batch."""
-    return Task(LoaderSpec(dataset="data"), 100, Address("key", 0, batch))
+    return Task(LoaderSpec(dataset="data"), 100, BatchId("key", 0, batch))
 
 
 def busy() -> WorkerHealth:
@@ -295,16 +295,16 @@ def test_nothing_is_reported_while_another_worker_can_compute_the_batches(*, lac
 @given(times=st.lists(st.floats(0, 30), min_size=1, max_size=50))
 def test_a_fault_of_the_machine_is_retried_for_the_batch_timeout(times: list[float]) -> None:
     """Counted from the first loss, and anew after the batch was given up or the resource was available again."""
-    shortages, address, now, first = Shortages(), Address("key", 0, 0), START, None
+    shortages, batch_id, now, first = Shortages(), BatchId("key", 0, 0), START, None
     for seconds in times:
         now += seconds
         first = now if first is None else first
         is_overdue = now - first > LIMITS.batch_timeout
-        assert shortages.overdue([address], LIMITS, now) == ({address} if is_overdue else set())
+        assert shortages.overdue([batch_id], LIMITS, now) == ({batch_id} if is_overdue else set())
         first = None if is_overdue else first
-    assert shortages.overdue([address], UNLIMITED, now + 1e9) == frozenset()
+    assert shortages.overdue([batch_id], UNLIMITED, now + 1e9) == frozenset()
     shortages.ended()
-    assert shortages.overdue([address], LIMITS, now + 1e9) == frozenset()
+    assert shortages.overdue([batch_id], LIMITS, now + 1e9) == frozenset()
 
 
 events = st.sampled_from(["unknown", "machine", "timeout", "completes"])
@@ -329,12 +329,12 @@ def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: lis
             first_lost.clear()
             service.finish(seconds=QUICK)
             continue
-        overdue: frozenset[Address] = frozenset()
+        overdue: frozenset[BatchId] = frozenset()
         if event == "machine":
             overdue = shortages.overdue(tasks, LIMITS, now)
             for batch in numbers(tasks):
                 since = first_lost.setdefault(batch, now)
-                assert (Address(*TRAIN, batch) in overdue) == (now - since > LIMITS.batch_timeout)
+                assert (BatchId(*TRAIN, batch) in overdue) == (now - since > LIMITS.batch_timeout)
         failed = service.lose_worker(0, tasks[0] if event == "timeout" else event, overdue)  # type: ignore[arg-type]
         assert set(failed) >= overdue
         if event == "timeout":
@@ -342,7 +342,7 @@ def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: lis
         if event == "unknown":
             for batch in numbers(tasks):
                 attempts[batch] += len(tasks) == 1
-                assert (Address(*TRAIN, batch) in failed) == (attempts[batch] == MAX_ATTEMPTS)
+                assert (BatchId(*TRAIN, batch) in failed) == (attempts[batch] == MAX_ATTEMPTS)
         service.worker_ready(0)
     service.send_ready(request)
     assert request.next == queue, "each batch was computed, or an error is in its place"

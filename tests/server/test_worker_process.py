@@ -12,13 +12,13 @@ from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.handle import WorkerHandle, _without_own_frames
 from teleloader_server.workers.messages import CURRENT_TASK, REVOKED
 from teleloader_server.workers.worker import Worker
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.spec import LoaderSpec
 
 
 def task(batch: int) -> Task:
     """The task of a batch."""
-    return Task(LoaderSpec(dataset="data"), 100, Address("key", 0, batch))
+    return Task(LoaderSpec(dataset="data"), 100, BatchId("key", 0, batch))
 
 
 @pytest.fixture

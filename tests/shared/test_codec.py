@@ -25,7 +25,7 @@ from teleloader_shared import dtypes
 from teleloader_shared.codec import (
     ALIGNMENT,
     PROLOGUE_SIZE,
-    Address,
+    BatchId,
     Bits,
     End,
     Failure,
@@ -44,7 +44,7 @@ from tests.shared.trees import KeptMemory, Point, arrays, assert_same, keep, tre
 
 fixed = settings(max_examples=examples(100))
 
-ADDRESS = Address("0123456789abcdef0123456789abcdef", 3, 14)
+BATCH_ID = BatchId("0123456789abcdef0123456789abcdef", 3, 14)
 FAILURE = Failure("ValueError", "no such image", "Traceback ...", [4, 2**40], -1)
 END = End(samples=2**40, replica=False)
 
@@ -56,7 +56,7 @@ FORMS = [(True, None), (False, None), (True, "zstd"), (False, "lz4")]
 
 def encoded(content: object, **how: Any) -> NDArray[np.uint8]:
     """The frame of a batch or failure, starting at a multiple of 64 in memory, over what memory held before."""
-    writer = FrameWriter(ADDRESS, content, **how)
+    writer = FrameWriter(BATCH_ID, content, **how)
     memory = np.full(writer.nbytes + 2 * ALIGNMENT, 0xA5, np.uint8)
     buffer = memory[-memory.ctypes.data % ALIGNMENT :]
     writer.write(buffer)
@@ -122,11 +122,11 @@ def memory_within(limit: int) -> Iterator[None]:
 @settings(fixed, max_examples=examples(300))
 @given(trees, options, st.integers(0, 10))
 def test_any_batch_arrives_as_it_was(batch: Any, how: dict[str, Any], padding: int) -> None:
-    """Containers, types and every bit survive, with and without checksum and compression, and so does the address."""
+    """Containers, types and every bit survive, with and without checksum and compression, and so does the batch ID."""
     frame = encoded(batch, padding=padding, **how)
     found = read(KeptMemory(frame))
     assert_same(found.content, batch)
-    assert (found.address, found.padding, found.nbytes) == (ADDRESS, padding, len(frame))
+    assert (found.batch_id, found.padding, found.nbytes) == (BATCH_ID, padding, len(frame))
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
@@ -178,17 +178,17 @@ def test_tensors_arrive_as_they_were() -> None:
 
 
 def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
-    """Type, message, traceback, indices and worker of an exception travel under the batch's address."""
+    """Type, message, traceback, indices and worker of an exception travel under the batch's ID."""
     found = read(KeptMemory(encoded(FAILURE)))
-    assert found == Frame(ADDRESS, FAILURE, 0, found.nbytes, memory=found.memory)
+    assert found == Frame(BATCH_ID, FAILURE, 0, found.nbytes, memory=found.memory)
     assert read(KeptMemory(encoded(FAILURE, compression="zstd", padding=3))).content == FAILURE
 
 
 @pytest.mark.parametrize("end", [END, End(0, replica=True)])
 def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
-    """How many samples the shard gave, and whether it is a replica, travel under the address of what it has not."""
+    """How many samples the shard gave, and whether it is a replica, travel under the ID of the batch that it lacks."""
     found = read(KeptMemory(encoded(end)))
-    assert found == Frame(ADDRESS, end, 0, found.nbytes, memory=found.memory)
+    assert found == Frame(BATCH_ID, end, 0, found.nbytes, memory=found.memory)
     assert read(KeptMemory(encoded(end, compression="lz4", padding=3))).content == end
 
 
@@ -227,7 +227,7 @@ def test_an_array_is_written_where_it_is_sent_from() -> None:
             written.append(out)
             out[...] = [1, 2, 3]
 
-    writer = FrameWriter(ADDRESS, [Promise()])
+    writer = FrameWriter(BATCH_ID, [Promise()])
     assert written == []
     buffer = np.empty(writer.nbytes, np.uint8)
     writer.write(buffer)
@@ -254,7 +254,7 @@ def test_any_msgpack_library_reads_a_frame(content: Any, how: dict[str, Any]) ->
     assert checksum == (xxhash.xxh3_64_intdigest(frame[34:].tobytes()) if has_checksum else 0)
     header = reader.unpack()
     assert reader.tell() == 34 + header_size
-    assert (header["loader"], header["epoch"], header["batch"]) == (ADDRESS.loader, 3, 14)
+    assert (header["loader"], header["epoch"], header["batch"]) == (BATCH_ID.loader, 3, 14)
     assert (count - 7) % 2 == 0
     for _ in range((count - 7) // 2):
         filler = reader.unpack()
@@ -275,17 +275,17 @@ def test_a_frame_can_be_made_from_the_documentation(batch: list[Any], text: str,
     tree = [
         *({"array": [a.dtype.name, list(a.shape), "tensor" if isinstance(a, Tensor) else "ndarray"]} for a in batch)
     ]
-    header = {"loader": ADDRESS.loader, "epoch": 3, "batch": 14, "padding": 2, "tree": [text, *tree]}
+    header = {"loader": BATCH_ID.loader, "epoch": 3, "batch": 14, "padding": 2, "tree": [text, *tree]}
     segments = [array.astype(array.dtype.newbyteorder("<")).tobytes() for array in batch]
     assert forged(header, segments, checksum=checksum) == to_bytes(
-        ADDRESS, [text, *batch], padding=2, checksum=checksum
+        BATCH_ID, [text, *batch], padding=2, checksum=checksum
     )
 
 
 def test_equal_batches_have_equal_bytes() -> None:
     """Nothing of what a buffer held before, or of how an array lies in memory, is in a frame."""
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
-    frames = {to_bytes(ADDRESS, [a]) for a in (array, np.asfortranarray(array), array.astype(">i4"))}
+    frames = {to_bytes(BATCH_ID, [a]) for a in (array, np.asfortranarray(array), array.astype(">i4"))}
     assert len(frames) == 1
     assert encoded([array]).tobytes() in frames
 
@@ -458,7 +458,7 @@ def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
 )
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_header_that_is_none_is_refused(header: object, checksum: bool) -> None:
-    """What is no map with address and content is a ProtocolError, though its checksum be right."""
+    """What is no map with batch ID and content is a ProtocolError, though its checksum be right."""
     with pytest.raises(ProtocolError):
         decoded(forged(header, checksum=checksum))
 
@@ -577,10 +577,10 @@ def test_whatever_a_header_says_is_read_or_refused(header: dict[str, Any], segme
 
 SEEDS = [
     bytes(forged(header_of({"tuple": [{"array": ["float32", [2, 1], "ndarray"]}, {"int": "5"}]}), [bytes(8)])),
-    to_bytes(ADDRESS, {"a": np.arange(9), "b": [Point(1, 2), np.float16(2), 2**70, 1j]}, checksum=False),
-    to_bytes(ADDRESS, {"x": np.zeros(50), (1, None): ["text", b"bytes"]}, checksum=False, compression="zstd"),
-    to_bytes(ADDRESS, [np.zeros(50), np.ones((2, 3), ml_dtypes.bfloat16)], checksum=False, compression="lz4"),
-    to_bytes(ADDRESS, FAILURE, checksum=False),
+    to_bytes(BATCH_ID, {"a": np.arange(9), "b": [Point(1, 2), np.float16(2), 2**70, 1j]}, checksum=False),
+    to_bytes(BATCH_ID, {"x": np.zeros(50), (1, None): ["text", b"bytes"]}, checksum=False, compression="zstd"),
+    to_bytes(BATCH_ID, [np.zeros(50), np.ones((2, 3), ml_dtypes.bfloat16)], checksum=False, compression="lz4"),
+    to_bytes(BATCH_ID, FAILURE, checksum=False),
 ]
 
 
@@ -720,7 +720,7 @@ def test_a_batch_that_is_too_large_is_refused_before_it_is_made(compression: Com
         memory_within(2**20),
         pytest.raises(BatchTooLarge, match="has 8,000,000,000,000 bytes, and the limit is") as caught,
     ):
-        FrameWriter(ADDRESS, [huge], compression=compression)
+        FrameWriter(BATCH_ID, [huge], compression=compression)
     assert "use a smaller batch_size, or increase --max-batch-bytes of the server" in str(caught.value)
     assert str(caught.value).startswith("batch 14 of epoch 3 of loader 01234567 ")
 
@@ -737,7 +737,7 @@ def test_the_limit_counts_the_whole_frame() -> None:
 def test_an_array_of_4_gib_cannot_travel() -> None:
     """A bin32 holds less than 4 GiB: the error says so, and is known before an array is made."""
     with pytest.raises(BatchTooLarge, match="4 GiB"):
-        FrameWriter(ADDRESS, [np.broadcast_to(np.uint8(0), (2**32,))], max_bytes=2**40)
+        FrameWriter(BATCH_ID, [np.broadcast_to(np.uint8(0), (2**32,))], max_bytes=2**40)
 
 
 # --- What cannot travel -------------------------------------------------------------------------------------------
@@ -762,7 +762,7 @@ def test_a_string_that_is_no_unicode_is_refused(batch: object) -> None:
 def test_a_failure_can_always_be_written(index: int) -> None:
     """Nothing is left to send in its place: indices of more than 64 bits are left out, texts are cut and escaped."""
     failure = Failure("Error\ud800", "\udfff" * 10**6, "\U0001f600" * 10**6, [1, index, 2**64 - 1, -(2**63)] * 1000, 3)
-    content = decoded(to_bytes(ADDRESS, failure))
+    content = decoded(to_bytes(BATCH_ID, failure))
     assert isinstance(content, Failure)
     assert content.type == "Error\\ud800"
     assert content.indices == [1, 2**64 - 1, -(2**63)] * 250

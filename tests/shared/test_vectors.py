@@ -91,9 +91,9 @@ def test_the_generator_makes_the_vectors_byte_for_byte(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", NAMES)
 def test_the_codec_reads_each_vector(name: str) -> None:
     """What was written long ago is the batch that it was."""
-    _, address, batch, how = vectors()[name]
+    _, batch_id, batch, how = vectors()[name]
     found = read(KeptMemory(np.fromfile(HERE / f"{name}.tlf", np.uint8)))
-    assert (found.address, found.padding) == (address, how.get("padding", 0))
+    assert (found.batch_id, found.padding) == (batch_id, how.get("padding", 0))
     assert_same(found.content, batch)
 
 

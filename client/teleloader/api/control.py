@@ -25,7 +25,7 @@ from teleloader.api.responses import error_of, parse_retry_after, record
 from teleloader.tensors.memory import pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Address, Frame
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Frame
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
@@ -198,27 +198,27 @@ class Server:
         self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
 
     @_confirmed
-    def batch(self, address: Address, listed: bytes | None = None, *, consumer: str) -> Frame:
+    def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:
         """Fetch and decode one batch.
 
         Args:
-            address: Identifier of the batch.
+            batch_id: Identifier of the batch.
             listed: Encoded sample indices of the batch, for a client-side sampler.
             consumer: Name of the client in ``/stats``.
 
         Raises:
             ProtocolError: If the response is not a frame of that batch, of at most `DEFAULT_MAX_BATCH_BYTES`.
         """
-        path = batches_path(address.loader, address.epoch)
+        path = batches_path(batch_id.loader, batch_id.epoch)
         options = {"limit": DEFAULT_MAX_BATCH_BYTES, "timeout": None, "headers": {CONSUMER_HEADER: consumer}}
         body = (
-            self._successful("GET", f"{path}/{address.batch}", **options)
+            self._successful("GET", f"{path}/{batch_id.batch}", **options)
             if listed is None
-            else self._successful("POST", f"{path}?start={address.batch}", content=listed, **options)
+            else self._successful("POST", f"{path}?start={batch_id.batch}", content=listed, **options)
         )
         frame = codec.read(pageable_memory(choose_output(None), np.frombuffer(body, np.uint8)))
-        if frame.address != address:
-            raise ProtocolError(f"{self.url} sent {frame.address}, expected {address}: check proxies on the path")
+        if frame.batch_id != batch_id:
+            raise ProtocolError(f"{self.url} sent {frame.batch_id}, expected {batch_id}: check proxies on the path")
         return frame
 
     @_confirmed

@@ -23,7 +23,7 @@ def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
         return not isinstance(frame.content, Failure)
     console = results_console()
     if isinstance(frame.content, Failure):
-        error = exception_of(frame.content, frame.address, dataset.url)
+        error = exception_of(frame.content, frame.batch_id, dataset.url)
         console.print(Text(printable(f"{type(error).__name__}: {error}")), soft_wrap=True)
         return False
     _show_batch(frame, dataset, console)
@@ -32,7 +32,7 @@ def show(frame: Frame, dataset: RemoteDataset, *, as_json: bool) -> bool:
 
 def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
     facts: dict[str, object] = {
-        "server": dataset.url, "dataset": dataset.name, "epoch": frame.address.epoch, "batch": frame.address.batch,
+        "server": dataset.url, "dataset": dataset.name, "epoch": frame.batch_id.epoch, "batch": frame.batch_id.batch,
         "bytes": frame.nbytes, "padding": frame.padding,
     }  # fmt: skip
     if isinstance(frame.content, Failure):
@@ -43,7 +43,7 @@ def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
 
 
 def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
-    where = f"batch {frame.address.batch} of epoch {frame.address.epoch} of {dataset.name} on {dataset.url}"
+    where = f"batch {frame.batch_id.batch} of epoch {frame.batch_id.epoch} of {dataset.name} on {dataset.url}"
     if isinstance(frame.content, End):
         console.print(Text(f"{where}: no batch, its shard ended after {counted(frame.content.samples, 'sample')}"))
         return

@@ -23,7 +23,7 @@ from teleloader.tensors.devices import CopyTimes, Device
 from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
-from teleloader_shared.codec import Address, End, Frame
+from teleloader_shared.codec import BatchId, End, Frame
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.plan import Plan
@@ -59,11 +59,11 @@ class Epoch(Protocol):
 class Workers(Protocol):
     """Interface of a loader's workers that run in the calling thread, for `teleloader.testing`."""
 
-    def frame(self, address: Address, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
+    def frame(self, batch_id: BatchId, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
         """Load a batch and encode it as a frame; if loading raises an exception, encode a failure frame.
 
         Args:
-            address: Identifier of the batch.
+            batch_id: Identifier of the batch.
             indices: Encoded sample indices of the batch, for a client-side sampler.
             error: Exception to encode in place of the batch; None to load the batch.
         """
@@ -176,7 +176,7 @@ class DirectReceiver:
         self.scheduler = scheduler
         self.measures = measures
         self._epoch = dataset.loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
-        self._address = Address(spec.key, epoch, 0)
+        self._batch_id = BatchId(spec.key, epoch, 0)
         self._plan = plan
         self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
         self._iterable = dataset.iterable
@@ -196,7 +196,7 @@ class DirectReceiver:
     @property
     def key(self) -> str:
         """Key of the loader."""
-        return self._address.loader
+        return self._batch_id.loader
 
     def peek(self) -> Arrived | None:
         """Return the next batch, or the exception or end of shard in its place, or None if it is not loaded yet."""
@@ -227,13 +227,13 @@ class DirectReceiver:
 
     def take(self, number: int) -> None:
         """Remove the batch that `peek` returned, unless it was already removed."""
-        if self._arrived is not None and self._arrived.frame.address.batch == number:
+        if self._arrived is not None and self._arrived.frame.batch_id.batch == number:
             self.scheduler.taken = number + 1
             self._lists.pop(number, None)
             self._arrived = None
 
     @staticmethod
-    def index_list(address: Address, indices: Any) -> Any:
+    def index_list(batch_id: BatchId, indices: Any) -> Any:
         """Return the indices from a sampler unchanged, because in-process loading does not encode them."""
         return indices
 
@@ -254,20 +254,20 @@ class DirectReceiver:
         """Do nothing: in-process loading uses no workers."""
 
     def _frame(self) -> Frame:
-        address = self._address._replace(batch=self.scheduler.taken)
+        batch_id = self._batch_id._replace(batch=self.scheduler.taken)
         state = None
         try:
-            content, state = self._epoch.batch(address.batch, self._indices(address.batch))
+            content, state = self._epoch.batch(batch_id.batch, self._indices(batch_id.batch))
             if isinstance(content, End):
-                self.scheduler.stop = address.batch + 1
+                self.scheduler.stop = batch_id.batch + 1
             else:
                 content = self._convert(content)
                 self.measures.batches += 1
         except StopIteration as stop:  # torch would end the epoch silently, and samples would be lost
-            return Frame(address, _stopped(stop), 0, 0, state)
+            return Frame(batch_id, _stopped(stop), 0, 0, state)
         except Exception as error:  # noqa: BLE001 - raised in place of the batch
-            return Frame(address, Raised(error), 0, 0, state)
-        return Frame(address, content, 0, 0, state)
+            return Frame(batch_id, Raised(error), 0, 0, state)
+        return Frame(batch_id, content, 0, 0, state)
 
     def _indices(self, number: int) -> Any:
         if self._iterable:

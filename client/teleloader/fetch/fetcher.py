@@ -21,7 +21,7 @@ from teleloader.transport.interface import BatchServer, Connection, SilentConnec
 from teleloader.transport.range import Range
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import codec
-from teleloader_shared.codec import Address, End, Frame, Memory
+from teleloader_shared.codec import BatchId, End, Frame, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES
 from teleloader_shared.spec import LoaderSpec
@@ -334,8 +334,8 @@ class Fetcher:
         try:
             read = codec.read_all(memory, self._options.max_batch_bytes)
             for number, frame in enumerate(read, wanted.start):
-                if frame.address != (key, epoch, number):
-                    raise CorruptFrame(f"received {frame.address}, expected {Address(key, epoch, number)}")
+                if frame.batch_id != (key, epoch, number):
+                    raise CorruptFrame(f"received {frame.batch_id}, expected {BatchId(key, epoch, number)}")
                 if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
                     raise CorruptFrame(f"received the end of a shard, expected batch {number} of a map-style dataset")
                 frames.append(frame)

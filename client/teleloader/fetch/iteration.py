@@ -25,7 +25,7 @@ from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import is_out_of_memory
-from teleloader_shared.codec import Address, End, Failure, Frame
+from teleloader_shared.codec import BatchId, End, Failure, Frame
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.spec import LoaderSpec
@@ -85,7 +85,7 @@ class Progress:
         """Return the value of `state` after the delivery of the batch in `frame`."""
         epoch, batch, random, base_seed, states, sampler = self.state[0]
         if frame.shard_state is not None:
-            place = frame.address.batch % shards
+            place = frame.batch_id.batch % shards
             states = states or (None,) * shards
             states = (*states[:place], frame.shard_state, *states[place + 1 :])
         # _replace() takes twice as long, for each batch
@@ -170,7 +170,7 @@ class Iteration:
             return
         key, epoch = self.receiver.key, self.progress.next.epoch
         try:
-            lists.draw(goal, lambda k, indices: self.receiver.index_list(Address(key, epoch, k), indices))
+            lists.draw(goal, lambda k, indices: self.receiver.index_list(BatchId(key, epoch, k), indices))
         finally:
             self._send_lists(lists)
 
@@ -203,7 +203,7 @@ class Iteration:
         states = list(position.shard_states or (None,) * shards)
         if None in states[position.batch :]:
             for frame in buffer.receive(shards):
-                k = frame.address.batch
+                k = frame.batch_id.batch
                 if k < shards and states[k] is None:
                     states[k] = frame.shard_state
         return position._replace(shard_states=tuple(states))
@@ -305,7 +305,7 @@ class LoaderIterator:
 
     def _settle(self, current: Iteration, delivery: Delivery) -> None:
         """Release the batch's resources and count the batch; repeatable after an interruption."""
-        number = delivery.frame.address.batch
+        number = delivery.frame.batch_id.batch
         current.reorder_buffer.take(number)
         if current.stager is not None:
             current.stager.discard(delivery.frame)
@@ -350,7 +350,7 @@ class LoaderIterator:
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):
-            return Delivery(frame, raised=Raised(exception_of(frame.content, frame.address, arrived.url)))
+            return Delivery(frame, raised=Raised(exception_of(frame.content, frame.batch_id, arrived.url)))
         if isinstance(frame.content, Raised):
             return Delivery(frame, raised=frame.content)
         try:
@@ -416,13 +416,13 @@ class LoaderIterator:
         progress, reorder_buffer = current.progress, current.reorder_buffer
         while (arrived := reorder_buffer.peek()) is not None:
             frame = arrived.frame
-            if frame.address.batch >= progress.batch:
+            if frame.batch_id.batch >= progress.batch:
                 if not isinstance(frame.content, End):
                     return True
                 if current.length_check is not None:
-                    current.length_check.ended(frame.address.batch, frame.content)
+                    current.length_check.ended(frame.batch_id.batch, frame.content)
                 progress.state = progress.after(frame, current.spec.shards)
-            reorder_buffer.take(frame.address.batch)
+            reorder_buffer.take(frame.batch_id.batch)
         return current.over()
 
     def _finish(self, current: Iteration) -> NoReturn:

@@ -176,7 +176,7 @@ class ReorderBuffer:
         If a signal handler interrupts this method, it can be called again: totals are set, never incremented.
         """
         with self.lock:
-            if self._batches and self._batches[0].frame.address.batch == number:
+            if self._batches and self._batches[0].frame.batch_id.batch == number:
                 self._bytes_out = self._batches[0].total
                 self.scheduler.taken = number + 1
                 self._batches.popleft()
@@ -311,7 +311,7 @@ class ReorderBuffer:
             self.measures.nbytes += nbytes
             scheduler, first = self.scheduler, self.scheduler.received
             for frame in frames:
-                k = frame.address.batch
+                k = frame.batch_id.batch
                 if scheduler.is_missing(k):
                     self._early[k] = (frame, url)
                     self._bytes_in += frame.memory

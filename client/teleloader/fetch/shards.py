@@ -49,7 +49,7 @@ class DeliveredShards:
         start = 0
         for frame in frames:
             if not isinstance(frame.content, Failure | End):
-                number, shard = divmod(frame.address.batch, self._spec.shards)
+                number, shard = divmod(frame.batch_id.batch, self._spec.shards)
                 before = self._shards[shard]
                 if before is None or before.next == before.first:
                     before = Delivered(number, number, 0, None)

@@ -52,7 +52,7 @@ class Stager:
 
     def is_ready(self, frame: Frame) -> bool:
         """Return True if the copy of a batch has started, or if the frame contains nothing to copy."""
-        return isinstance(frame.content, Failure | End) or frame.address.batch in self._copies
+        return isinstance(frame.content, Failure | End) or frame.batch_id.batch in self._copies
 
     def warn(self) -> None:
         """Issue the pending warning of the copying thread, if any, in the training loop's thread."""
@@ -66,7 +66,7 @@ class Stager:
         Raises:
             Exception: If the copy failed.
         """
-        copy = self._copies[frame.address.batch]
+        copy = self._copies[frame.batch_id.batch]
         if isinstance(copy, Exception):
             raise copy
         return self._device.use(copy)
@@ -74,7 +74,7 @@ class Stager:
     def discard(self, frame: Frame) -> None:
         """Release the copy of a batch, because the training loop received it or needs a new copy."""
         with self._reorder_buffer.lock:
-            self._copies.pop(frame.address.batch, None)
+            self._copies.pop(frame.batch_id.batch, None)
             self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
@@ -123,8 +123,8 @@ class Stager:
             if not is_awaited and len(self._copies) >= self._ahead:
                 return None
             if not self.is_ready(frame):
-                if is_awaited and frame.address.batch != self._late:
-                    self._late = frame.address.batch
+                if is_awaited and frame.batch_id.batch != self._late:
+                    self._late = frame.batch_id.batch
                     self._reorder_buffer.measures.late_copies += 1
                 return frame
         return None
@@ -132,7 +132,7 @@ class Stager:
     def _put(self, frame: Frame, copy: Copy | Exception) -> None:
         with self._reorder_buffer.changed:
             if self._reorder_buffer.closed is None:
-                self._copies[frame.address.batch] = copy
+                self._copies[frame.batch_id.batch] = copy
                 self._reorder_buffer.staged()
 
     def _stop_ahead(self, error: Exception) -> None:

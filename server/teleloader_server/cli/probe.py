@@ -35,7 +35,7 @@ from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, ignore_stop_signals
-from teleloader_shared.codec import Address, Bits, End, Failure, read, to_bytes
+from teleloader_shared.codec import BatchId, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
@@ -347,11 +347,11 @@ class _LeafMemory(Bits):
 def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> PassResult:
     batches, failure = {}, None
     for frame in frames:
-        address, content, *_ = read(_LeafMemory(frame))
+        batch_id, content, *_ = read(_LeafMemory(frame))
         if isinstance(content, Failure):
             failure = content
         elif not isinstance(content, End):
-            batches[address.batch] = content
+            batches[batch_id.batch] = content
     return PassResult(batches, failure, sum(map(len, frames)), stages)
 
 
@@ -362,7 +362,7 @@ def _equal(one: PassResult, other: PassResult) -> bool:
 
 
 def _encoded(batch: Any) -> bytes:
-    return to_bytes(Address("", 0, 0), batch)
+    return to_bytes(BatchId("", 0, 0), batch)
 
 
 def _advice_on(failure: Failure) -> str:

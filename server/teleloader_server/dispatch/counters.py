@@ -69,8 +69,8 @@ class _Slow(NamedTuple):
 
     def record(self) -> SlowBatch:
         """Convert to a `SlowBatch` record of ``/stats``."""
-        address = self.task.address
-        return SlowBatch(address.batch, address.epoch, address.loader, self.seconds, _shown_indices(self.task))
+        batch_id = self.task.batch_id
+        return SlowBatch(batch_id.batch, batch_id.epoch, batch_id.loader, self.seconds, _shown_indices(self.task))
 
 
 class DatasetCounters:
@@ -365,7 +365,7 @@ class PoolCounters:
         counters = self.workers[worker]
         counters.batches += 1
         counters.busy += report.seconds
-        loader = self.loaders.get(task.address.loader) or self._loader(task.address.loader, task.spec.dataset)
+        loader = self.loaders.get(task.batch_id.loader) or self._loader(task.batch_id.loader, task.spec.dataset)
         loader.batches += 1
         dataset = loader.dataset
         for stage, (histogram, seconds) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
@@ -460,7 +460,7 @@ def _key(consumer: Consumer) -> _Key:
 
 
 def _log(task: Task, failure: Failure) -> None:
-    loader, epoch, batch = task.address
+    loader, epoch, batch = task.batch_id
     what = f"{failure.type[:MAX_TYPE]}: {failure.message[:MAX_MESSAGE]}"
     # repr: the text may contain line breaks, which would forge log lines
     logger.warning(

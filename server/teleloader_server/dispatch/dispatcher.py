@@ -36,7 +36,7 @@ from teleloader_server.dispatch.records import (
 from teleloader_server.dispatch.store import Store
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 
 MAX_ATTEMPTS: Final = 3
 """Number of worker exits that a batch may cause before it is replaced by an error."""
@@ -192,7 +192,7 @@ class Dispatcher:
         """Add an idle worker, to which batches can be assigned; `health` is the pool's record of the worker."""
         self._workers[worker] = health
 
-    def worker_stalled(self, waiting: Iterable[Address]) -> bool:
+    def worker_stalled(self, waiting: Iterable[BatchId]) -> bool:
         """Reassign the batches queued behind a slow batch of a worker.
 
         Returns:
@@ -200,11 +200,11 @@ class Dispatcher:
         """
         if self._in_turn:
             return False
-        for address in waiting:
-            self.store.remove(self.store.batch(address))
+        for batch_id in waiting:
+            self.store.remove(self.store.batch(batch_id))
         return True
 
-    def worker_lost(self, worker: int, lost: Sequence[Address], loss: WorkerExit) -> list[Address]:
+    def worker_lost(self, worker: int, lost: Sequence[BatchId], loss: WorkerExit) -> list[BatchId]:
         """Requeue the batches of an exited worker, except those that hung, caused too many exits or lacked resources.
 
         A batch that hung is not retried: it would probably hang again, until the timeout each time.
@@ -222,25 +222,25 @@ class Dispatcher:
         failed = []
         if lost and loss.attribution not in ("nobody", "machine"):
             self._charge(self.store.batch(lost[0]), LOSS_SECONDS)
-        for address in lost:
+        for batch_id in lost:
             if loss.attribution == "unknown":
                 # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
                 # worker without other batches, so that the next death identifies the culprit.
-                deaths[address] = deaths.get(address, 0) + (len(lost) == 1)
-            if address == loss.attribution or address in loss.overdue or deaths.get(address, 0) >= MAX_ATTEMPTS:
-                failed.append(address)
+                deaths[batch_id] = deaths.get(batch_id, 0) + (len(lost) == 1)
+            if batch_id == loss.attribution or batch_id in loss.overdue or deaths.get(batch_id, 0) >= MAX_ATTEMPTS:
+                failed.append(batch_id)
             else:
-                self.store.remove(self.store.batch(address))
+                self.store.remove(self.store.batch(batch_id))
         return failed
 
-    def finished(self, worker: int | None, address: Address, frame: ReadyFrame, seconds: float = 0.0) -> None:
+    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> None:
         """Store the frame of a completed batch; `worker` is None for a failure frame created by the server itself."""
         if worker is not None:
-            loader = self.store.batch(address).consumer.loader
+            loader = self.store.batch(batch_id).consumer.loader
             loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
             loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
-        self.store.deaths.pop(address, None)
-        self._charge(self.store.finished(address, frame), seconds)
+        self.store.deaths.pop(batch_id, None)
+        self._charge(self.store.finished(batch_id, frame), seconds)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
         """Charge the total computing time of a batch so far to its consumer and principal."""
@@ -290,12 +290,12 @@ class Dispatcher:
                 del candidates[principal_share]
                 continue
             urgency, consumer, k = candidate
-            address = Address(*consumer.epoch, k)
-            worker = self._free_worker(address)
+            batch_id = BatchId(*consumer.epoch, k)
+            worker = self._free_worker(batch_id)
             if worker is None:
                 return  # otherwise the next principal could take the worker for which this one waits
             level, before = principal_share.served, consumer.served
-            principal_share.was_started = self._start(worker, address, consumer, urgency, submit)
+            principal_share.was_started = self._start(worker, batch_id, consumer, urgency, submit)
             if principal_share.was_started:
                 self._level = max(self._level, level)
                 principal_share.level = max(principal_share.level, before)
@@ -312,18 +312,18 @@ class Dispatcher:
                 if k is None or not consumer.principal_share.was_started:
                     remaining.remove(consumer)
 
-    def _start(self, worker: int, address: Address, consumer: Consumer, urgency: Urgency, submit: Submit) -> bool:
+    def _start(self, worker: int, batch_id: BatchId, consumer: Consumer, urgency: Urgency, submit: Submit) -> bool:
         loader, principal_share = consumer.loader, consumer.principal_share
         estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
         if self.store.is_full(principal_share, estimate):
-            distance = consumer.distance(address.batch) or 0
+            distance = consumer.distance(batch_id.batch) or 0
             is_awaited = urgency is Urgency.WAITING
             self.store.make_room(estimate, distance, principal_share, force=is_awaited)
             if not is_awaited and self.store.is_full(principal_share, estimate):
                 return False
-        batch = self.store.add(address, consumer, estimate)
+        batch = self.store.add(batch_id, consumer, estimate)
         self._charge(batch, 0.001 if loader.batch_seconds is None else loader.batch_seconds)
         submit(worker, batch)
         return True
@@ -357,11 +357,11 @@ class Dispatcher:
                 return missing if is_awaited == (urgency is Urgency.WAITING) else None
         return None
 
-    def _free_worker(self, address: Address) -> int | None:
+    def _free_worker(self, batch_id: BatchId) -> int | None:
         """Return the worker with the fewest batches if this batch can be assigned to it, else None."""
-        suspect = address in self.store.deaths
+        suspect = batch_id in self.store.deaths
         if self._in_turn:
-            owner = address.batch % self._in_turn
+            owner = batch_id.batch % self._in_turn
             is_available = self._takes(owner, suspect=suspect) and len(self._workers[owner].tasks) < MAX_QUEUE
             return owner if is_available else None
         available = [number for number in self._workers if self._takes(number, suspect=suspect)]
@@ -382,7 +382,7 @@ class Dispatcher:
 
     # -- preemption
 
-    def preempt(self, working: Mapping[int, tuple[Address, float]]) -> int | None:
+    def preempt(self, working: Mapping[int, tuple[BatchId, float]]) -> int | None:
         """Charge slow batches to their principals, and select a worker to preempt for a waiting consumer.
 
         A worker is preempted if all workers compute slow batches, another consumer or principal uses several of these
@@ -395,7 +395,7 @@ class Dispatcher:
         Returns:
             ID of the worker to kill, whose batch must be recomputed; None if no worker is preempted.
         """
-        at = {worker: self.store.batch(address) for worker, (address, _) in working.items()}
+        at = {worker: self.store.batch(batch_id) for worker, (batch_id, _) in working.items()}
         for worker, batch in at.items():
             self._charge(batch, working[worker][1])
         if self._in_turn or not at or len(at) < len(self._workers):
@@ -424,12 +424,12 @@ class Dispatcher:
         if all(is_mine(c) or not (c.requests or c.last_seen > recent) for c in self._consumers.values()):
             return False  # no other consumer is active
         current = [next(iter(health.tasks.values())) for health in self._workers.values() if health.tasks]
-        busy = [self.store.batch(task.address).consumer for task in current]
+        busy = [self.store.batch(task.batch_id).consumer for task in current]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(self._workers))
 
 
-def _last(queue: dict[int, Task]) -> Address:
-    return next(reversed(queue.values())).address
+def _last(queue: dict[int, Task]) -> BatchId:
+    return next(reversed(queue.values())).batch_id
 
 
 def _owners(batches: Sequence[Batch], waiting: Consumer) -> Sequence[PrincipalShare | Consumer]:

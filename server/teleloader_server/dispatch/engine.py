@@ -23,7 +23,7 @@ from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
-from teleloader_shared.codec import Address, Failure, to_bytes
+from teleloader_shared.codec import BatchId, Failure, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
 
@@ -222,17 +222,17 @@ class Engine:
         if self._end is not None:
             return
         if report.failed:
-            with request_ids.on_behalf_of(self._request_for(task.address)):
+            with request_ids.on_behalf_of(self._request_for(task.batch_id)):
                 self.tally.computed(worker, task, lease, report)
         else:
             self.tally.computed(worker, task, lease, report)
         made = Made(time.time_ns(), worker, report) if self._traces else None
-        self._dispatcher.finished(worker, task.address, ReadyFrame(lease, report.failed, made), report.seconds)
+        self._dispatcher.finished(worker, task.batch_id, ReadyFrame(lease, report.failed, made), report.seconds)
         self._decide_soon()
 
-    def _request_for(self, address: Address) -> str | None:
+    def _request_for(self, batch_id: BatchId) -> str | None:
         """Return the ID of a request for the batch, or None if the batch is only prefetched."""
-        loader, epoch, k = address
+        loader, epoch, k = batch_id
         wanting = (
             stream.request_id
             for stream in self._streams
@@ -243,7 +243,7 @@ class Engine:
     def worker_stalled(self, tasks: Sequence[Task]) -> bool:
         """Reassign the batches queued behind a slow batch; return False if they must stay queued."""
         self._decide_soon()
-        return self._dispatcher.worker_stalled([task.address for task in tasks])
+        return self._dispatcher.worker_stalled([task.batch_id for task in tasks])
 
     def worker_resumed(self) -> None:
         """Resume assigning batches to a stalled worker."""
@@ -252,17 +252,17 @@ class Engine:
     def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
         """Requeue the batches of an exited worker; batches that the dispatcher does not retry fail."""
         self.tally.worker_lost()
-        failed = self._dispatcher.worker_lost(worker, [task.address for task in tasks], loss)
+        failed = self._dispatcher.worker_lost(worker, [task.batch_id for task in tasks], loss)
         for task in tasks:
-            if task.address not in failed:
+            if task.batch_id not in failed:
                 self.tally.retried(task.spec.dataset)
                 continue
             indices = indices_of(task)
             kind, message = _error_of(loss)
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
             self.tally.batch_failed(task.spec.dataset, failure)
-            frame = to_bytes(task.address, failure, checksum=task.spec.checksum)
-            self._dispatcher.finished(None, task.address, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
+            frame = to_bytes(task.batch_id, failure, checksum=task.spec.checksum)
+            self._dispatcher.finished(None, task.batch_id, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
         self._decide_soon()
 
     def no_worker_starts(self, reason: str) -> None:
@@ -283,8 +283,8 @@ class Engine:
             self._dispatcher.decide(self._submit)
 
     def _submit(self, worker: int, batch: Batch) -> None:
-        loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.address.batch)
-        self.pool.submit(worker, Task(loader.spec, loader.length, batch.address, indices))
+        loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.batch_id.batch)
+        self.pool.submit(worker, Task(loader.spec, loader.length, batch.batch_id, indices))
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""
@@ -303,7 +303,7 @@ class Engine:
     def preempt(self) -> None:
         """Preempt a worker if a client uses several workers for slow batches, and another client waits for a worker."""
         working = {
-            state.worker: (state.task.address, state.working_for)
+            state.worker: (state.task.batch_id, state.working_for)
             for state in self.pool.workers()
             if state.ready and state.task is not None and state.working_for >= LONG_SECONDS
         }
@@ -345,7 +345,7 @@ class Engine:
 
 def _error_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
     """Return class and message of the error that replaces a batch."""
-    if isinstance(loss.attribution, Address):
+    if isinstance(loss.attribution, BatchId):
         return LoaderTimeout, f"DataLoader {loss.reason}. Stack of the worker:\n{loss.stack}"
     if loss.attribution == "machine":
         return WorkerDied, f"DataLoader {loss.reason}. Retries of the batch exceeded the timeout (--batch-timeout)"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_server.workers.pool import Lease
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.spec import LoaderSpec
 
@@ -65,7 +65,7 @@ class Loader:
 class Batch:
     """Batch in progress or in memory."""
 
-    address: Address
+    batch_id: BatchId
     nbytes: int
     """Size of the frame in bytes; an estimate until the batch is ready."""
     consumer: Consumer

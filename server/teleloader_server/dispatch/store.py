@@ -16,7 +16,7 @@ from typing import Final
 
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochState, PrincipalShare, ReadyFrame
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 
 CACHE_SHARE: Final = 1 / 8
 """Fraction of the memory budget that unwanted batches may use; they are kept for consumers that lag behind.
@@ -53,32 +53,32 @@ class Store:
         """Memory of kept frames, and estimates for batches in progress, in bytes."""
         self.active: dict[Consumer, None] = {}
         """Consumers that may need a batch, so that decisions need not examine many idle consumers."""
-        self.deaths: dict[Address, int] = {}
+        self.deaths: dict[BatchId, int] = {}
         """Number of worker exits that each batch caused with certainty, for batches of exited workers."""
 
     # -- batches
 
-    def batch(self, address: Address) -> Batch:
+    def batch(self, batch_id: BatchId) -> Batch:
         """Return a batch, which must be stored or in progress."""
-        return self._epochs[address.loader, address.epoch].batches[address.batch]
+        return self._epochs[batch_id.loader, batch_id.epoch].batches[batch_id.batch]
 
-    def add(self, address: Address, consumer: Consumer, estimate: int) -> Batch:
+    def add(self, batch_id: BatchId, consumer: Consumer, estimate: int) -> Batch:
         """Add a batch at the start of its computation; `estimate` is the expected size in bytes."""
-        batch = Batch(address, 0, consumer, 0.0)
-        consumer.state.batches[address.batch] = batch
+        batch = Batch(batch_id, 0, consumer, 0.0)
+        consumer.state.batches[batch_id.batch] = batch
         self._count += 1
         self._resize(batch, estimate)
         return batch
 
-    def finished(self, address: Address, frame: ReadyFrame) -> Batch:
+    def finished(self, batch_id: BatchId, frame: ReadyFrame) -> Batch:
         """Set the frame of a computed batch, and wake the requests waiting for the batch."""
-        state = self._epochs[address.loader, address.epoch]
-        batch = state.batches[address.batch]
+        state = self._epochs[batch_id.loader, batch_id.epoch]
+        batch = state.batches[batch_id.batch]
         self._resize(batch, len(frame.raw))
         batch.frame = frame
-        for wake in state.waiters.pop(address.batch, ()):
+        for wake in state.waiters.pop(batch_id.batch, ()):
             wake()
-        self.mark_unwanted(state, (address.batch,))
+        self.mark_unwanted(state, (batch_id.batch,))
         return batch
 
     def sent(self, consumer: Consumer, k: int) -> None:
@@ -91,25 +91,25 @@ class Store:
 
     def remove(self, batch: Batch) -> None:
         """Remove a batch; it will be recomputed if a consumer wants it."""
-        address = batch.address
-        epoch = (address.loader, address.epoch)
+        batch_id = batch.batch_id
+        epoch = (batch_id.loader, batch_id.epoch)
         state = self._epochs[epoch]
-        del state.batches[address.batch]
+        del state.batches[batch_id.batch]
         batch.frame = None  # releases the memory now, even if callers still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
             for pending in consumer.requests:
-                if pending.next <= address.batch < pending.cursor:
-                    pending.cursor = address.batch
+                if pending.next <= batch_id.batch < pending.cursor:
+                    pending.cursor = batch_id.batch
             # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
             # requested again: with a client-side sampler, only an open request contains its indices.
             furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
             if (
-                max(furthest, consumer.ahead_start) <= address.batch < consumer.ahead_cursor
-                and consumer.distance(address.batch) is not None
+                max(furthest, consumer.ahead_start) <= batch_id.batch < consumer.ahead_cursor
+                and consumer.distance(batch_id.batch) is not None
             ):
-                consumer.ahead_cursor = address.batch
+                consumer.ahead_cursor = batch_id.batch
                 self.active[consumer] = None
         self._drop_empty(epoch)
 
@@ -134,8 +134,8 @@ class Store:
         state = self._epochs[epoch]
         if not state.batches and not state.consumers:
             del self._epochs[epoch]
-            for address in [a for a in self.deaths if (a.loader, a.epoch) == epoch]:
-                del self.deaths[address]
+            for batch_id in [a for a in self.deaths if (a.loader, a.epoch) == epoch]:
+                del self.deaths[batch_id]
 
     # -- consumers
 

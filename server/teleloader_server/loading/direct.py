@@ -20,7 +20,7 @@ from teleloader_server.loading.stages import STAGES, Encode, Fetch
 from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import WorkerScope
 from teleloader_shared import local
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, Address
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -110,7 +110,7 @@ class DirectEpoch:
         Raises:
             BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
         """
-        task = Task(self._spec, 0, Address("", self._epoch, number))
+        task = Task(self._spec, 0, BatchId("", self._epoch, number))
         if self._spec.order == "client" and self._spec.batch_size is None:
             indices = [indices]
         with self._random_state:
@@ -130,16 +130,16 @@ class DirectWorkers:
         self._length = 0 if hosted.info.kind == "iterable" else hosted.info.length or 0
         self._workers = [_DirectWorker(hosted, spec, shard) for shard in range(spec.shards)]
 
-    def frame(self, address: Address, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
+    def frame(self, batch_id: BatchId, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
         """Load a batch and return its frame, or a failure frame if loading fails.
 
         Args:
-            address: ID of the batch.
+            batch_id: ID of the batch.
             indices: Frame with the index list of a client-side sampler; None in seeded order.
             error: Exception to write as a failure frame in place of the batch; None to load the batch.
         """
-        task = Task(self._spec, self._length, address, indices)
-        return self._workers[address.batch % len(self._workers)].frame(task, error)
+        task = Task(self._spec, self._length, batch_id, indices)
+        return self._workers[batch_id.batch % len(self._workers)].frame(task, error)
 
     def close(self) -> None:
         """Close the dataset's iterators, so that ``finally`` blocks of generators run."""

@@ -1,6 +1,6 @@
 """Index lists of batches from client-side samplers, as specified in docs/protocol.md.
 
-`checked_address` runs in the event loop: it validates an index list in constant time, except for C code that processes
+`checked_batch_id` runs in the event loop: it validates an index list in constant time, except for C code that processes
 more than 100 MB/s. `read` and `check_range` run in a worker.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from teleloader_server.config import IndexKind
 from teleloader_shared import codec, dtypes
-from teleloader_shared.codec import Address, Envelope
+from teleloader_shared.codec import BatchId, Envelope
 from teleloader_shared.errors import InvalidSpec, ProtocolError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
@@ -45,7 +45,7 @@ class Rules(NamedTuple):
 class _List(NamedTuple):
     """Index list that is not completely validated yet."""
 
-    address: Address
+    batch_id: BatchId
     envelope: Envelope
     tree: bytes
     """Indices, encoded as msgpack."""
@@ -137,7 +137,7 @@ def _too_many(count: int) -> InvalidSpec:
 # -- in the event loop
 
 
-def checked_address(frame: bytes, rules: Rules) -> Address:
+def checked_batch_id(frame: bytes, rules: Rules) -> BatchId:
     """Validate a frame with an index list, and return the batch ID.
 
     Raises:
@@ -149,7 +149,7 @@ def checked_address(frame: bytes, rules: Rules) -> Address:
             _check_integers(listed, single=rules.single)
     except ProtocolError as error:
         raise InvalidSpec(f"invalid index list: {error}") from None
-    return listed.address
+    return listed.batch_id
 
 
 def _parse(frame: bytes) -> _List:
@@ -160,7 +160,7 @@ def _parse(frame: bytes) -> _List:
     named = [_small(fields[name], MAX_FIELD_BYTES) for name in ("loader", "epoch", "batch") if name in fields]
     match named:
         case [str(loader), int(epoch), int(batch)] if 0 <= epoch < MAX_EPOCH and 0 <= batch < MAX_EPOCH:
-            address = Address(loader, epoch, batch)
+            batch_id = BatchId(loader, epoch, batch)
         case _:
             raise ProtocolError(
                 "the header must contain loader (a string), epoch and batch (integers in [0, 2**62)), got "
@@ -168,7 +168,7 @@ def _parse(frame: bytes) -> _List:
             )
     if "tree" not in fields:
         raise ProtocolError("the header has no field 'tree': it must contain the encoded indices")
-    return _List(address, envelope, fields["tree"])
+    return _List(batch_id, envelope, fields["tree"])
 
 
 def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:

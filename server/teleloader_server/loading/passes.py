@@ -21,7 +21,7 @@ from teleloader_server.loading.replay import Reached, Replay
 from teleloader_server.loading.shards import Outcome, Shard
 from teleloader_server.loading.tasks import Task, collate, frame_writer
 from teleloader_shared import delivered, user_state
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.delivered import Delivered
 from teleloader_shared.errors import StateMismatch, WorkerDied
 from teleloader_shared.protocols import accepts
@@ -56,7 +56,7 @@ class Pass:
     @staticmethod
     def number(task: Task) -> int:
         """Return the position of a batch within its shard."""
-        return task.address.batch // task.spec.shards
+        return task.batch_id.batch // task.spec.shards
 
     def state(self, number: int) -> str | None:
         """Return the shard state after a batch; for the first delivered batch, include the state before the batch."""
@@ -76,7 +76,7 @@ class Pass:
             self.is_unverified = False
             self.shard.end()
             raise WorkerDied(
-                f"cannot verify iterable-style dataset {task.spec.dataset!r} at {task.address}: an earlier worker may "
+                f"cannot verify iterable-style dataset {task.spec.dataset!r} at {task.batch_id}: an earlier worker may "
                 "have fetched samples, but exited before it delivered a batch to compare with. The shard ends here, "
                 "because samples may be lost. Define state_dict() and load_state_dict() (torchdata's Stateful)"
             )
@@ -135,7 +135,7 @@ class Passes:
 
     def of(self, hosted: HostedDataset, task: Task) -> Pass:
         """Return the pass that a task belongs to, starting the pass if necessary."""
-        run = task.address[:2]
+        run = task.batch_id[:2]
         last = next(reversed(self._passes), None)
         if last != run:
             if last is not None:  # all passes share one dataset object, so only one of them can have an open iterator
@@ -153,7 +153,7 @@ class Passes:
         Raises:
             WorkerDied: An earlier worker delivered different batches up to this one.
         """
-        replay, (loader, epoch, _) = pass_.replay, task.address
+        replay, (loader, epoch, _) = pass_.replay, task.batch_id
         if not replay.matches(pass_.number(task), frame, checksum=task.spec.checksum):
             pass_.shard.end()
             raise _other_samples(task)
@@ -162,20 +162,20 @@ class Passes:
 
     def end(self, task: Task, state: str | None) -> None:
         """Record the state at the end of a shard, in which a dataset that is its own iterator starts the next epoch."""
-        if self.reached is not None and self.reached[:2] == task.address[:2]:
+        if self.reached is not None and self.reached[:2] == task.batch_id[:2]:
             self.reached = self.reached._replace(end=state)
 
     def _new(self, hosted: HostedDataset, task: Task) -> Pass:
-        spec, run = task.spec, task.address[:2]
+        spec, run = task.spec, task.batch_id[:2]
         saved = []
-        if spec.shard_states is not None and spec.resumed_epoch == task.address.epoch:
-            text = spec.shard_states[task.address.batch % spec.shards]
+        if spec.shard_states is not None and spec.resumed_epoch == task.batch_id.epoch:
+            text = spec.shard_states[task.batch_id.batch % spec.shards]
             saved += [] if text is None else [text]
         if self._initial is None and self._owns_datasets:
             self._initial = random_state()
         began, self._began = self._began, None
         replaces, is_own_iterator = began is not None and began[:2] == run, isinstance(hosted.dataset, Iterator)
-        earlier = self._delivered_earlier(spec, task.address)
+        earlier = self._delivered_earlier(spec, task.batch_id)
         if earlier is None and began is not None and (replaces or is_own_iterator):
             earlier = self._undelivered(task)
         is_unverified = earlier is not None and earlier.next == earlier.first
@@ -186,7 +186,7 @@ class Passes:
             hosted.dataset,
             spec.batch_size,
             spec.drop_last,
-            epoch=task.address.epoch,
+            epoch=task.batch_id.epoch,
             # looked up and not bound, because a pass refers to its shard: a reference cycle would keep the dataset
             random_numbers=(WorkerRandomNumbers if self._seeds else CallersRandomNumbers)(
                 lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
@@ -198,13 +198,13 @@ class Passes:
         generators = user_state.unpack(began.generators) if began is not None and replaces else None
         return Pass(shard, Replay(None if is_unverified else earlier), generators, is_unverified)
 
-    def _delivered_earlier(self, spec: LoaderSpec, address: Address) -> Delivered | None:
+    def _delivered_earlier(self, spec: LoaderSpec, batch_id: BatchId) -> Delivered | None:
         """Return the progress of an earlier worker or session in the shard and epoch of a batch, or None."""
-        if self.reached is not None and self.reached[:2] == address[:2]:
+        if self.reached is not None and self.reached[:2] == batch_id[:2]:
             return self.reached.shard
         if spec.delivered is None:
             return None
-        return delivered.unpack(spec.delivered, address.epoch, address.batch % spec.shards)
+        return delivered.unpack(spec.delivered, batch_id.epoch, batch_id.batch % spec.shards)
 
     def _undelivered(self, task: Task) -> Delivered:
         """Return the progress of a replaced worker without delivery in this epoch, with the state of an earlier one."""
@@ -213,7 +213,7 @@ class Passes:
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
         """Set the epoch and the random state before iterating the dataset; the state is the same within an epoch."""
-        loader, epoch, _ = task.address
+        loader, epoch, _ = task.batch_id
         if accepts(hosted.dataset, "set_epoch", epoch):
             hosted.dataset.set_epoch(epoch)
         pass_.replay.restart(pass_.shard.next - 1)
@@ -236,8 +236,8 @@ class Passes:
         self._skipped()
         if isinstance(outcome, Exception):
             return
-        spec, (loader, epoch, batch) = task.spec, task.address
-        there = task._replace(address=Address(loader, epoch, number * spec.shards + batch % spec.shards))
+        spec, (loader, epoch, batch) = task.spec, task.batch_id
+        there = task._replace(batch_id=BatchId(loader, epoch, number * spec.shards + batch % spec.shards))
         try:
             _, content = collate(hosted, there, [], outcome)
             if not pass_.replay.covers(number):
@@ -254,7 +254,7 @@ class Passes:
 def _other_samples(task: Task) -> WorkerDied:
     """Return the error for a dataset that yielded different samples when it was iterated again."""
     return WorkerDied(
-        f"cannot restore iterable-style dataset {task.spec.dataset!r} up to {task.address} after a worker exited: a "
+        f"cannot restore iterable-style dataset {task.spec.dataset!r} up to {task.batch_id} after a worker exited: a "
         "second iteration yielded different samples. The shard ends here, because samples would be lost or repeated. "
         "Define state_dict() and load_state_dict() (torchdata's Stateful), or derive the order from a seed and the "
         "epoch (set_epoch)"

@@ -118,7 +118,7 @@ class Loading:
         return batch
 
     def _write_failure(self, task: Task, error: BaseException, indices: Indices, place: Place) -> int:
-        writer = FrameWriter(task.address, describe(error, indices, self._worker), checksum=task.spec.checksum)
+        writer = FrameWriter(task.batch_id, describe(error, indices, self._worker), checksum=task.spec.checksum)
         writer.write(place(writer.nbytes))
         return writer.nbytes
 
@@ -130,7 +130,7 @@ def _new_buffer(nbytes: int) -> NDArray[np.uint8]:
 def _check_placed(batch: Batch, buffer: NDArray[np.uint8]) -> None:
     if not np.may_share_memory(batch.frame, buffer):
         raise RuntimeError(
-            f"cannot send {batch.task.address}: its frame is outside of the buffer that Batch.place() returned. A "
+            f"cannot send {batch.task.batch_id}: its frame is outside of the buffer that Batch.place() returned. A "
             "stage must copy the frame to this buffer, and set Batch.frame to a slice of the buffer"
         )
 

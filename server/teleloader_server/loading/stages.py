@@ -141,7 +141,7 @@ class Fetch(Stage):
             return
         if not batch.has_indices:
             batch.indices, batch.padding = self._indices(hosted, task)
-        epoch = task.address.epoch
+        epoch = task.batch_id.epoch
         # datasets in the server process itself are shared: the epoch may have changed since the last batch
         if not self._context.owns_datasets or self._epochs.get(hosted.info.name) != epoch:
             self._set_epoch(hosted, epoch)
@@ -161,9 +161,9 @@ class Fetch(Stage):
                 index_lists.check_range(listed, hosted.info.length, hosted.info.name)
             return listed, 0
         if task.spec.order == "client":
-            raise RuntimeError(f"cannot load {task.address}: its index list is missing. This is a bug in the server")
-        plan = self._plan(task.spec, task.length, task.address.epoch)
-        return plan[task.address.batch], plan.padding(task.address.batch)
+            raise RuntimeError(f"cannot load {task.batch_id}: its index list is missing. This is a bug in the server")
+        plan = self._plan(task.spec, task.length, task.batch_id.epoch)
+        return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         if not self._context.seeds or sys.modules.get("torch") is not None:
@@ -181,10 +181,10 @@ class Fetch(Stage):
         return self._fetch_seeded(hosted, task, indices)
 
     def _fetch_seeded(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
-        spec, epoch, dataset = task.spec, task.address.epoch, hosted.dataset
+        spec, epoch, dataset = task.spec, task.batch_id.epoch, hosted.dataset
         per_sample = hosted.info.seeding == "sample"
         if not per_sample:
-            self._seed("batch", spec.seed, epoch, spec.rank, task.address.batch)
+            self._seed("batch", spec.seed, epoch, spec.rank, task.batch_id.batch)
             if spec.batch_size is not None and hosted.gives_batches(spec.collate):
                 # a copy, because user code may sort or store the array
                 return [dataset.__getbatch__(np.array(indices))]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_shared.codec import MAX_INDICES, Address, FrameWriter
+from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
@@ -24,7 +24,7 @@ class Task(NamedTuple):
     spec: LoaderSpec
     length: int
     """Length of the dataset; 0 if unknown."""
-    address: Address
+    batch_id: BatchId
     indices: bytes | None = None
     """Frame with the index list of a client-side sampler; None in seeded order, in which workers compute the indices.
     """
@@ -50,7 +50,7 @@ def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
         return []
-    found: list[int] = Plan(task.spec, task.length, task.address.epoch).first(task.address.batch, count).tolist()
+    found: list[int] = Plan(task.spec, task.length, task.batch_id.epoch).first(task.batch_id.batch, count).tolist()
     return found
 
 
@@ -68,7 +68,7 @@ def frame_writer(task: Task, content: object, max_bytes: int, padding: int, shar
     """Create the writer that encodes a batch as a frame."""
     spec = task.spec
     return FrameWriter(
-        task.address,
+        task.batch_id,
         content,
         padding=padding,
         shard_state=shard_state,

@@ -23,7 +23,7 @@ from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import PREVIEW, DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
@@ -183,7 +183,7 @@ class StatsCollector:
             pid=state.pid,
             loader=snapshot.engine.source.session,
             state="starting" if not state.ready else "busy" if busy else "idle",
-            current_task=None if task is None else _shown(task.address, task.spec.dataset),
+            current_task=None if task is None else _shown(task.batch_id, task.spec.dataset),
             current_task_seconds=None if task is None else state.working_for,
             batches=tally.batches,
             busy=tally.busy,
@@ -327,5 +327,5 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
     )
 
 
-def _shown(address: Address, dataset: str) -> str:
-    return f"batch {address.batch} of epoch {address.epoch} of {dataset}"
+def _shown(batch_id: BatchId, dataset: str) -> str:
+    return f"batch {batch_id.batch} of epoch {batch_id.epoch} of {dataset}"

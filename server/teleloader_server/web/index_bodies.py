@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Final
 
-from teleloader_server.loading.index_lists import Rules, checked_address
+from teleloader_server.loading.index_lists import Rules, checked_batch_id
 from teleloader_shared import codec
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import InvalidSpec, ProtocolError
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
@@ -23,7 +23,7 @@ BYTES_TOGETHER: Final = 256 * 2**10
 """Size of an index list in bytes above which the event loop runs other tasks after validating the list."""
 
 
-async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, dict[int, bytes]]:
+async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[BatchId, dict[int, bytes]]:
     """Split a request body into the index lists of consecutive batches, one frame per list.
 
     Yields to the event loop after large index lists, and after every `LISTS_TOGETHER` lists.
@@ -39,13 +39,13 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[Address, di
         InvalidSpec: If the lists are invalid, out of order or too many.
     """
     found: dict[int, bytes] = {}
-    first: Address | None = None
+    first: BatchId | None = None
     async for frame in _frames(pieces):
-        address = checked_address(frame, rules)
-        first = first or address
+        batch_id = checked_batch_id(frame, rules)
+        first = first or batch_id
         due = first._replace(batch=first.batch + len(found))
-        if address != due:
-            raise InvalidSpec(f"invalid body: index list of {address}, expected batch {due.batch}")
+        if batch_id != due:
+            raise InvalidSpec(f"invalid body: index list of {batch_id}, expected batch {due.batch}")
         if len(found) == rules.max_lists:
             raise InvalidSpec(
                 f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request). Send fewer lists"

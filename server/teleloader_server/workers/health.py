@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from teleloader_server.limits import Limits
 from teleloader_server.loading.tasks import Task
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.units import counted
 
 MIN_BACKOFF: Final = 0.05
@@ -29,7 +29,7 @@ STOP_TIMEOUT: Final = 3.0
 MAX_FAILED_STARTS: Final = 3
 """Number of consecutive failed starts after which waiting requests get an error, while starting is still retried."""
 
-Attribution = Address | Literal["unknown", "nobody", "machine"]
+Attribution = BatchId | Literal["unknown", "nobody", "machine"]
 """Cause of a worker's exit. Attributions with their causes and consequences:
 
 - ``unknown``: killed by a signal, exited, out of memory, ended with its fork server, or stopped for 3 s (SIGSTOP,
@@ -51,7 +51,7 @@ class WorkerExit:
     attribution: Attribution = "unknown"
     stack: str = ""
     """Stacks of the worker's threads if the worker was unresponsive, else empty."""
-    overdue: frozenset[Address] = frozenset()
+    overdue: frozenset[BatchId] = frozenset()
     """Batches for which a resource was unavailable for longer than `batch_timeout`; they are not retried."""
 
 
@@ -265,15 +265,15 @@ class Shortages:
     """Batches that failed because a machine resource (file descriptors, memory) is unavailable."""
 
     def __init__(self) -> None:
-        self._since: dict[Address, float] = {}
+        self._since: dict[BatchId, float] = {}
 
     def ended(self) -> None:
         """Record that the machine resource is available again."""
         self._since.clear()
 
-    def overdue(self, lost: Iterable[Address], limits: Limits, now: float) -> frozenset[Address]:
+    def overdue(self, lost: Iterable[BatchId], limits: Limits, now: float) -> frozenset[BatchId]:
         """Record failed batches; return the batches that have been failing for longer than `batch_timeout`."""
         overdue = {k for k in lost if 0 < limits.batch_timeout < now - self._since.setdefault(k, now)}
-        for address in overdue:
-            del self._since[address]
+        for batch_id in overdue:
+            del self._since[batch_id]
         return frozenset(overdue)

@@ -110,7 +110,7 @@ class ProcessPool:
     def submit(self, worker: int, task: Task) -> None:
         """Send a task to a worker, preceded by the loader definition if the worker does not have it yet."""
         process = self._places[worker].process
-        health, loader = process.health, task.address.loader
+        health, loader = process.health, task.batch_id.loader
         task_id = next(self._task_ids)
         if not health.tasks:
             health.progress(time.monotonic())
@@ -119,7 +119,7 @@ class ProcessPool:
         if loader not in process.loaders:
             process.loaders.add(loader)
             process.send(messages.AddLoader(loader, task.spec.to_json(), task.length))
-        process.send(messages.Load(task_id, *task.address, task.indices))
+        process.send(messages.Load(task_id, *task.batch_id, task.indices))
         if self._limits.max_batches_per_worker:
             self._recycle_if_due(process, 0)
 
@@ -347,7 +347,7 @@ class ProcessPool:
         task = process.current_task()
         doing, limit = "a batch" if was_ready else "start-up", self._limits.batch_timeout
         reason = f"{process} was killed: {doing} exceeded the timeout of {limit:g} s (--batch-timeout)"
-        self._kill(process, WorkerExit(reason, "nobody" if task is None else task.address, stack))
+        self._kill(process, WorkerExit(reason, "nobody" if task is None else task.batch_id, stack))
 
     def _kill(self, process: WorkerHandle, loss: WorkerExit) -> None:
         """Kill and replace a process, even if it is in uninterruptible sleep."""
@@ -400,7 +400,7 @@ class ProcessPool:
             return
         lacks_resource = loss.attribution == "machine"
         if lacks_resource:
-            overdue = self._shortages.overdue([task.address for task in tasks], self._limits, now)
+            overdue = self._shortages.overdue([task.batch_id for task in tasks], self._limits, now)
             loss = dataclasses.replace(loss, overdue=overdue)
         stack = f". Stack of the worker:\n{loss.stack}" if loss.stack else ""
         logger.warning(

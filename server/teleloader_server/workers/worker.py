@@ -32,7 +32,7 @@ from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
-from teleloader_shared.codec import Address
+from teleloader_shared.codec import BatchId
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
@@ -229,7 +229,7 @@ class Worker:
         for message in map(decode, self._channel.receive()):
             match message:
                 case messages.Load(task_id, key, epoch, batch, indices):
-                    self._tasks.append((task_id, Task(*self._loaders[key], Address(key, epoch, batch), indices)))
+                    self._tasks.append((task_id, Task(*self._loaders[key], BatchId(key, epoch, batch), indices)))
                 case messages.AddLoader(key, spec, length):
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
                 case messages.ForgetLoader(key):

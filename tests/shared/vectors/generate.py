@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import zstandard
 
-from teleloader_shared.codec import PROLOGUE_SIZE, Address, End, Failure, to_bytes
+from teleloader_shared.codec import PROLOGUE_SIZE, BatchId, End, Failure, to_bytes
 from teleloader_shared.tree import Tensor, flatten
 
 HERE = Path(__file__).parent
@@ -36,20 +36,20 @@ def tensor(values: Any, dtype: str) -> Any:
     return np.array(values, dtype).view(Tensor)
 
 
-def vectors() -> dict[str, tuple[str, Address, Any, dict[str, Any]]]:
-    """By file name: what it shows, address, batch or failure, and how it is encoded."""
+def vectors() -> dict[str, tuple[str, BatchId, Any, dict[str, Any]]]:
+    """By file name: what it shows, batch_id, batch or failure, and how it is encoded."""
     key = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
     pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3).view(Tensor)
     return {
         "plain": (
             "A dict of two tensors, as default_collate makes it.",
-            Address(key, 0, 7),
+            BatchId(key, 0, 7),
             {"image": pixels, "label": tensor([3, -1], "int64")},
             {},
         ),
         "nested": (
             "Every kind of node and of value, and arrays of many types, in one tree.",
-            Address(key, 2**40, 2**33),
+            BatchId(key, 2**40, 2**33),
             {
                 "numbers": [0, -1, 2**63, 2**64 - 1, -(2**63), 2**64, -(2**100), 0.5, -0.0, math.inf, math.nan, 1 - 2j],
                 "others": (None, True, False, "", "naïve 🦉", b"\x00\xff", [], (), {}),
@@ -66,7 +66,7 @@ def vectors() -> dict[str, tuple[str, Address, Any, dict[str, Any]]]:
         ),
         "failure": (
             "A failure in the place of a batch.",
-            Address(key, 1, 0),
+            BatchId(key, 1, 0),
             Failure(
                 type="PIL.UnidentifiedImageError",
                 message="cannot identify image file 'a.jpg'",
@@ -78,25 +78,25 @@ def vectors() -> dict[str, tuple[str, Address, Any, dict[str, Any]]]:
         ),
         "end": (
             "In the place of a batch: its shard has no more; where it stands goes with it.",
-            Address(key, 0, 9),
+            BatchId(key, 0, 9),
             End(samples=17, replica=False),
             {"shard_state": '{"next": 5}'},
         ),
         "indices": (
             "What a client says that a batch holds, packed: whole numbers as an array of kind tensor.",
-            Address(key, 3, 12),
+            BatchId(key, 3, 12),
             tensor([4, 2**40, 0], "int64"),
             {},
         ),
         "zstd": (
             "Arrays compressed with zstd; one of no elements, whose segment is to be ignored.",
-            Address(key, 0, 1),
+            BatchId(key, 0, 1),
             [np.arange(64, dtype=np.float32) % 4, np.zeros(0, np.int16)],
             {"compression": "zstd"},
         ),
         "no_checksum": (
             "No checksum; the last of the three samples is a repetition that filled the rank's last batch.",
-            Address(key, 0, 2),
+            BatchId(key, 0, 2),
             (np.array([True, False, True]), np.array([0.1, math.pi, 1e300])),
             {"checksum": False, "padding": 1},
         ),
@@ -171,8 +171,8 @@ def one_entry_a_line(record: dict[str, Any]) -> str:
 
 def write(folder: Path) -> None:
     """Write every vector to `folder`."""
-    for name, (about, address, batch, how) in vectors().items():
-        frame = to_bytes(address, batch, **how)
+    for name, (about, batch_id, batch, how) in vectors().items():
+        frame = to_bytes(batch_id, batch, **how)
         (folder / f"{name}.tlf").write_bytes(frame)
         (folder / f"{name}.json").write_text(one_entry_a_line(described(about, frame, batch, how)), encoding="utf-8")
 
