@@ -374,7 +374,7 @@ def _() -> str:
     return logged_by(f"train={BROKEN}cannot_be_built")
 
 
-@meets("BatchId already in use")
+@meets("Address already in use")
 def _() -> str:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return logged_by("--demo", "--port", str(taken.getsockname()[1]))
