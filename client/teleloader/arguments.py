@@ -98,6 +98,7 @@ def warn_of_pinning(device: str, accelerator: Any, *, stacklevel: int = 3) -> No
         accelerator: The torch.device that torch would pin memory for; None without an accelerator.
         stacklevel: Stack level of the warnings; by default they point to the caller of the calling method.
     """
+    # the texts are torch's
     if device:
         warnings.warn(
             "pin_memory_device is deprecated, the current accelerator will be used as the device,"

@@ -357,9 +357,7 @@ def index_frame(batch_id: BatchId, indices: Any) -> bytes:
     try:
         return to_bytes(batch_id, plain)
     except EncodeError as error:
-        raise TypeError(
-            f"invalid index list of the sampler: {error}. Yield integers, or values of other plain types"
-        ) from None
+        raise TypeError(f"invalid index list of the sampler: {error}") from None
 
 
 def _plain(indices: Any) -> Any:
@@ -478,7 +476,7 @@ def _restore(generator: Any, state: Any) -> None:
 
 
 def _listed(state: Any) -> Any:
-    """Return the state of a NumPy bit generator with lists in place of arrays, which NumPy accepts, too."""
+    """Return the state of a NumPy bit generator with lists in place of arrays; NumPy accepts both."""
     if isinstance(state, dict):
         return {name: _listed(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

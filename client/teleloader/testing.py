@@ -122,7 +122,7 @@ class _InProcessServer(BatchServer):
     @property
     def _fake(self) -> FakeServer:
         if self.url not in fakes:
-            raise Unreached(f"cannot connect to {self.url}: its FakeServer was closed. Use it in the with block")
+            raise Unreached(f"cannot connect to {self.url}: the FakeServer was closed. Use it in the with block")
         return self._running
 
     def datasets(self) -> list[DatasetInfo]:
@@ -174,7 +174,7 @@ class _InProcessServer(BatchServer):
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> _Connection:
         if self.url not in fakes:
-            raise TransportError("its FakeServer was closed")
+            raise TransportError("the FakeServer was closed")
         return _Connection(self, key, epoch)
 
 

@@ -64,19 +64,19 @@ class DatasetConfig:
         for field in ("factory", "collate", "worker_init"):
             target = getattr(self, field)
             if target is not None and not _is_target(target):
-                raise ConfigError(f"{field} of dataset {self.name!r} must be 'module:name', got {target!r}")
+                raise ConfigError(f"invalid {field} of dataset {self.name!r}: expected 'module:name', got {target!r}")
         if not isinstance(self.functions, list | tuple) or not all(map(_is_target, self.functions)):
             raise ConfigError(
-                f"functions of dataset {self.name!r} must be a list of 'module:name', got {self.functions!r}"
+                f"invalid functions of dataset {self.name!r}: expected a list of 'module:name', got {self.functions!r}"
             )
-        if self.seeding not in ("batch", "sample"):
-            raise ConfigError(f"seeding of dataset {self.name!r} must be 'batch' or 'sample', got {self.seeding!r}")
-        if self.indices not in get_args(IndexKind):
-            raise ConfigError(f"indices of dataset {self.name!r} must be 'integers' or 'any', got {self.indices!r}")
+        for field, choices in (("seeding", ("batch", "sample")), ("indices", get_args(IndexKind))):
+            if (value := getattr(self, field)) not in choices:
+                expected = " or ".join(map(repr, choices))
+                raise ConfigError(f"invalid {field} of dataset {self.name!r}: expected {expected}, got {value!r}")
         if not isinstance(self.version, str):
-            raise ConfigError(f"version of dataset {self.name!r} must be a string, got {self.version!r}")
+            raise ConfigError(f"invalid version of dataset {self.name!r}: expected a string, got {self.version!r}")
         if not isinstance(self.kwargs, Mapping):
-            raise ConfigError(f"kwargs of dataset {self.name!r} must be a table, got {self.kwargs!r}")
+            raise ConfigError(f"invalid kwargs of dataset {self.name!r}: expected a table, got {self.kwargs!r}")
 
     @classmethod
     def parse(cls, text: str) -> DatasetConfig:
@@ -102,13 +102,15 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
     check_keys(f"{path}", tables, ("server", "limits", "datasets"))
     for name in ("server", "limits", "datasets"):
         if not isinstance(tables.get(name, {}), dict):
-            raise ConfigError(f"{name} of {path} must be a table, [{name}], got {tables[name]!r:.80}")
+            raise ConfigError(f"invalid entry {name!r} in {path}: expected a table [{name}], got {tables[name]!r:.80}")
     fields = [field.name for field in dataclasses.fields(DatasetConfig) if field.name != "name"]
     datasets = []
     for name, table in tables.get("datasets", {}).items():
         if not isinstance(table, dict) or "factory" not in table:
-            raise ConfigError(f'[datasets.{name}] of {path} must be a table with factory = "module:function"')
-        check_keys(f"[datasets.{name}] of {path}", table, fields)
+            raise ConfigError(
+                f'invalid entry [datasets.{name}] in {path}: expected a table with factory = "module:function"'
+            )
+        check_keys(f"[datasets.{name}], {path}", table, fields)
         datasets.append(DatasetConfig(name=name, **table))
     return tables.get("server", {}), tables.get("limits", {}), datasets
 

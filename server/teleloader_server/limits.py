@@ -1,4 +1,8 @@
-"""Limits of the server: for worker pools (`Limits`) and for clients (`ClientLimits`), validated at construction."""
+"""Configurable limits of the server: for worker pools (`Limits`) and for clients (`ClientLimits`).
+
+The constructors validate the values. Fixed limits are constants of the modules that enforce them: `web.guard_rules` and
+`web.authentication` (requests), `dispatch.quotas` (resources per principal), and `loading.index_lists`.
+"""
 
 from __future__ import annotations
 
@@ -130,10 +134,10 @@ class ClientLimits:
             kinds = (int,) if field.type == "int" else (int, float)
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
                 what = "an integer" if field.type == "int" else "a number"
-                raise ConfigError(f"{field.name} of [limits] must be {what} greater than 0, got {value!r}")
+                raise ConfigError(f"invalid limit {field.name} = {value!r}: expected {what} greater than 0")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ConfigError(f"{name} of [limits] must be at least {least}, got {getattr(self, name)}")
+                raise ConfigError(f"invalid limit {name} = {getattr(self, name)}: expected at least {least}")
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:

@@ -315,7 +315,7 @@ def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
     size, values, checksum, header_size = _read_prologue(raw, start)
     available = len(raw) - start
     if size > available:
-        raise ProtocolError(f"truncated frame: expected {size:,} bytes, got {available:,}")
+        raise ProtocolError(f"invalid frame: truncated: expected {size:,} bytes, got {available:,}")
     if header_size > max_header:
         raise ProtocolError(
             f"invalid frame: the header has {header_size:,} bytes, more than {max_header:,}: convert numbers to arrays"
@@ -419,7 +419,7 @@ class _Segments:
             )
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
         if start > len(self._buffer):
-            raise ProtocolError("truncated frame: arrays of the tree are missing")
+            raise ProtocolError("invalid frame: truncated: arrays of the tree are missing")
         marker, size = _BIN32_START.unpack_from(self._buffer.data, start - _BIN32_HEAD)
         self._end = start + size
         if marker != _BIN32 or self._end > len(self._buffer):
@@ -437,7 +437,7 @@ class _Segments:
         except TeleloaderError:
             raise  # some subclasses are ValueErrors
         except (ValueError, OverflowError, RuntimeError) as error:
-            raise ProtocolError(f"invalid frame: impossible array shape: {error}") from None
+            raise ProtocolError(f"invalid frame: cannot create array {dtype_name}{shape}: {error}") from None
 
     def finish(self, values: int) -> None:
         """Check that the frame ends after the last array, and that the prologue's value count matches the arrays."""
@@ -450,7 +450,7 @@ class _Segments:
 def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int | None, int]:
     """Return the frame's size, number of values, checksum (None if absent) and header size."""
     if len(raw) - start < PROLOGUE_SIZE:
-        raise ProtocolError(f"truncated frame: expected a prologue of {PROLOGUE_SIZE} bytes, got {len(raw) - start}")
+        raise ProtocolError(f"invalid frame: expected a prologue of {PROLOGUE_SIZE} bytes, got {len(raw) - start}")
     (
         array, values, string, magic, size_type, size, flag, digest_type, digest, header_type, header_size
     ) = _PROLOGUE.unpack_from(raw, start)  # fmt: skip
@@ -458,8 +458,12 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int |
         raise ProtocolError(f"invalid frame or unsupported protocol version: got {raw[start : start + 10].hex()}")
     if (size_type, digest_type, header_type) != (_UINT64, _UINT64, _UINT32) or flag not in (_TRUE, _FALSE):
         raise ProtocolError("invalid frame: expected the types uint64, bool, uint64 and uint32 in the prologue")
-    if values < _VALUES_BEFORE_SEGMENTS or size % ALIGNMENT or PROLOGUE_SIZE + header_size > size:
-        raise ProtocolError(f"inconsistent frame: {size:,} bytes, {values} values, header of {header_size:,} bytes")
+    if values < _VALUES_BEFORE_SEGMENTS:
+        raise ProtocolError(f"invalid frame: expected at least {_VALUES_BEFORE_SEGMENTS} values, got {values}")
+    if size % ALIGNMENT:
+        raise ProtocolError(f"invalid frame: the size must be a multiple of {ALIGNMENT} bytes, got {size:,}")
+    if PROLOGUE_SIZE + header_size > size:
+        raise ProtocolError(f"invalid frame: the header has {header_size:,} bytes, but the frame has only {size:,}")
     if flag == _FALSE and digest:
         raise ProtocolError("invalid frame: the checksum must be 0 if the checksum flag is false")
     return size, values, digest if flag == _TRUE else None, header_size

@@ -181,7 +181,7 @@ class _Describer:
         raise EncodeError(
             f"cannot encode {path}: unsupported type {_type_name(value)}. A batch may contain arrays, tensors, "
             "numbers, str, bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and "
-            f"slices. Convert the value in the dataset or the collate function{_hint(value)}"
+            f"slices. Convert the value to one of these types{_hint(value)}"
         )
 
     def _count(self, items: Sized, path: str, nodes: int = 1) -> None:

@@ -22,8 +22,8 @@ from teleloader_shared.spec import MAX_STATES
 _NO_BATCH: Final = BatchId("", 0, 0)
 """Placeholder: the frame of a state does not belong to a batch."""
 _CANNOT_BE_KEPT: Final = (
-    "cannot save the state of {}: {}. Return a smaller state_dict() of plain types, or remove the method: a resumed "
-    "loader then iterates from the beginning"
+    "cannot save the state of {}: {}. Alternatively, remove the method state_dict(): a resumed loader then iterates "
+    "from the beginning"
 )
 
 
@@ -43,7 +43,7 @@ def pack(state: object, limit: int | None = MAX_STATES, owner: str = "an iterabl
     except (EncodeError, BatchTooLarge) as error:
         return _encode_error(owner, str(error))
     if limit is not None and len(text) > limit:
-        return _encode_error(owner, f"the encoded state has {len(text):,} characters, and the limit is {limit:,}")
+        return _encode_error(owner, f"the encoded state has {len(text):,} characters, more than {limit:,}: store less")
     return text
 
 

@@ -289,7 +289,7 @@ def test_heads_are_limited() -> None:
     ("table", "sentence"),
     [
         ({"max_consumer": 1}, r"unknown entry 'max_consumer'.* max_consumers"),
-        ({"max_consumers": 0}, r"max_consumers of \[limits\] must be an integer greater than 0, got 0"),
+        ({"max_consumers": 0}, r"invalid limit max_consumers = 0: expected an integer greater than 0"),
         ({"max_consumers": 1.5}, r"an integer greater than 0, got 1\.5"),
         ({"max_consumers": True}, r"got True"),
         ({"max_consumers": "many"}, r"invalid limit max_consumers='many': expected a number, or a size such as 64MiB"),

@@ -301,7 +301,7 @@ def test_a_closed_fake_is_unreachable() -> None:
         with fake:
             loading = DataLoader(RemoteDataset(fake.url, "map", reconnect_timeout=0), 4, output="numpy")
             assert len(list(loading)) == 6
-        with pytest.raises(ServerUnavailable, match="its FakeServer was closed"):
+        with pytest.raises(ServerUnavailable, match="the FakeServer was closed"):
             list(loading)
 
 

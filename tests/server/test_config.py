@@ -118,27 +118,27 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         ),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
-            "unknown entry 'colate' in [datasets.train] of {path}: expected factory, kwargs, collate, "
+            "unknown entry 'colate' in [datasets.train], {path}: expected factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
-            "unknown entry 'name' in [datasets.train] of {path}: expected factory, kwargs, collate, "
+            "unknown entry 'name' in [datasets.train], {path}: expected factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nversion = "1"',
-            '[datasets.train] of {path} must be a table with factory = "module:function"',
+            'invalid entry [datasets.train] in {path}: expected a table with factory = "module:function"',
         ),
         (
             '[datasets]\ntrain = "a:b"',
-            '[datasets.train] of {path} must be a table with factory = "module:function"',
+            'invalid entry [datasets.train] in {path}: expected a table with factory = "module:function"',
         ),
         (
             '[datasets."my data"]\nfactory = "a:b"',
             "invalid dataset name 'my data': expected letters, digits, '.', '_' and '-'",
         ),
-        ("[datasets.train]\nfactory = 5", "factory of dataset 'train' must be 'module:name', got 5"),
+        ("[datasets.train]\nfactory = 5", "invalid factory of dataset 'train': expected 'module:name', got 5"),
     ],
 )
 def test_what_is_not_understood_is_refused(write: Write, text: str, sentence: str) -> None:
@@ -184,7 +184,7 @@ def test_code_is_named_as_module_and_name(field: str, target: str) -> None:
 @pytest.mark.parametrize("field", ["factory", "collate", "worker_init"])
 def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> None:
     """The sentence has field, dataset and value."""
-    sentence = f"{field} of dataset 'n' must be 'module:name', got {target!r}"
+    sentence = f"invalid {field} of dataset 'n': expected 'module:name', got {target!r}"
     assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: target}) == sentence
 
 
@@ -195,17 +195,17 @@ def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> Non
 )
 def test_functions_are_a_list_of_such_names(functions: Any) -> None:
     """Nothing else may run here on a client's word; the sentence has dataset and value."""
-    sentence = f"functions of dataset 'n' must be a list of 'module:name', got {functions!r}"
+    sentence = f"invalid functions of dataset 'n': expected a list of 'module:name', got {functions!r}"
     assert refusal(DatasetConfig, name="n", factory="a:b", functions=functions) == sentence
 
 
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("seeding", "epoch", "seeding of dataset 'n' must be 'batch' or 'sample', got 'epoch'"),
-        ("seeding", None, "seeding of dataset 'n' must be 'batch' or 'sample', got None"),
-        ("version", 2, "version of dataset 'n' must be a string, got 2"),
-        ("kwargs", [1], "kwargs of dataset 'n' must be a table, got [1]"),
+        ("seeding", "epoch", "invalid seeding of dataset 'n': expected 'batch' or 'sample', got 'epoch'"),
+        ("seeding", None, "invalid seeding of dataset 'n': expected 'batch' or 'sample', got None"),
+        ("version", 2, "invalid version of dataset 'n': expected a string, got 2"),
+        ("kwargs", [1], "invalid kwargs of dataset 'n': expected a table, got [1]"),
     ],
 )
 def test_other_fields_are_refused_with_their_value(field: str, value: Any, sentence: str) -> None:

@@ -237,7 +237,7 @@ def test_a_function_that_clients_may_choose_must_be_there(module: Module) -> Non
     assert refusal(open_dataset, DatasetConfig(**stated, functions=["offers_none:gone"])) == (
         "functions of 'n': module 'offers_none' has no attribute 'gone'"
     )
-    assert "offers_none:setting of 'n' must be callable" in refusal(
+    assert "invalid offers_none:setting of dataset 'n': expected a callable" in refusal(
         open_dataset, DatasetConfig(**stated, functions=["offers_none:setting"])
     )
 

@@ -75,13 +75,14 @@ class BoundedReader(io.RawIOBase):
     def __init__(self, raw: io.RawIOBase, patience: float) -> None:
         self._raw = raw
         self._patience = patience
-        self._left = MAX_HEAD_BYTES
+        self._limit = MAX_HEAD_BYTES
+        self._received = 0
         self._count = 0
         self._due = 0.0
 
     def allow(self, nbytes: int) -> None:
         """Increase the maximum size by `nbytes`."""
-        self._left += nbytes
+        self._limit += nbytes
 
     def readable(self) -> bool:
         """Return True: the stream supports reading."""
@@ -96,11 +97,13 @@ class BoundedReader(io.RawIOBase):
         """
         got = self._raw.readinto(buffer)
         if got:
-            self._left -= got
+            self._received += got
             self._count += got
-            if self._left < 0:
+            if self._received > self._limit:
+                part = "headers" if self._limit == MAX_HEAD_BYTES else "headers and body"
                 raise ProtocolError(
-                    f"the response exceeds its Content-Length, or its headers exceed {MAX_HEAD_BYTES:,} bytes"
+                    f"the {part} of the response have at least {self._received:,} bytes, and the limit is "
+                    f"{self._limit:,}: check proxies between client and server"
                 )
             now = time.monotonic()
             if now > self._due:

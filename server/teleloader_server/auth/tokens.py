@@ -149,7 +149,10 @@ def _digest(token: object, at: str) -> bytes:
 
 def _stated_digest(stated: object, at: str) -> bytes:
     if not isinstance(stated, str) or not _SHA256.fullmatch(stated.lower()):
-        raise ConfigError(f"{at}: sha256 must be the 64 hexadecimal digits of a token's SHA-256")
+        raise ConfigError(
+            f"{at}: invalid sha256: expected 64 hexadecimal digits, got {len(str(stated))} characters. Generate "
+            "an entry with: teleloader-server token add NAME --file tokens.toml"
+        )
     return bytes.fromhex(stated)
 
 

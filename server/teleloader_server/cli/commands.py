@@ -128,7 +128,7 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     for name in defaults:
         if name not in known:
             raise click.UsageError(
-                f"unknown entry {name!r} in [server] of {path}: expected {', '.join(sorted(map(str, known)))}"
+                f"unknown entry {name!r} in [server], {path}: expected {', '.join(sorted(map(str, known)))}"
             )
     context.default_map = defaults
     return ConfigFile(path, limits, datasets)

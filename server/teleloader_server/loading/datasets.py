@@ -185,7 +185,7 @@ def host(
     functions = functions or {}
     for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
         if function is not None and not callable(function):
-            raise ConfigError(f"{what} of {name!r} must be callable, got {function!r:.80}")
+            raise ConfigError(f"invalid {what} of dataset {name!r}: expected a callable, got {function!r:.80}")
     kind = _kind_of(dataset, name)
     length = _length_of(dataset)
     facts = [name, kind, length, version, collate_name, seeding]

@@ -66,7 +66,7 @@ def _check_query(scope: Scope) -> None:
         raise HttpProblem(
             414,
             "UriTooLong",
-            f"the query string has {nbytes:,} bytes, and the limit is {MAX_QUERY_BYTES:,}: send a shorter one",
+            f"the query string has {nbytes:,} bytes, and the limit is {MAX_QUERY_BYTES:,}: send fewer parameters",
         )
 
 

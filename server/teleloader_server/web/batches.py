@@ -25,6 +25,7 @@ from teleloader_server.limits import ClientLimits
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
+from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.index_bodies import split
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
@@ -414,20 +415,14 @@ class BodyReader:
             HttpProblem: If the body exceeds its size limit.
             ServerUnavailable: If the bodies of all principals, or of this principal, exceed the budget.
         """
-        limit = getattr(self._limits, name)
-        too_large = HttpProblem(
-            413, "BodyTooLarge", f"the body exceeds the limit of {limit:,} bytes ({name}): send a smaller one"
-        )
-        if int(request.headers.get("content-length", 0)) > limit:
-            raise too_large
+        check_body_size(int(request.headers.get("content-length", 0)), self._limits, name)
         owner = caller_of(request).authorize(READ).name
 
         async def pieces() -> AsyncIterator[bytes]:
             held = 0
             async for piece in request.stream():
                 held += len(piece)
-                if held > limit:
-                    raise too_large
+                check_body_size(held, self._limits, name)
                 count(len(piece))
                 yield piece
 

@@ -59,7 +59,7 @@ class _Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """asyncio protocol of one HTTP/1.1 connection, which enforces limits and forwards requests to uvicorn.
+    """asyncio protocol of one HTTP/1.1 connection; enforces limits and forwards requests to uvicorn.
 
     Args:
         manager: Manager of all connections of the server.
@@ -208,7 +208,9 @@ class Connection(asyncio.Protocol):
         limit = self._limits.max_headers
         if len(self._headers) == limit:
             raise HttpProblem(
-                431, "HeadTooLarge", f"more than {limit:,} header fields (max_headers): send fewer headers"
+                431,
+                "HeadTooLarge",
+                f"more than {limit:,} header fields: send fewer, or increase max_headers in [limits]",
             )
         self._manager.charge(self, FIELD_BYTES)
         self._headers.append((name.lower(), value))

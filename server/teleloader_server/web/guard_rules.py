@@ -103,16 +103,19 @@ def _check_encoding(encoding: bytes) -> None:
 def check_url_size(nbytes: int) -> None:
     """Raise `HttpProblem` (status 414) if a URL exceeds `MAX_URL_BYTES`."""
     if nbytes > MAX_URL_BYTES:
-        raise HttpProblem(414, "UriTooLong", f"the URL exceeds {MAX_URL_BYTES:,} bytes: send a shorter one")
+        raise HttpProblem(
+            414, "UriTooLong", f"the URL has at least {nbytes:,} bytes, and the limit is {MAX_URL_BYTES:,}: shorten it"
+        )
 
 
-def check_body_size(nbytes: int, limits: ClientLimits) -> None:
-    """Raise `HttpProblem` (status 413) if a request body exceeds `max_body_bytes`."""
-    if nbytes > limits.max_body_bytes:
+def check_body_size(nbytes: int, limits: ClientLimits, name: str = "max_body_bytes") -> None:
+    """Raise `HttpProblem` (status 413) if a request body exceeds the limit with the given name."""
+    if nbytes > (limit := getattr(limits, name)):
         raise HttpProblem(
             413,
             "BodyTooLarge",
-            f"the body exceeds the limit of {limits.max_body_bytes:,} bytes (max_body_bytes): send a smaller one",
+            f"the body has at least {nbytes:,} bytes, and the limit is {limit:,} bytes ({name}). Send fewer index "
+            f"lists or smaller states per request, or increase {name} in [limits] of the server",
         )
 
 
@@ -237,7 +240,7 @@ class RequestProgress:
         """Return the error for headers or chunk framing that exceed `max_header_bytes`.
 
         Args:
-            is_request_line: True if most of the bytes belong to the request line.
+            is_request_line: Whether most of the bytes belong to the request line.
         """
         limit = f"the limit of {self._limits.max_header_bytes:,} bytes (max_header_bytes)"
         if self.phase is Phase.BODY:
@@ -247,8 +250,8 @@ class RequestProgress:
                 f"chunk extensions or trailers exceed {limit}: omit them, because the server ignores them",
             )
         if is_request_line:
-            return HttpProblem(414, "UriTooLong", f"the request line exceeds {limit}: send a shorter URL")
-        return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer or shorter ones")
+            return HttpProblem(414, "UriTooLong", f"the request line exceeds {limit}: send fewer query parameters")
+        return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer, or increase it in [limits]")
 
     def problem(self, now: float) -> HttpProblem | None:
         """Return the error (status 408) if the request exceeds a timeout, else None."""

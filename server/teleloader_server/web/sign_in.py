@@ -21,7 +21,7 @@ MAX_SIGN_IN_BYTES: Final = 4096
 FAILED_SECONDS: Final = 0.5
 """Delay in seconds of the response to an invalid token, against guessing."""
 MAX_DELAYED: Final = 64
-"""Maximum number of concurrently delayed responses, which bounds the memory; further responses are not delayed."""
+"""Maximum number of concurrently delayed responses, to limit memory; further responses are not delayed."""
 
 
 def make_access_router() -> APIRouter:
@@ -102,7 +102,7 @@ async def _token_in(request: Request) -> str:
         body += piece
         if len(body) > MAX_SIGN_IN_BYTES:
             raise HttpProblem(
-                413, "BodyTooLarge", f"the body exceeds the limit of {MAX_SIGN_IN_BYTES:,} bytes: send a token only"
+                413, "BodyTooLarge", f"the body has more than {MAX_SIGN_IN_BYTES:,} bytes: send only a token"
             )
     try:
         content = json.loads(body)
