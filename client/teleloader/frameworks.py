@@ -39,7 +39,7 @@ class SkippedBatches:
 def integrate_accelerate(kind: type, skip: Callable[[Any, int], SkippedBatches]) -> None:
     """Patch accelerate, if imported, to leave loaders of class `kind` in place.
 
-    accelerate would build a new torch DataLoader from a loader's `dataset` and `batch_sampler`, which would lose the
+    accelerate would build a new torch DataLoader from a loader's `dataset` and `batch_sampler`, and thereby lose the
     order of ``seed=`` and all options of the server; accelerate has no hook to prevent this. Two of its functions are
     therefore wrapped: `skip_first_batches`, in all modules that have imported it, and `Accelerator._prepare_one`.
 

@@ -110,7 +110,7 @@ class DataLoader:
             default) draws both as torch does.
         rank: Rank of this process among `world_size` data-parallel processes. If neither argument is given (the
             default), torch.distributed provides both if it is initialised, for training and validation data alike;
-            otherwise they are 0 and 1. Not permitted with a sampler, which divides the epoch itself.
+            otherwise they are 0 and 1. Not permitted with a sampler, because a sampler divides the epoch itself.
         world_size: Number of processes that share the epoch.
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
@@ -484,13 +484,17 @@ class DataLoader:
         self._orders.set_epoch(operator.index(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, as JSON values: the last iterator's position, or the next iterator's start.
+        """Return the position and the random state to resume from, as JSON values.
+
+        The position is that of the last iterator. If ``iter()`` was not called since the construction of the loader,
+        `load_state_dict` or a change of the epoch with `set_epoch`, the position is the start of the next iterator.
 
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
         all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
         a client-side sampler it also has the random state from which the epoch's order was drawn (10 KB); with an
-        iterable-style dataset, the position and the state of each shard. At the start of an epoch of persistent workers
-        that left the previous epoch, this method waits for the first batch of each shard, which contains its state.
+        iterable-style dataset, the position and the state of each shard. With persistent workers, if the
+        training loop ended the previous epoch early (with ``break``), this method waits for the first batch of each
+        shard. The frame of this batch contains the state of the shard.
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.

@@ -77,7 +77,7 @@ def serve(
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
         token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such
-            as ``secrets.token_urlsafe()``. None disables authentication, which requires a loopback address.
+            as ``secrets.token_urlsafe()``. None disables authentication and requires a loopback address.
         insecure: True to permit a non-loopback `host_address` without a token.
         limits: Resource limits for clients.
 

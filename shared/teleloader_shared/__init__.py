@@ -1,1 +1,4 @@
-"""Code that client and server share: sample orders, wire format and JSON records. No I/O, no asyncio."""
+"""Code that client and server share: sample orders, wire format and JSON records. No I/O, no asyncio.
+
+Start reading in `spec` for the parameters of a loader, and in `codec` for the wire format.
+"""

@@ -20,7 +20,7 @@
     │   └── Forbidden                              the token lacks permission
     ├── TlsError                                   TLS handshake failed
     ├── LoaderTimeout           (RuntimeError)     a batch exceeded ``timeout``, or the server's limit per batch
-    ├── WorkerDied              (RuntimeError)     a batch repeatedly killed its worker
+    ├── WorkerDied              (RuntimeError)     no worker can compute the batch
     └── RemoteError             (RuntimeError)     exception of user code whose type is not builtin
 
 The client raises an exception of a dataset with its original type if that is a Python built-in, else as `RemoteError`.
@@ -110,7 +110,11 @@ class LoaderTimeout(TeleloaderError, RuntimeError):
 
 
 class WorkerDied(TeleloaderError, RuntimeError):
-    """Every worker that tried to load the batch died."""
+    """No worker can compute the batch.
+
+    Either three workers died while they loaded the batch, no worker can start, or the worker of a shard died and the
+    shard cannot continue without losing or repeating samples.
+    """
 
 
 class RemoteError(TeleloaderError, RuntimeError):

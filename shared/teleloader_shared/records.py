@@ -138,7 +138,7 @@ def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -
 
 @lru_cache(maxsize=256)
 def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    """Create a namedtuple type; its module is not the one that the frame names, which pickle would import."""
+    """Create a namedtuple type that does not refer to the frame's module: pickle would import this module."""
     try:
         # accepts fields such as _0, which the sender's rename=True produced; changed names are rejected below
         made = namedtuple(name, fields, rename=True)  # type: ignore[misc]
@@ -185,7 +185,7 @@ def _can_be_set(found: type, field: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
-    """Create a dataclass; its module is not the one that the frame names, which pickle would import."""
+    """Create a dataclass that does not refer to the frame's module: pickle would import this module."""
     try:
         made: type = make_dataclass(name, fields)
     except (TypeError, ValueError, SyntaxError) as error:

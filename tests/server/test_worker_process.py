@@ -26,9 +26,9 @@ def process() -> Iterator[WorkerHandle]:
     """One that is ready and has the batches 7, 8 and 9 to make, as tasks of the same numbers."""
     channel, theirs = Channel.pair()
     found = WorkerHandle(0, channel)
-    notes = os.memfd_create("notes")
-    os.write(notes, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
-    found.take_notes(notes)
+    status = os.memfd_create("status")
+    os.write(status, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
+    found.take_status_file(status)
     found.health.ready = True
     found.health.tasks = {number: task(number) for number in (7, 8, 9)}
     yield found
@@ -37,12 +37,12 @@ def process() -> Iterator[WorkerHandle]:
 
 
 def begin(process: WorkerHandle, task_id: int) -> None:
-    """What the worker notes."""
-    assert process._notes is not None
-    os.pwrite(process._notes, CURRENT_TASK.pack(task_id), 0)
+    """Write the current task to the worker's status file."""
+    assert process._status_file is not None
+    os.pwrite(process._status_file, CURRENT_TASK.pack(task_id), 0)
 
 
-def test_a_worker_tells_by_its_notes_what_it_is_at(process: WorkerHandle) -> None:
+def test_the_status_file_contains_the_current_task(process: WorkerHandle) -> None:
     """Not always the first of its tasks: that may be finished, and its report late."""
     assert process.current_task() is None
     begin(process, 8)
@@ -57,8 +57,8 @@ def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> No
     """It leaves out all up to the last of them that it has not begun; the server forgets them."""
     begin(process, 7)
     process.revoke(process.queued())
-    assert process._notes is not None
-    assert REVOKED.unpack(os.pread(process._notes, REVOKED.size, CURRENT_TASK.size)) == (9,)
+    assert process._status_file is not None
+    assert REVOKED.unpack(os.pread(process._status_file, REVOKED.size, CURRENT_TASK.size)) == (9,)
     assert process.health.tasks == {7: task(7)}
 
 

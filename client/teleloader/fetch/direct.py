@@ -46,10 +46,11 @@ class Epoch(Protocol):
                 iterable-style dataset.
 
         Returns:
-            The batch, or `End` after the last one; and the subsequent state of an iterable-style dataset, else None.
+            A tuple of the batch, or of `End` after the last batch, and the shard state. The shard state is None if the
+            dataset is map-style or not stateful.
 
         Raises:
-            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
+            BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
         """
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class DirectReceiver:
 
     @property
     def reorder_buffer(self) -> DirectReceiver:
-        """Reorder buffer of the iteration, which is this object."""
+        """This object: an in-process receiver is also the reorder buffer of its iteration."""
         return self
 
     @property
@@ -199,7 +200,7 @@ class DirectReceiver:
         return self._batch_id.loader
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the exception or end of shard in its place, or None if it is not loaded yet."""
+        """Return the next batch, or the exception or end of shard in its place, or None if the batch is not loaded."""
         return self._arrived
 
     def wait(self, timeout: float = 0) -> None:

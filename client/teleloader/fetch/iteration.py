@@ -190,8 +190,9 @@ class Iteration:
     def position(self) -> Position:
         """Return the position to resume from.
 
-        If the previous epoch left an iterable-style dataset at a position that only its worker knows, wait for the
-        first batch of each shard, which contains the state at the start of the shard.
+        If the training loop ended the previous epoch of an iterable-style dataset early (with ``break``), only the
+        workers know the state of each shard. This method then waits for the first batch of each shard, whose frame
+        contains this state.
 
         Raises:
             Exception: If the iteration has failed; the same exception that `next()` raises.

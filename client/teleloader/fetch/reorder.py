@@ -104,7 +104,7 @@ class ReorderBuffer:
     # -- in the training loop's thread
 
     def peek(self) -> Arrived | None:
-        """Return the next batch, or the failure or end of shard in its place, or None if it is not ready yet."""
+        """Return the next batch, or the failure or end of shard in its place, or None if the batch is not ready."""
         if not self._batches:
             return None
         first = self._batches[0]
@@ -234,7 +234,10 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Set a predicate that permits the delivery of a batch; call `staged` if the predicate's result may change."""
+        """Set the predicate that returns True for batches that may be delivered.
+
+        The caller must call `staged` each time that the predicate becomes true for a batch.
+        """
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
@@ -301,7 +304,7 @@ class ReorderBuffer:
             self._idle_threads -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """Add the first batches received for a server's oldest request; return the remaining range, or None."""
+        """Add received batches, the first of a server's oldest request; return the rest of its range, or None."""
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
@@ -342,7 +345,7 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def joined(self, server: int, url: str, num_workers: int) -> None:
-        """Record that a server registered the loader, and the server's worker count."""
+        """Record that a server has registered the loader, and store the number of the server's workers."""
         with self.changed:
             self._failing[url] = None
             self.scheduler.joined(server, num_workers)

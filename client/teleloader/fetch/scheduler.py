@@ -3,10 +3,10 @@
 A request is for a range of batches: one large batch, or many small ones, because the overhead of a response would
 otherwise dominate.
 
-With several servers, each one is sent the next range after its response, so a faster server computes more batches.
-Batches are delivered in order, so the training loop waits for the slowest response. If that response is overdue, an
-idle server is sent the same request (a *hedged* request), and the first response counts. A server whose response came
-second is ejected for a cooldown.
+With several servers, the client sends a server its next request when the server has responded, so a faster server
+computes more batches. Batches are delivered in order, so the training loop waits for the slowest response. If this
+response is overdue, the client sends the same request to an idle server (a *hedged* request), and uses the first
+response. If the idle server responds first, the server of the original request is ejected for a cooldown.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RangeScheduler:
 
     @property
     def has_shards(self) -> bool:
-        """True if the batches come from shards of an iterable-style dataset, which can have different lengths."""
+        """True if the dataset is iterable-style: its shards deliver batches in turn, and can have different lengths."""
         return self._shards > 0
 
     @property

@@ -17,8 +17,8 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
 
     Args:
         address: IP address of the listening socket.
-        has_tokens: True if clients must authenticate.
-        insecure: True if the operator disabled authentication explicitly.
+        has_tokens: Whether clients must authenticate.
+        insecure: Whether the operator disabled authentication explicitly.
 
     Raises:
         ConfigError: If `address` is not a loopback address, and authentication is neither enabled nor explicitly

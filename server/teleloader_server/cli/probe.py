@@ -138,7 +138,7 @@ def main() -> None:
 
 @dataclass
 class Probe:
-    """Check of one dataset, which builds the dataset, loads batches with workers, and collects problems in `found`.
+    """Check of one dataset: builds the dataset, loads batches with workers, and collects problems in `found`.
 
     Args:
         config: Configuration of the dataset.

@@ -1,4 +1,4 @@
-"""Authorization of open requests, which ends when a token expires, is revoked or loses a scope."""
+"""Authorizations of open requests; an authorization ends when its token expires, is revoked or loses a scope."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from teleloader_shared.stats import WINDOW
 Values = tuple[float, ...]
 
 MAX_MARKS: Final = 64
-"""Maximum number of samples of a window, which is reached only if a client's clock stops."""
+"""Maximum number of samples of a window; reached only if a client's clock stops."""
 
 
 class RateWindow:

@@ -54,10 +54,10 @@ class _Known(NamedTuple):
 
 
 class LoaderService:
-    """Service that registers loaders and streams batches, without HTTP; used in one event loop.
+    """Service that registers loaders and streams batches, without HTTP. Not thread-safe: use from one event loop.
 
     Args:
-        host: Factory of worker pools, which describes the datasets.
+        host: Factory of worker pools; its pools describe the datasets.
         limits: Limits of workers.
         client_limits: Limits of clients.
     """
@@ -82,7 +82,7 @@ class LoaderService:
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
         )
         self.grants: Final = Grants()
-        """Authorizations of open requests, which end with their tokens."""
+        """Authorizations of open requests; each ends with its token."""
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life

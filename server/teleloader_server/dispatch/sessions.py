@@ -28,10 +28,10 @@ class _Session(NamedTuple):
 
 
 class Engines:
-    """Manager of all engines of a server, which enforces session limits; used in one event loop.
+    """Manager of all engines of a server; enforces the session limits. Not thread-safe: use from one event loop.
 
     Args:
-        host: Factory of worker pools, which describes the datasets.
+        host: Factory of worker pools; its pools describe the datasets.
         memory: Memory budget that all engines share.
         counters: Counters that all engines add to.
         limits: Limits of clients.

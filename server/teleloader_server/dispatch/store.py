@@ -29,11 +29,11 @@ MAX_BATCHES: Final = 16384
 
 
 class Store:
-    """Store of one engine's batches, which evicts batches when memory is full.
+    """Store of one engine's batches; evicts batches when memory is full.
 
     Args:
         memory: Memory budget, shared with other stores.
-        keeps_wanted: True if wanted batches are never evicted, even if memory is full.
+        keeps_wanted: Whether wanted batches are never evicted, even if memory is full.
     """
 
     def __init__(self, memory: Memory, *, keeps_wanted: bool) -> None:
@@ -192,7 +192,10 @@ class Store:
             self._evict(batch)
 
     def evict_cached(self) -> None:
-        """Evict unwanted batches that exceed `CACHE_SHARE` of the memory budget."""
+        """Evict batches in the order in which they became unwanted, until the rest fits into the cache share.
+
+        The cache share is `CACHE_SHARE` of the memory budget and of `MAX_BATCHES`.
+        """
         most = self._memory.budget * CACHE_SHARE
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             self._evict(next(iter(self._unwanted)))

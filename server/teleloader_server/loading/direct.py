@@ -98,9 +98,10 @@ class DirectEpoch:
                 seed_worker(spec.seed, 0)
 
     def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch and, for a stateful iterable-style dataset, the state after it (else None).
+        """Load a batch; return the batch and the shard state after it.
 
-        After the last batch of an iterable-style dataset, returns an `End` in place of a batch.
+        The shard state is None if the dataset is map-style or not stateful. After the last batch of an iterable-style
+        dataset, an `End` replaces the batch.
 
         Args:
             number: Batch number in the epoch.
@@ -108,7 +109,7 @@ class DirectEpoch:
                 iterable-style dataset.
 
         Raises:
-            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
+            BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
         """
         task = Task(self._spec, 0, BatchId("", self._epoch, number))
         if self._spec.order == "client" and self._spec.batch_size is None:

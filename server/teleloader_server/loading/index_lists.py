@@ -56,7 +56,7 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
 
     Args:
         frame: Frame with the index list of one batch.
-        single: True if the frame contains one index in place of a list.
+        single: Whether the frame contains one index in place of a list.
 
     Raises:
         InvalidSpec: If the list has more than 2**20 indices.

@@ -88,7 +88,7 @@ class Passes:
 
     Args:
         max_batch_bytes: Maximum size of a frame in bytes.
-        owns_datasets: True if no other code in this process uses the datasets.
+        owns_datasets: Whether no other code in this process uses the datasets.
         seeds: True to start each pass over an epoch with the same random state.
         skipped: Callback, called for each batch that is iterated only to reach a later one.
         began: Callback, called when a pass starts.

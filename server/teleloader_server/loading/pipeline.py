@@ -110,7 +110,7 @@ class Loading:
             indices: Indices of the batch's samples; empty for an iterable-style dataset.
 
         Raises:
-            BaseException: If the dataset or the collate function raises an exception, which is not wrapped.
+            BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
         """
         batch = Batch(task, _new_buffer, enumerate(self._stages), [0.0] * len(self._stages), indices, has_indices=True)
         batch.hosted = self._hosted[task.spec.dataset]

@@ -71,7 +71,7 @@ class Replay:
         Args:
             number: Position of the batch within the shard.
             frame: Frame of the batch.
-            checksum: True if the frame's prologue contains a checksum of the rest of the frame.
+            checksum: Whether the frame's prologue contains a checksum of the rest of the frame.
         """
         if self.first is None:
             self.first = number

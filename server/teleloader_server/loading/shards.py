@@ -1,4 +1,4 @@
-"""Shard of an iterable-style dataset in one worker, which can seek to any batch by iterating and counting."""
+"""Shard of an iterable-style dataset in one worker; reaches any batch of the shard by iterating and counting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HTTP and WebSocket endpoints, the dashboard, and connection limits around uvicorn.
 
-Imports all other packages except the command line. Entry point: `app`, which assembles the application from routers:
-`batches` (HTTP endpoints for datasets, loaders and batches), `stream` (WebSocket endpoint for batches), `status`
-(monitoring and health checks), `sign_in` (browser sessions) and `dashboard` (web page). `authentication` protects all
-endpoints; `guard` and `websocket` enforce limits on connections.
+Imports all other packages except the command line. Start reading in `app`. This module creates the application from
+these routers: `batches` (HTTP endpoints for datasets, loaders and batches), `stream` (WebSocket endpoint for batches),
+`status` (monitoring and health checks), `sign_in` (browser sessions) and `dashboard` (web page). `authentication`
+protects all endpoints; `guard` and `websocket` enforce limits on connections.
 """

@@ -68,7 +68,7 @@ class ManagedConnection(Protocol):
 
 
 class ConnectionManager:
-    """Manager of all connections of a server, which enforces limits on their number and total memory.
+    """Manager of all connections of a server; enforces the limits on their number and total memory.
 
     Args:
         limits: Limits of the server.

@@ -59,7 +59,7 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[BatchId, di
 
 
 async def _frames(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the frames of a body without joining all its pieces, which would block the event loop."""
+    """Yield the frames of a body without joining all its pieces: a join would block the event loop."""
     waiting = bytearray()
     async for piece in pieces:
         waiting += piece

@@ -78,7 +78,7 @@ async def _pieces(message: bytes) -> AsyncIterator[bytes]:
 
 
 class Conversation:
-    """Handler of one WebSocket connection, which sends batches in request order.
+    """Handler of one WebSocket connection; sends batches in request order.
 
     Args:
         socket: Accepted WebSocket.

@@ -37,7 +37,7 @@ _MESSAGE_TOO_BIG: Final = 1009
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """asyncio protocol of one WebSocket, which replaces the `Connection` that received the upgrade request.
+    """asyncio protocol of one WebSocket; replaces the `Connection` that received the upgrade request.
 
     Args:
         manager: Manager of all connections of the server.

@@ -69,7 +69,7 @@ class ConfiguredPools:
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
         """Create a pool with one private worker per shard of an iterable-style dataset, or a thread for `in_process`.
 
-        Returns None for other loaders of map-style datasets, which use the shared pool.
+        Returns None for other loaders of map-style datasets, because these loaders use the shared pool.
         """
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:

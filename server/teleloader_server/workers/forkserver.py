@@ -54,7 +54,7 @@ class ForkServer:
         self.exit_code: int | None = None
         """Exit code in the format of `subprocess.Popen.returncode`; None until the process is reaped.
 
-        Always None for a fork server created by `split`, which is not a child of this process.
+        Always None for a fork server created by `split`, because this fork server is not a child of this process.
         """
         self._wait = wait
         self._reaping = threading.Lock()
@@ -68,7 +68,7 @@ class ForkServer:
 
     @classmethod
     def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
-        """Start a fork server in a new interpreter, which constructs the configured datasets.
+        """Start a fork server in a new interpreter; the fork server constructs the configured datasets.
 
         The fork server then sends `Built` or `BuildFailed`.
         """

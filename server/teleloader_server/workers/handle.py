@@ -45,7 +45,7 @@ class WorkerHandle:
         """Released slots that were not reported to the worker yet."""
         self._free_due = False
         self._flush_due = False
-        self._notes: int | None = None
+        self._status_file: int | None = None
 
     def __str__(self) -> str:
         return f"worker {self.number} (pid {self.pid})"
@@ -95,20 +95,20 @@ class WorkerHandle:
             slots.append(self._released.popleft())
         self.send(FreeSlots(slots))
 
-    # -- notes in shared memory
+    # -- status file
 
-    def take_notes(self, file: int) -> None:
-        """Take ownership of the file descriptor of the worker's notes, a file in shared memory (see `messages`)."""
-        self._notes = file
+    def take_status_file(self, file: int) -> None:
+        """Take ownership of the descriptor of the worker's status file, a file in shared memory (see `messages`)."""
+        self._status_file = file
 
     def current_task(self) -> Task | None:
         """Return the task in progress, or None. It need not be the first task: results are reported in groups."""
         return self.health.tasks.get(self._current_task_id())
 
     def _current_task_id(self) -> int:
-        if self._notes is None:
+        if self._status_file is None:
             return next(iter(self.health.tasks), -1)
-        (current,) = CURRENT_TASK.unpack(os.pread(self._notes, CURRENT_TASK.size, 0))
+        (current,) = CURRENT_TASK.unpack(os.pread(self._status_file, CURRENT_TASK.size, 0))
         return int(current)
 
     def queued(self) -> list[Task]:
@@ -119,17 +119,17 @@ class WorkerHandle:
     def revoke(self, tasks: list[Task]) -> None:
         """Revoke tasks; the worker skips revoked tasks that it has not started."""
         revoked = [task_id for task_id, task in self.health.tasks.items() if task in tasks]
-        if self._notes is not None:
-            os.pwrite(self._notes, REVOKED.pack(max(revoked)), CURRENT_TASK.size)
+        if self._status_file is not None:
+            os.pwrite(self._status_file, REVOKED.pack(max(revoked)), CURRENT_TASK.size)
         for task_id in revoked:
             del self.health.tasks[task_id]
 
     async def stacks(self) -> str:
         """Return the stack traces of the worker's threads, or the reason in parentheses if they are unavailable."""
-        if self._notes is None or self.pid is None:
+        if self._status_file is None or self.pid is None:
             return "(the worker had not started)"
         try:
-            file = os.dup(self._notes)  # the handle may be closed concurrently
+            file = os.dup(self._status_file)  # the handle may be closed concurrently
         except OSError as error:
             return f"(cannot read the stacks: {error.strerror})"
         try:
@@ -149,14 +149,14 @@ class WorkerHandle:
     # -- end
 
     def close(self) -> None:
-        """Close the channel and the notes; shared memory of a frame that is still being sent stays mapped."""
+        """Close the channel and the status file; the memory of frames that are still being sent stays mapped."""
         self.health.ready = False
         self.health.tasks.clear()
         self.slots.clear()
         self.channel.hang_up()
-        if self._notes is not None:
-            os.close(self._notes)
-            self._notes = None
+        if self._status_file is not None:
+            os.close(self._status_file)
+            self._status_file = None
 
 
 def _without_own_frames(stacks: str) -> str:

@@ -83,7 +83,7 @@ def exit_reason(status: int, *, out_of_memory: bool = False) -> str:
 
     Args:
         status: Exit status in the format of ``os.waitpid``.
-        out_of_memory: True if the kernel's OOM killer has killed a process since the last exit.
+        out_of_memory: Whether the kernel's OOM killer has killed a process since the last exit.
     """
     if not os.WIFSIGNALED(status):
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
@@ -162,8 +162,8 @@ class WorkerHealth:
         Args:
             limits: Limits of the worker pool.
             now: Current time.
-            is_stopped: True if the process is stopped (SIGSTOP).
-            has_queued: True if tasks are queued behind the current one.
+            is_stopped: Whether the process is stopped (SIGSTOP).
+            has_queued: Whether tasks are queued behind the current one.
         """
         actions = [Action.RECLAIM] if self.ready and not self.stalled and has_queued else []
         if self.stop_timer.observe(now, is_stopped=is_stopped) > STOP_TIMEOUT:
@@ -247,9 +247,9 @@ class Restarts:
         Args:
             limits: Limits of the worker pool.
             now: Current time.
-            lacks_resource: True if a resource to start the worker was unavailable; starting is then retried for
+            lacks_resource: Whether a resource to start the worker was unavailable; starting is then retried for
                 `batch_timeout` first.
-            has_substitute: True if another worker can compute the batches of this worker.
+            has_substitute: Whether another worker can compute the batches of this worker.
         """
         if not lacks_resource:
             return self.failed_starts >= MAX_FAILED_STARTS and not has_substitute

@@ -90,7 +90,7 @@ class InProcessPool:
         return 0
 
     async def close(self) -> None:
-        """Stop the thread after the submitted tasks, or stop waiting for the thread after `EXIT_GRACE_S` seconds."""
+        """Let the thread complete the submitted tasks, and wait up to `EXIT_GRACE_S` seconds for its end."""
         self._tasks.put(None)
         await run_blocking(lambda: self._thread.join(EXIT_GRACE_S))
 

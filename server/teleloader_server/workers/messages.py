@@ -2,7 +2,7 @@
 
 A message is encoded as a list of its type code and its fields. All processes run the same code, so types are not
 checked. File descriptors are sent together with a message (`Channel`). State that a worker must publish even if it
-cannot send messages is in its notes, a file in shared memory that is defined at the end of this module.
+cannot send messages is in its status file, which is in shared memory; the end of this module defines its fields.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FreeSlots(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Message from a worker: its process has started to initialize; sent with the descriptor of the worker's notes."""
+    """Message from a worker whose process has started to initialize; sent with the status file's descriptor."""
 
     pid: int
 
@@ -145,7 +145,7 @@ class PassStarted(NamedTuple):
     """Message from a worker: a pass over its shard of an iterable-style dataset has started."""
 
     began: Sequence[Any]
-    """`Began` record of the pass, which the server sends to a replacement of the worker."""
+    """`Began` record of the pass; the server sends the record to the worker's replacement."""
 
 
 class SlotCreated(NamedTuple):
@@ -202,10 +202,10 @@ def decode(encoded: Sequence[Any]) -> Message:
     return Done([Result(id_, frame, n, Report(*report), reached) for id_, frame, n, report, reached in fields[0]])
 
 
-# -- notes of a worker: a file in shared memory
+# -- status file of a worker, in shared memory
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 13
-"""Signal on which a worker appends the stacks of its threads to its notes, even while it hangs."""
+"""Signal on which a worker appends the stacks of its threads to its status file, even while it hangs."""
 
 CURRENT_TASK: Final = struct.Struct("<q")
 """First field, written by the worker: ID of the task that it started last, or -1.

@@ -1,4 +1,4 @@
-"""Worker process pool, which executes the decisions of `health`."""
+"""Pool of worker processes; executes the decisions of `health`."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class ProcessPool:
             case messages.Started(pid):
                 process.pid = pid
                 with suppress(OSError):  # without a descriptor, the worker cannot report its stacks
-                    process.take_notes(process.channel.take_fd())
+                    process.take_status_file(process.channel.take_fd())
             case messages.Ready():
                 self._ready(process)
             case messages.Progress():

@@ -27,7 +27,7 @@ NO_MEMORY: Final = Memory(0, 0)
 def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
     """Measure the resident memory of processes by PID (None for this process); exited processes have `NO_MEMORY`.
 
-    The kernel examines all memory mappings of the processes, which takes milliseconds: do not call this function in the
+    The call takes milliseconds, because the kernel examines all memory mappings of the processes: do not call it in the
     event loop.
     """
     import psutil  # here, because `serve` must be importable without the extra `server`, to report that it is missing

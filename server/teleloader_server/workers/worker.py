@@ -138,7 +138,7 @@ class Worker:
         Raises:
             EOFError: If the server closed the channel.
         """
-        self._share_notes()
+        self._share_status()
         self._initialise()
         self._send(messages.Ready())
         # a result must not wait for the completion of the next task, which may hang
@@ -148,21 +148,21 @@ class Worker:
                 self._report()
                 self._receive()
             task_id, task = self._tasks.popleft()
-            if task_id <= REVOKED.unpack_from(self._notes, CURRENT_TASK.size)[0]:
+            if task_id <= REVOKED.unpack_from(self._status, CURRENT_TASK.size)[0]:
                 self._send(messages.Progress())
                 continue
-            CURRENT_TASK.pack_into(self._notes, 0, task_id)
+            CURRENT_TASK.pack_into(self._status, 0, task_id)
             self._work(task_id, task)
             if time.monotonic() - self._reported > REPORT_EVERY:
                 self._report()
             elif not self._unreported.is_set():  # set() takes a lock, is_set() does not
                 self._unreported.set()
 
-    def _share_notes(self) -> None:
-        """Share a file with the current task and, on a signal, stacks: an unresponsive process sends no messages."""
-        file = os.memfd_create("teleloader-notes", os.MFD_CLOEXEC)
+    def _share_status(self) -> None:
+        """Share the status file: the server reads the current task and stacks there if the worker is unresponsive."""
+        file = os.memfd_create("teleloader-status", os.MFD_CLOEXEC)
         os.write(file, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
-        self._notes = mmap.mmap(file, CURRENT_TASK.size + REVOKED.size)
+        self._status = mmap.mmap(file, CURRENT_TASK.size + REVOKED.size)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         self._send(messages.Started(self._pid), [file])
 
