@@ -67,7 +67,7 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         code, said = run_server("--demo", "--port", str(port))
     assert code == 2
-    assert f"cannot listen on 127.0.0.1:{port}: BatchId already in use. Choose another --host or --port" in said
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use. Choose another --host or --port" in said
 
 
 def test_options_come_from_the_environment_too() -> None:

@@ -33,7 +33,7 @@ def test_help_shows_what_to_type() -> None:
 
 
 def test_in_a_terminal_the_banner_says_all_at_a_glance() -> None:
-    """BatchId, datasets with sizes, workers, memory, how to connect and where to look."""
+    """URL, datasets with sizes, workers, memory, how to connect and where to look."""
     arguments = (HOSTED + "numbers", HOSTED + "stream", "--port", "0", "--num-workers", "1", "--memory-budget", "64MiB")
     with terminal(SERVER, *arguments, columns=100) as screen:
         url = screen.await_text(r"is ready at (http://127.0.0.1:\d+) \(Ctrl-C stops it\)")[1]
