@@ -134,10 +134,10 @@ class ClientLimits:
             kinds = (int,) if field.type == "int" else (int, float)
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
                 what = "an integer" if field.type == "int" else "a number"
-                raise ConfigError(f"invalid limit {field.name} = {value!r}: expected {what} greater than 0")
+                raise ConfigError(f"invalid limit {field.name}={value!r}: expected {what} greater than 0")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ConfigError(f"invalid limit {name} = {getattr(self, name)}: expected at least {least}")
+                raise ConfigError(f"invalid limit {name}={getattr(self, name)}: expected at least {least}")
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> ClientLimits:

@@ -289,13 +289,13 @@ def test_heads_are_limited() -> None:
     ("table", "sentence"),
     [
         ({"max_consumer": 1}, r"unknown entry 'max_consumer'.* max_consumers"),
-        ({"max_consumers": 0}, r"invalid limit max_consumers = 0: expected an integer greater than 0"),
-        ({"max_consumers": 1.5}, r"an integer greater than 0, got 1\.5"),
-        ({"max_consumers": True}, r"got True"),
+        ({"max_consumers": 0}, r"invalid limit max_consumers=0: expected an integer greater than 0"),
+        ({"max_consumers": 1.5}, r"=1\.5: expected an integer greater than 0"),
+        ({"max_consumers": True}, "=True: expected"),
         ({"max_consumers": "many"}, r"invalid limit max_consumers='many': expected a number, or a size such as 64MiB"),
-        ({"header_timeout": float("inf")}, r"must be a number greater than 0, got inf"),
-        ({"header_timeout": -1}, r"got -1"),
-        ({"max_header_bytes": 10}, r"at least 1024, got 10"),
+        ({"header_timeout": float("inf")}, "=inf: expected a number greater than 0"),
+        ({"header_timeout": -1}, "=-1: expected"),
+        ({"max_header_bytes": 10}, "=10: expected at least 1024"),
     ],
 )
 def test_invalid_limits_are_rejected(table: dict[str, Any], sentence: str) -> None:
