@@ -12,12 +12,14 @@ from teleloader.fetch.fetcher import FetchOptions
 from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.scheduler import RangeScheduler
+from teleloader.fetch.shards import DeliveredShards
 from teleloader.fetch.stager import Stager
 from teleloader.orders import Order
 from teleloader.sampling import IndexLists
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.placement import Placement
+from teleloader.transport.range import Range
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
 from teleloader_shared.errors import ProtocolError
@@ -31,10 +33,8 @@ class Start:
     spec: LoaderSpec
     order: Order
     position: Position
-    is_first: bool
-    """True if the loader's workers have iterated no other epoch."""
     previous_states: tuple[str | None, ...] | None
-    """Last states of the shards in the previous epoch, if known."""
+    """Last states of the shards in the previous epoch, None if unknown; None if other workers iterated that epoch."""
     lists: IndexLists | None
     """Index lists of a client-side sampler, from `position` on; None if servers compute the indices."""
     placement: Placement
@@ -89,11 +89,12 @@ class Start:
         return self._iteration(dataset, spec, progress, receiver, stager, length)
 
     def _open_remote(self, dataset: RemoteDataset) -> Iteration:
-        server, registered = dataset.register(self.spec)
+        server, registered = dataset.register(self._spec_to_register)
         spec, order, epoch = replace(self.spec, fingerprint=registered.fingerprint), self.order, self.position.epoch
         keeps_dataset = self.keeps_workers or registered.num_workers == 0
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
-        progress.continues_dataset = keeps_dataset and order.has_shards and not self.is_first
+        previous_states = self.previous_states if keeps_dataset and order.has_shards else None
+        progress.continues_dataset = previous_states is not None
         if order.has_plan and stop != registered.batches:
             raise ProtocolError(
                 f"{dataset.url} reports {registered.batches} batches per epoch, expected {stop}: install the same "
@@ -112,7 +113,7 @@ class Start:
         buffers = self.placement.buffers()
         options = FetchOptions(
             spec=spec,
-            previous_states=self.previous_states if keeps_dataset else None,
+            previous_states=previous_states,
             key=registered.key,
             epoch=epoch,
             consumer=LoaderIterator.consumer_name(spec.rank, self.loader),
@@ -129,6 +130,15 @@ class Start:
         return self._iteration(dataset, spec, progress, receiver, stager, registered.length)
 
     @property
+    def _spec_to_register(self) -> LoaderSpec:
+        """Spec with the states of the previous epoch, in case the server no longer has the session."""
+        if self.previous_states is None or not (self.keeps_workers and self.order.has_shards):
+            return self.spec
+        shards = DeliveredShards(self.spec, self.position.epoch - 1, self.previous_states)
+        shards.request(Range(0, self.spec.shards, 0))
+        return shards.spec
+
+    @property
     def _stays(self) -> bool:
         return self.keeps_workers and self.spec.session is not None
 
@@ -139,6 +149,8 @@ class Start:
         if stop is None:
             stop = position.batch
         position = position._replace(batch=min(position.batch, stop))
+        if position.shard_states is not None and len(position.shard_states) != spec.shards:
+            position = position._replace(shard_states=None)
         progress = Progress(
             (position, None),
             longest,

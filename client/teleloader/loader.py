@@ -382,12 +382,14 @@ class DataLoader:
         return position._replace(batch=max(position.batch, first_batch))
 
     def _start(self, order: Order, lists: IndexLists | None, before: LoaderSpec | None, placement: Placement) -> Start:
+        spec = self._spec_of_iteration(order, before)
+        has_other_workers = spec != before if before is not None else self._progress is None
+        states = None if self._progress is None else self._progress.next.shard_states
         return Start(
-            spec=self._spec_of_iteration(order, before),
+            spec=spec,
             order=order,
             position=self._next,
-            is_first=before is None and self._progress is None,
-            previous_states=None if self._progress is None else self._progress.next.shard_states,
+            previous_states=None if has_other_workers else states or (None,) * spec.shards,
             lists=lists,
             placement=placement,
             loader=self._number,

@@ -48,23 +48,22 @@ def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
 
 
 def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
-    """Encode the progress of all shards in an epoch as text; None marks a shard without requests."""
+    """Encode the progress of all shards in an epoch as text; None stands for a shard without requests."""
     return json.dumps([epoch, *shards], separators=(",", ":"))
 
 
-def unpack(text: str, epoch: int, shard: int) -> Delivered | None:
-    """Return the progress of one shard from a result of `pack`, or None if there is none for this shard and epoch.
+def unpack(text: str, shard: int) -> tuple[int, Delivered | None]:
+    """Return the epoch and the progress of one shard from a result of `pack`; None for a shard without requests.
 
     Raises:
         StateMismatch: If the text does not have the format of `pack`.
     """
     try:
         packed = json.loads(text)
-        if packed[0] != epoch or packed[1 + shard] is None:
-            return None
-        first, stop, digest, state = packed[1 + shard]
+        epoch, entry = packed[0], packed[1 + shard]
+        first, stop, digest, state = (0, 0, 0, None) if entry is None else entry
     except (ValueError, RecursionError, LookupError, TypeError):
         raise StateMismatch(_INVALID.format(short(text))) from None
-    if not all(type(number) is int for number in (first, stop, digest)) or not isinstance(state, str | None):
+    if not all(type(number) is int for number in (epoch, first, stop, digest)) or not isinstance(state, str | None):
         raise StateMismatch(_INVALID.format(short(text)))
-    return Delivered(first, stop, digest, state)
+    return epoch, None if entry is None else Delivered(first, stop, digest, state)

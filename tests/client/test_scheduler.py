@@ -146,6 +146,17 @@ def test_no_batch_is_requested_above_the_memory_limit_but_those_that_are_needed(
     assert scheduler.next_range() is None
 
 
+def test_needed_batches_may_exceed_the_prefetch_window() -> None:
+    """It counts workers, of which a server may have fewer than the loader has shards."""
+    scheduler = RangeScheduler(0, 100, 1, 2, adaptive=False, shards=8)
+    scheduler.needed = 8
+    for _ in range(8):
+        assert scheduler.next_range() is not None
+        scheduler.arrived(1, 2**30)
+    assert scheduler.received == 8
+    assert scheduler.next_range() is None
+
+
 def answer(scheduler: RangeScheduler, server: int, now: float, *, times: int = 1) -> None:
     """The server is asked, and answers after 10 ms."""
     for i in range(times):

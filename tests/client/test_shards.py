@@ -55,15 +55,15 @@ def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> No
     shards.add([frame for frame, _ in raw[1:]], np.concatenate([data for _, data in raw[1:]]))
     assert bench.loading.passes.reached is not None
     assert shards.spec.delivered is not None
-    assert delivered.unpack(shards.spec.delivered, 3, 0) == bench.loading.passes.reached.shard
-    assert delivered.unpack(shards.spec.delivered, 4, 0) is None
+    reached = bench.loading.passes.reached
+    assert delivered.unpack(shards.spec.delivered, 0) == (3, reached.shard._replace(state=reached.end))
 
 
 def test_shards_of_which_batches_were_requested_are_marked() -> None:
     """A server may have fetched their samples: until a batch arrives, it is told so, and the last state before."""
     spec = LoaderSpec(dataset="data", session="s", num_workers=3)
     shards = DeliveredShards(spec, 3, ["a", "b", None])
-    shards.request(Range(4, 6, 2))
+    shards.request(Range(4, 5, 1))
     assert json.loads(shards.spec.delivered or "") == [3, None, [1, 1, 0, "b"], [1, 1, 0, None]]
     raw = np.frombuffer(to_bytes(BatchId(spec.key, 3, 7), [1, 2], shard_state="c"), np.uint8)
     shards.request(Range(6, 9, 0))
@@ -71,6 +71,17 @@ def test_shards_of_which_batches_were_requested_are_marked() -> None:
     found = json.loads(shards.spec.delivered or "")
     assert [found[1], found[3]] == [[2, 2, 0, "a"], [1, 1, 0, None]]
     assert (found[2][:2], found[2][3]) == ([2, 3], "c")
+
+
+def test_an_empty_shard_is_not_in_doubt_after_its_end() -> None:
+    """A server that is told of its request could not restore it; what it delivered was complete."""
+    spec = LoaderSpec(dataset="data", session="s", num_workers=2)
+    shards = DeliveredShards(spec, 0)
+    shards.request(Range(0, 2, 0))
+    raw = np.frombuffer(to_bytes(BatchId(spec.key, 0, 1), End(0, replica=False)), np.uint8)
+    shards.add([codec.read(codec.Bits(raw))], raw)
+    shards.request(Range(2, 4, 0))
+    assert json.loads(shards.spec.delivered or "") == [0, [0, 0, 0, None], None]
 
 
 def received(spec: LoaderSpec, state: str) -> DeliveredShards:
@@ -90,8 +101,8 @@ def test_states_are_left_out_where_a_registration_has_no_room(length: int, resum
     spec = LoaderSpec(dataset="d", session="s", num_workers=2, shard_states=shard_states)
     text = received(spec, "y" * length).spec.delivered
     assert text is not None
-    assert delivered.unpack(text, 0, 0) is None
-    shard = delivered.unpack(text, 0, 1)
+    assert delivered.unpack(text, 0) == (0, None)
+    _, shard = delivered.unpack(text, 1)
     assert shard is not None
     assert (shard.first, shard.next) == (0, 1)
     assert shard.state == ("y" * length if is_kept else None)
@@ -103,4 +114,4 @@ def test_states_are_left_out_where_a_registration_has_no_room(length: int, resum
 def test_a_damaged_record_is_an_error(text: str) -> None:
     """It comes from outside."""
     with pytest.raises(StateMismatch, match="invalid record of delivered batches"):
-        delivered.unpack(text, 0, 0)
+        delivered.unpack(text, 0)

@@ -102,7 +102,32 @@ class Awaited(Consumed):
             yield sample
 
 
+class Cursor:
+    """A dataset that is its own iterator: ten numbers in each epoch, which continue those of the last epoch."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position % 11 == 0:
+            raise StopIteration
+        return self.position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.position = state["position"]
+
+
 seeded, own, stateful, consumed, growing, awaited = Seeded(), Own(), Stateful(), Consumed(), Growing(), Awaited()
+cursor = Cursor()
 
 
 class Forgetting:
@@ -185,9 +210,20 @@ def test_a_server_that_restarts_before_the_first_batch_is_an_error(
     eventually(lambda: (tmp_path / "0").exists())
     server.restart()
     (tmp_path / "go on").touch()
-    with pytest.raises(WorkerDied, match="exited before it delivered a batch to compare with"):
+    with pytest.raises(WorkerDied, match="no delivered batch or state shows its position"):
         next(batches)
     assert list(batches) == []
+
+
+def test_a_server_that_restarts_between_epochs_continues_an_iterator(host: Callable[[str], Forgetting]) -> None:
+    """As a persistent worker would, from the state in which the last epoch ended."""
+    server = host("cursor")
+    loader = DataLoader(
+        RemoteDataset(server.server.url, "cursor"), 5, num_workers=1, persistent_workers=True, output="numpy"
+    )
+    assert [batch.tolist() for batch in loader] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    server.restart()
+    assert [batch.tolist() for batch in loader] == [[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]]
 
 
 STOPPED = """

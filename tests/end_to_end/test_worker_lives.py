@@ -103,7 +103,7 @@ def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
     with serve(Consumed(), num_workers=1) as url:
         found = arrived(loader_of(url, 4, num_workers=1))
     assert [type(batch) for batch in found] == [WorkerDied]
-    assert "exited before it delivered a batch to compare with" in str(found[0])
+    assert "no delivered batch or state shows its position" in str(found[0])
 
 
 class Cursor:
@@ -128,6 +128,15 @@ class Cursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
         self.position = state["position"]
+
+
+def test_persistent_workers_may_change_their_number_between_epochs() -> None:
+    """Other workers start, which iterate the dataset from its beginning."""
+    with serve(Cursor(), num_workers=2) as url:
+        loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
+        assert len(arrived(loader)) == 5
+        loader.num_workers = 2
+        assert [sample for batch in arrived(loader) for sample in batch].count(1) == 2
 
 
 def test_a_worker_that_dies_between_epochs_leaves_its_position_to_its_replacement() -> None:

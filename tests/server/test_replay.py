@@ -168,8 +168,24 @@ def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
     again = replaced(interrupted(Consumed), Consumed)
     failure = again.failure(0, **STREAM_OF_FOUR)
     assert failure.type == "teleloader.WorkerDied"
-    assert "exited before it delivered a batch to compare with" in failure.message
+    assert "no delivered batch or state shows its position" in failure.message
     assert isinstance(again.batch(1, **STREAM_OF_FOUR), End)
+    assert again.failure(0, **STREAM_OF_FOUR).type == "teleloader.WorkerDied", "it may be requested again"
+
+
+def test_a_replacement_ends_an_empty_shard_of_which_the_end_was_delivered() -> None:
+    """All workers are asked for batches until the last shard has ended."""
+    first = Bench(Nothing())
+    assert isinstance(first.batch(0, **STREAM), End)
+    again = replaced(first, Nothing)
+    assert isinstance(again.batch(1, **STREAM), End)
+
+
+class Nothing:
+    """No sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
 
 
 def test_a_stateful_dataset_starts_again_if_nothing_was_delivered() -> None:
@@ -183,7 +199,7 @@ def test_a_new_session_knows_which_batches_were_requested(make: Make, fails: boo
     """A server that was restarted may have fetched their samples before."""
     spec = {**STREAM, "delivered": delivered.pack(0, [Delivered(0, 0, 0, None)])}
     if fails:
-        assert "exited before it delivered a batch" in Bench(make()).failure(0, **spec).message
+        assert "no delivered batch or state shows" in Bench(make()).failure(0, **spec).message
     else:
         assert sorted(taken(Bench(make()), range(10), **spec)) == list(range(20))
 
@@ -243,8 +259,19 @@ def test_a_new_session_starts_an_iterator_from_its_state_in_the_previous_epoch()
     taken(first, range(2))
     assert first.loading.passes.reached is not None
     state = first.loading.passes.reached.shard.state
-    spec = {**STREAM, "delivered": delivered.pack(1, [Delivered(0, 0, 0, state)])}
-    assert Bench(KeptCursor()).batch(0, 1, **spec).tolist() == [5, 6]
+    for epoch in (0, 1):  # the record of the previous epoch, or of this one after its first request
+        again = Bench(KeptCursor())
+        spec = {**STREAM, "delivered": delivered.pack(epoch, [Delivered(0, 0, 0, state)])}
+        assert again.batch(0, 1, **spec).tolist() == [5, 6]
+        assert again.batch(0, 2, **spec).tolist() == [7, 8], "from here on, the worker has iterated the dataset itself"
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_new_session_does_not_repeat_an_iterator_without_a_state(epoch: int) -> None:
+    """Its position in the previous epoch is unknown after a restart of the server."""
+    spec = {**STREAM, "delivered": delivered.pack(epoch, [Delivered(0, 0, 0, None)])}
+    assert Bench(Cursor()).failure(0, 1, **spec).type == "teleloader.WorkerDied"
+    assert Bench(Ordered()).frame(0, 2, **spec).content.tolist() == [0, 1], "others start each epoch anew"
 
 
 def in_new_session(old: Bench, make: Make, *, epoch: int = 0) -> tuple[Bench, dict[str, Any]]:

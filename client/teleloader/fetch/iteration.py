@@ -197,17 +197,20 @@ class Iteration:
         Raises:
             Exception: If the iteration has failed; the same exception that `next()` raises.
         """
-        position, buffer, shards = self.progress.position, self.reorder_buffer, self.spec.shards
-        is_known = not self.progress.continues_dataset or self.progress.finished or position.batch >= shards
+        progress, buffer, shards = self.progress, self.reorder_buffer, self.spec.shards
+        states = progress.next.shard_states or (None,) * shards
+        is_known = not progress.continues_dataset or progress.finished or None not in states[progress.batch :]
         if is_known or isinstance(buffer, DirectReceiver):
+            return progress.position
+        frames = buffer.receive(shards)
+        if progress.delivery is not None:  # an interrupted call of next() has already removed it from the buffer
+            frames.append(progress.delivery.frame)
+        position = progress.position  # only now, because another thread may have received batches
+        if position.epoch != progress.next.epoch:
             return position
-        states = list(position.shard_states or (None,) * shards)
-        if None in states[position.batch :]:
-            for frame in buffer.receive(shards):
-                k = frame.batch_id.batch
-                if k < shards and states[k] is None:
-                    states[k] = frame.shard_state
-        return position._replace(shard_states=tuple(states))
+        start = {frame.batch_id.batch: frame.shard_state for frame in frames}
+        known = position.shard_states or (None,) * shards
+        return position._replace(shard_states=tuple(start.get(k) if s is None else s for k, s in enumerate(known)))
 
     def close(self) -> None:
         """Stop the receiving threads and the device copies."""

@@ -95,7 +95,7 @@ class RangeScheduler:
         self.over_memory = False
         """True while buffered batches exceed the memory limit, so that requests are paused."""
         self.needed = 0
-        """Number of the batch up to which requests are not paused."""
+        """Number of batches that are requested regardless of the memory limit and of the prefetch window."""
         self.hedges = 0
         """Number of batches that were requested from a second server because the first one was slow."""
         self._requested = start
@@ -154,7 +154,9 @@ class RangeScheduler:
     @property
     def has_room(self) -> bool:
         """True if the prefetch window has room for another request, which covers several batches."""
-        if self.over_memory and self._requested >= self.needed:
+        if self._requested < min(self.needed, self.stop):
+            return True
+        if self.over_memory:
             return False
         room, rest = self.taken + self.window - self._requested, self.stop - self._requested
         return rest > 0 and room > 0 and (room >= self.window // 4 or rest <= room)
@@ -201,7 +203,7 @@ class RangeScheduler:
             # leave the other servers their share of the window
             share = math.ceil(self.window / (self.connections * len(self._servers)))
             together = max(self._servers[server].num_workers, min(together, share))
-        self._requested = min(self.stop, self.taken + self.window, start + together)
+        self._requested = min(self.stop, max(self.taken + self.window, self.needed), start + together)
         return Range(start, self._requested, min(self._ahead, self.stop - self._requested))
 
     @property

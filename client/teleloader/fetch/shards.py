@@ -29,14 +29,16 @@ class DeliveredShards:
         self._epoch = epoch
         self._previous = previous or (None,) * spec.shards
         self._shards: list[Delivered | None] = [None] * spec.shards
+        self._unrequested = set(range(spec.shards))
 
     def request(self, wanted: Range) -> None:
         """Record that a server may start to iterate the shards of these batches."""
-        if None not in self._shards:
+        if not self._unrequested:
             return
-        for batch in range(wanted.start, wanted.stop):
+        for batch in range(wanted.start, wanted.stop + wanted.ahead):
             number, shard = divmod(batch, self._spec.shards)
-            if self._shards[shard] is None:
+            if shard in self._unrequested:
+                self._unrequested.remove(shard)
                 self._shards[shard] = Delivered(number, number, 0, self._previous[shard])
 
     def add(self, frames: Iterable[Frame], raw: NDArray[np.uint8]) -> None:
@@ -48,11 +50,14 @@ class DeliveredShards:
         """
         start = 0
         for frame in frames:
-            if not isinstance(frame.content, Failure | End):
-                number, shard = divmod(frame.batch_id.batch, self._spec.shards)
-                before = self._shards[shard]
-                if before is None or before.next == before.first:
-                    before = Delivered(number, number, 0, None)
+            number, shard = divmod(frame.batch_id.batch, self._spec.shards)
+            before = self._shards[shard]
+            if before is not None and before.next == before.first:
+                before = None
+            if isinstance(frame.content, End):
+                self._shards[shard] = before and before._replace(state=frame.shard_state or before.state)
+            elif not isinstance(frame.content, Failure):
+                before = before or Delivered(number, number, 0, None)
                 digest = delivered.extended(
                     before.digest, raw[start : start + frame.nbytes], checksum=self._spec.checksum
                 )

@@ -25,7 +25,7 @@ from teleloader_shared.codec import BatchId
 from teleloader_shared.delivered import Delivered
 from teleloader_shared.errors import StateMismatch, WorkerDied
 from teleloader_shared.protocols import accepts
-from teleloader_shared.spec import MAX_STATES, LoaderSpec
+from teleloader_shared.spec import MAX_STATES
 
 MAX_PASSES: Final = 16
 """Maximum number of passes whose starting state a worker keeps; usually there is one at a time."""
@@ -73,12 +73,11 @@ class Pass:
         if samples is None and self.replay.falls_short():
             raise _other_samples(task)
         if self.is_unverified and self.shard.is_stateless:
-            self.is_unverified = False
             self.shard.end()
             raise WorkerDied(
-                f"cannot verify iterable-style dataset {task.spec.dataset!r} at {task.batch_id}: an earlier worker may "
-                "have fetched samples, but exited before it delivered a batch to compare with. The shard ends here, "
-                "because samples may be lost. Define state_dict() and load_state_dict() (torchdata's Stateful)"
+                f"cannot restore iterable-style dataset {task.spec.dataset!r} at {task.batch_id} after a worker exit: "
+                "no delivered batch or state shows its position. The shard ends here, because samples may be lost or "
+                "repeated. Define state_dict() and load_state_dict() (torchdata's Stateful)"
             )
         return samples
 
@@ -162,8 +161,10 @@ class Passes:
 
     def end(self, task: Task, state: str | None) -> None:
         """Record the state at the end of a shard, in which a dataset that is its own iterator starts the next epoch."""
-        if self.reached is not None and self.reached[:2] == task.batch_id[:2]:
-            self.reached = self.reached._replace(end=state)
+        (loader, epoch, _), number = task.batch_id, Pass.number(task)
+        if self.reached is None or self.reached[:2] != (loader, epoch):
+            self.reached = Reached(loader, epoch, Delivered(number, number, 0, None))
+        self.reached = self.reached._replace(end=state)
 
     def _new(self, hosted: HostedDataset, task: Task) -> Pass:
         spec, run = task.spec, task.batch_id[:2]
@@ -173,15 +174,13 @@ class Passes:
             saved += [] if text is None else [text]
         if self._initial is None and self._owns_datasets:
             self._initial = random_state()
-        began, self._began = self._began, None
-        replaces, is_own_iterator = began is not None and began[:2] == run, isinstance(hosted.dataset, Iterator)
-        earlier = self._delivered_earlier(spec, task.batch_id)
-        if earlier is None and began is not None and (replaces or is_own_iterator):
-            earlier = self._undelivered(task)
-        is_unverified = earlier is not None and earlier.next == earlier.first
-        state = None if earlier is None or (is_unverified and not is_own_iterator) else earlier.state
+        is_own_iterator = isinstance(hosted.dataset, Iterator)
+        earlier = self._earlier(task, is_own_iterator=is_own_iterator)
+        is_undelivered = earlier is not None and earlier.next == earlier.first
+        state = None if earlier is None or (is_undelivered and not is_own_iterator) else earlier.state
         if state is not None and _can_be_unpacked(state):
             saved.append(state)
+        began, self._began = self._began, None
         shard = Shard(
             hosted.dataset,
             spec.batch_size,
@@ -195,21 +194,35 @@ class Passes:
             saved=saved,
             max_state=MAX_STATES // spec.shards,
         )
-        generators = user_state.unpack(began.generators) if began is not None and replaces else None
-        return Pass(shard, Replay(None if is_unverified else earlier), generators, is_unverified)
+        generators = user_state.unpack(began.generators) if began is not None and began[:2] == run else None
+        has_ended = is_undelivered and self.reached is not None and self.reached[:2] == run
+        if has_ended:  # an empty shard, of which an earlier worker delivered the end
+            shard.end()
+        replay = Replay(None if is_undelivered else earlier)
+        return Pass(shard, replay, generators, is_unverified=is_undelivered and not has_ended)
 
-    def _delivered_earlier(self, spec: LoaderSpec, batch_id: BatchId) -> Delivered | None:
-        """Return the progress of an earlier worker or session in the shard and epoch of a batch, or None."""
-        if self.reached is not None and self.reached[:2] == batch_id[:2]:
-            return self.reached.shard
-        if spec.delivered is None:
-            return None
-        return delivered.unpack(spec.delivered, batch_id.epoch, batch_id.batch % spec.shards)
+    def _earlier(self, task: Task, *, is_own_iterator: bool) -> Delivered | None:
+        """Return the progress of an earlier worker or session in the shard, or None if the shard starts anew.
 
-    def _undelivered(self, task: Task) -> Delivered:
-        """Return the progress of a replaced worker without delivery in this epoch, with the state of an earlier one."""
-        number, reached = Pass.number(task), self.reached
-        return Delivered(number, number, 0, None if reached is None else reached.end or reached.shard.state)
+        If the earlier worker delivered no batch in this epoch, `next` is equal to `first`, and `state` is its last
+        state in another epoch, from which a dataset that is its own iterator continues.
+        """
+        (loader, epoch, batch), began, reached = task.batch_id, self._began, self.reached
+        if reached is not None and reached[:2] == (loader, epoch):
+            return reached.shard
+        number, state, has_iterated = Pass.number(task), None, False
+        if task.spec.delivered is not None:
+            recorded, found = delivered.unpack(task.spec.delivered, batch % task.spec.shards)
+            if recorded == epoch and found is not None:
+                return found
+            if found is not None and not self._passes:
+                state, has_iterated = found.state, True
+        if began is not None:
+            has_iterated = True
+            if reached is not None:
+                state = reached.end or reached.shard.state
+        has_begun = began is not None and began[:2] == (loader, epoch)
+        return Delivered(number, number, 0, state) if has_begun or (is_own_iterator and has_iterated) else None
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
         """Set the epoch and the random state before iterating the dataset; the state is the same within an epoch."""
