@@ -163,7 +163,7 @@ def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:
         RemoteDataset("http://127.0.0.1:9", reconnect_timeout=0)
     with pytest.raises(UnknownDataset, match=r"unknown dataset 'eleven': .* hosts 'ten', 'none'"):
         RemoteDataset(url, "eleven")
-    with pytest.raises(UnknownDataset, match=r"no dataset name was given: .* hosts 'ten', 'none'\. Pass one"):
+    with pytest.raises(UnknownDataset, match=r"no dataset name was given: .* hosts 'ten', 'none'\. Pass the name"):
         RemoteDataset(url)
 
 

@@ -224,8 +224,8 @@ def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch, persistent_w
     codes = multiprocessing.get_context("fork").SimpleQueue()
     main = worker.main
 
-    def observed(*arguments: Any) -> int:
-        code = main(*arguments)
+    def observed(*arguments: Any, **options: Any) -> int:
+        code = main(*arguments, **options)
         codes.put(code)
         return code
 
