@@ -228,10 +228,11 @@ def end_epoch(sampler: Iterable[Any], state: Mapping[str, Any]) -> None:
 
 
 class ShownSamplers:
-    """Detector of user changes to the `sampler` and `batch_sampler` attributes of a loader in seeded order.
+    """Detector of user changes to the samplers that a loader in seeded order exposes.
 
-    For compatibility with torch, a loader in seeded order has samplers as attributes, too. If the user changes an
+    For compatibility with torch, such a loader has the attributes `sampler` and `batch_sampler`. If the user changes an
     attribute of a sampler (``loader.batch_sampler.batch_size = 8``), the samplers determine the order from then on.
+    With `seed` or several ranks, the next iteration raises `ValueError` instead.
 
     Args:
         samplers: Samplers to watch; None is ignored.

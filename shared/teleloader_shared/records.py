@@ -60,10 +60,10 @@ def _find_class(module: str, qualname: str) -> type | None:
 
 
 class RecordTypes:
-    """Cache of the namedtuple and dataclass types in one batch, with a limit on the type count.
+    """Cache of the namedtuple and dataclass types in one batch, with limits on the number of types and of their fields.
 
-    The limits bound the time that a peer can make the decoder spend. `namedtuple` and `dataclass` raise `ProtocolError`
-    if a limit is exceeded or a name is invalid.
+    The limits bound the time that a peer can make the decoder spend. The methods `namedtuple` and `dataclass` raise
+    `ProtocolError` if a limit is exceeded or a name is invalid.
     """
 
     MOST: Final = 64

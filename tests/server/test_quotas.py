@@ -405,7 +405,8 @@ def test_response_memory_is_left_for_other_principals() -> None:
     for name, most in (("a", 500), ("b", 250), ("c", 125)):
         assert not body_budget.has_room(name, most + 1)
         with pytest.raises(
-            ServerUnavailable, match=rf", 0 for '{name}', and the limit is 1,000 \(max_buffered_request_bytes\)"
+            ServerUnavailable,
+            match=rf"of '{name}': {most + 1} bytes requested, 0 held, .* limit is 1,000 \(max_buffered_request_bytes\)",
         ):
             owners[name].enter_context(body_budget.hold(name, most + 1))
         owners[name].enter_context(body_budget.hold(name, most))

@@ -126,7 +126,8 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
 )  # fmt: skip
 @click.option(
     "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="num_workers of the DataLoader: number of shards of an iterable-style dataset.",
+    help="Number of shards of an iterable-style dataset, each with its own worker; 0 uses one worker. Ignored for "
+    "map-style datasets, which use all workers of the server.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
 @options.of_loader(options.shuffle, options.drop_last, options.as_json, options.access)

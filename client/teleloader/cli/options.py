@@ -62,7 +62,11 @@ def access(command: _Command) -> _Command:
         ("--key", KEY_VARIABLE, "File with the key of the certificate, if it is in another file."),
     )):  # fmt: skip
         command = click.option(
-            option, metavar="FILE", expose_value=False, callback=_set(variable), help=f"{text} Default: {variable}."
+            option,
+            metavar="FILE",
+            expose_value=False,
+            callback=_set(variable),
+            help=f"{text} Environment variable: {variable}.",
         )(command)
     return command
 

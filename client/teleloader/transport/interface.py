@@ -1,4 +1,4 @@
-"""Interface of a transport: a `BatchServer` opens connections, each of which receives ranges of batches."""
+"""Client-side interface of transports: a `BatchServer` connects to a server, a `Connection` receives batches."""
 
 from __future__ import annotations
 

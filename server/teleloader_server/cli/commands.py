@@ -159,7 +159,8 @@ def _listener_options(command: _Command) -> _Command:
         # server that starts in an environment with this variable must not accept it
         click.option(
             "--tokens", type=_FILE, envvar=TOKENS_VARIABLE, allow_from_autoenv=False, help="TOML file with a table per "
-            f"token: see teleloader-server token --help. Reloaded when it changes. Default: {TOKENS_VARIABLE}.",
+            "token: see teleloader-server token --help. Reloaded when it changes. "
+            f"Environment variable: {TOKENS_VARIABLE}.",
         ),
         click.option(
             "--token-file", type=_FILE, allow_from_autoenv=False, help="File that contains one token and nothing "

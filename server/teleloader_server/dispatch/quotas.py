@@ -180,9 +180,10 @@ class BodyBudget:
             nonlocal held
             if not self.has_room(name, more):
                 raise ServerUnavailable(
-                    f"no memory for {self._what} of {name!r}: the server holds {self._held.total():,} bytes, "
-                    f"{self._held[name]:,} for {name!r}, and the limit is {self._limit:,} ({self._option}). With "
-                    "several tokens, each may use half of the memory that the others leave free. Retry later"
+                    f"too much memory for {self._what} of {name!r}: {more:,} bytes requested, {self._held[name]:,} "
+                    f"held, {self._held.total():,} held for all tokens, and the limit is {self._limit:,} "
+                    f"({self._option}). If there are several tokens, one may hold at most half of what the others "
+                    "leave. Retry later"
                 )
             held += more
             self._held[name] += more

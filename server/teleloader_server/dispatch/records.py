@@ -210,7 +210,7 @@ class EpochState:
         return None if batch is None else batch.frame
 
     def distance(self, k: int) -> int | None:
-        """Return the smallest distance of a consumer to batch k, or None if no consumer wants batch k."""
+        """Return the minimum of `Consumer.distance` over all consumers, or None if no consumer wants batch k."""
         return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
 
     def wants(self, k: int) -> bool:

@@ -270,7 +270,7 @@ class LoaderService:
         caller.authorize(READ, name)
         datasets = self.datasets
         if name not in datasets:
-            hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller))
+            hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller)) or "no dataset for this token"
             raise UnknownDataset(f"unknown dataset {name[:200]!r}: this server hosts {hosted}")
         return datasets[name]
 

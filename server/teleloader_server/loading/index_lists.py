@@ -111,7 +111,7 @@ def first_integers(frame: bytes, count: int) -> list[int]:
 
 
 class IndexMemory(codec.Bits):
-    """Memory that decodes the tensors of an index list as lists of integers."""
+    """`codec.Memory` for the frame of an index list, in which a tensor stands for a list of integers."""
 
     __slots__ = ()
 

@@ -29,6 +29,7 @@ from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.index_bodies import split
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
@@ -383,7 +384,9 @@ def _add_listed_batches(router: APIRouter) -> None:
         async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
             if first != (key, epoch, start):
-                raise InvalidSpec(f"invalid body: index list of {first}, expected batch {start} of epoch {epoch}")
+                raise InvalidSpec(
+                    f"invalid body: the first index list is for {first}, expected {BatchId(key, epoch, start)}"
+                )
             asked = service.batches(
                 caller,
                 RangeRequest(

@@ -45,7 +45,7 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[BatchId, di
         first = first or batch_id
         due = first._replace(batch=first.batch + len(found))
         if batch_id != due:
-            raise InvalidSpec(f"invalid body: index list of {batch_id}, expected batch {due.batch}")
+            raise InvalidSpec(f"invalid body: index list for {batch_id}, expected {due}")
         if len(found) == rules.max_lists:
             raise InvalidSpec(
                 f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request). Send fewer lists"
