@@ -540,7 +540,7 @@ def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
     ("also", "reason"),
     [
         ({"file": object()}, r"state\['dataset'\]\['also'\]\['file'\]: unsupported type object"),
-        ("x" * MAX_STATES, "the encoded state has [0-9,]+ characters, and the limit is 786,432"),
+        ("x" * MAX_STATES, "the encoded state has [0-9,]+ characters, more than 786,432"),
     ],
     ids=["object", "long"],
 )
