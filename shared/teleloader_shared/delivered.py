@@ -34,6 +34,11 @@ class Delivered(NamedTuple):
     state: str | None
     """Shard state after the last delivered batch; before the first one, the last state in the previous epoch."""
 
+    @property
+    def is_empty(self) -> bool:
+        """True if batches were requested, but none was delivered."""
+        return self.next == self.first
+
 
 def extended(digest: int, frame: NDArray[np.uint8], *, checksum: bool) -> int:
     """Return the rolling digest of delivered frames, updated with another frame.

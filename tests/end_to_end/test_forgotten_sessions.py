@@ -20,6 +20,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset, WorkerDied
 from teleloader_server import get_worker_info
 from tests.conftest import ROOT, ServerProcess, StartServer, eventually
+from tests.server.bench import KeptCursor
 
 LENGTH = 400
 
@@ -102,32 +103,8 @@ class Awaited(Consumed):
             yield sample
 
 
-class Cursor:
-    """A dataset that is its own iterator: ten numbers in each epoch, which continue those of the last epoch."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.position += 1
-        if self.position % 11 == 0:
-            raise StopIteration
-        return self.position
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
-        self.position = state["position"]
-
-
 seeded, own, stateful, consumed, growing, awaited = Seeded(), Own(), Stateful(), Consumed(), Growing(), Awaited()
-cursor = Cursor()
+cursor = KeptCursor()
 
 
 class Forgetting:

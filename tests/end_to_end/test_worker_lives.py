@@ -27,6 +27,7 @@ from teleloader_server.workers.arena import Mapping
 from tests.conftest import StartServer, eventually
 from tests.end_to_end.hosted import Samples
 from tests.end_to_end.test_worker_faults import arrived, count, loader_of, shared_counter, stats_of
+from tests.server.bench import KeptCursor
 
 # --- Shards that are replaced --------------------------------------------------------------------------------------
 
@@ -106,33 +107,9 @@ def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
     assert "no delivered batch or state shows its position" in str(found[0])
 
 
-class Cursor:
-    """A dataset that is its own iterator: ten numbers in each epoch, which continue those of the last epoch."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.position += 1
-        if self.position % 11 == 0:
-            raise StopIteration
-        return self.position
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
-        self.position = state["position"]
-
-
 def test_persistent_workers_may_change_their_number_between_epochs() -> None:
     """Other workers start, which iterate the dataset from its beginning."""
-    with serve(Cursor(), num_workers=2) as url:
+    with serve(KeptCursor(), num_workers=2) as url:
         loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
         assert len(arrived(loader)) == 5
         loader.num_workers = 2
@@ -141,7 +118,7 @@ def test_persistent_workers_may_change_their_number_between_epochs() -> None:
 
 def test_a_worker_that_dies_between_epochs_leaves_its_position_to_its_replacement() -> None:
     """The next epoch of persistent workers continues the last one, as in one life."""
-    with serve(Cursor(), num_workers=1) as url:
+    with serve(KeptCursor(), num_workers=1) as url:
         loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
         assert [sample for batch in arrived(loader) for sample in batch] == list(range(1, 11))
         (pid,) = [worker["pid"] for worker in stats_of(url)["workers"] if worker["loader"]]

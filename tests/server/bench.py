@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +32,34 @@ class Made:
 
     def __getitem__(self, index: int) -> Any:
         return self._make(index)
+
+
+class Cursor:
+    """Numbers without end, ten in each epoch, yielded by the dataset itself."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position % 11 == 0:
+            raise StopIteration
+        return self.position
+
+
+class KeptCursor(Cursor):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.position = state["position"]
 
 
 class Bench:

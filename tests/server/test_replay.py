@@ -14,7 +14,7 @@ from teleloader_server.loading.replay import Reached
 from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure
 from teleloader_shared.delivered import Delivered
-from tests.server.bench import Bench
+from tests.server.bench import Bench, Cursor, KeptCursor
 
 STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
@@ -202,34 +202,6 @@ def test_a_new_session_knows_which_batches_were_requested(make: Make, fails: boo
         assert "no delivered batch or state shows" in Bench(make()).failure(0, **spec).message
     else:
         assert sorted(taken(Bench(make()), range(10), **spec)) == list(range(20))
-
-
-class Cursor:
-    """Numbers without end, ten in each epoch, yielded by the dataset itself."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.position += 1
-        if self.position % 11 == 0:
-            raise StopIteration
-        return self.position
-
-
-class KeptCursor(Cursor):
-    """The same, with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
-        self.position = state["position"]
 
 
 @pytest.mark.parametrize("done", [2, 5])

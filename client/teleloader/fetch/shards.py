@@ -52,7 +52,7 @@ class DeliveredShards:
         for frame in frames:
             number, shard = divmod(frame.batch_id.batch, self._spec.shards)
             before = self._shards[shard]
-            if before is not None and before.next == before.first:
+            if before is not None and before.is_empty:
                 before = None
             if isinstance(frame.content, End):
                 self._shards[shard] = before and before._replace(state=frame.shard_state or before.state)

@@ -176,7 +176,7 @@ class Passes:
             self._initial = random_state()
         is_own_iterator = isinstance(hosted.dataset, Iterator)
         earlier = self._earlier(task, is_own_iterator=is_own_iterator)
-        is_undelivered = earlier is not None and earlier.next == earlier.first
+        is_undelivered = earlier is not None and earlier.is_empty
         state = None if earlier is None or (is_undelivered and not is_own_iterator) else earlier.state
         if state is not None and _can_be_unpacked(state):
             saved.append(state)
