@@ -112,7 +112,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Dataset description as of connection time; always current for a server in this process."""
+        """Dataset description from the construction of this object; requested anew from a server in this process."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
@@ -175,7 +175,7 @@ class RemoteDataset:
             epoch: Epoch number, from 0.
             k: Batch number, from 0.
             indices: Sample indices of the batch, if `spec` has ``order="client"``.
-            consumer: Name of the consumer in the server's statistics, which omit the default.
+            consumer: Consumer name for the server's statistics; consumers with the default name are omitted from them.
 
         Raises:
             BatchOutOfRange: If the epoch has no such batch.
@@ -202,7 +202,7 @@ class RemoteDataset:
         return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
 
     def register(self, spec: LoaderSpec) -> tuple[int, Registration]:
-        """Register a loader with the first server that responds.
+        """Register a loader with the first server that accepts it; servers without a recent error are tried first.
 
         Returns:
             Index of the server in `servers`, and its response.
@@ -235,7 +235,7 @@ class RemoteDataset:
         raise _final(errors)
 
     def _found(self, name: str | None) -> DatasetInfo:
-        """Return the description of the dataset; check that all servers that respond host the same data."""
+        """Return the description of the dataset; raise DatasetChanged if the available servers host different data."""
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[TeleloaderError] = []
         for server, response in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
@@ -273,7 +273,7 @@ class RemoteDataset:
                     raise ServerUnavailable(f"{error}{tried}{hint}") from None
 
     def _hint(self) -> str:
-        """Return advice for the error message of a refused connection."""
+        """Return advice for the error message of a connection that could not be established."""
         here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
         others = "" if here else " A server without --host accepts only local connections."
         return f". Check that teleloader-server is running, and that the URL is correct.{others}"

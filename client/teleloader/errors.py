@@ -14,7 +14,7 @@ _SHOWN_INDICES = 20
 
 
 class _Message(str):
-    """Message whose repr preserves line breaks, like torch's KeyErrorMessage: a KeyError shows the repr."""
+    """Message whose repr preserves line breaks, like torch's KeyErrorMessage: ``str()`` of a KeyError is a repr."""
 
     __slots__ = ()
 
@@ -25,9 +25,10 @@ class _Message(str):
 def exception_of(failure: Failure, batch_id: BatchId, server: str) -> Exception:
     """Convert a failure frame to the exception that the client raises.
 
-    Builtin exception types (as in ``torch.utils.data.DataLoader``) and teleloader's own types are preserved. Other
-    types become a `RemoteError`, because a server must not be able to make the client import modules. A builtin type
-    that cannot be created from a message becomes a RuntimeError, as in torch.
+    Builtin exception types (as in ``torch.utils.data.DataLoader``) and teleloader's own types are preserved; if the
+    server runs in this process, so are the types of imported modules. Other types become a `RemoteError`, because a
+    server must not be able to make the client import modules. A type that cannot be created from a message becomes a
+    RuntimeError, as in torch; so does StopIteration, which would end the iteration.
 
     Args:
         failure: Content of the failure frame.

@@ -22,8 +22,8 @@ def name_on_server(
 ) -> str | None:
     """Return the server-side name of a `collate_fn` or `worker_init_fn`, for the loader's spec.
 
-    A result of None selects the server's default function. Functions are never sent to another process. A server in
-    this process looks up the function itself, as long as `owner` exists.
+    A result of None selects the server's default function. Only the name is sent to another process, never the
+    function. A server in this process reads the function from `owner`, as long as `owner` exists.
 
     Args:
         owner: The loader, whose attribute `argument` is the function.

@@ -21,9 +21,9 @@ _NAME: Final = "dataset"
 def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
     """Resolve a loader's `dataset` argument to the dataset to load from; start a server in this process if needed.
 
-    A `RemoteDataset` is returned unchanged. Any other dataset object is served by a server in this process; the server
-    stops when the result is garbage-collected. With ``num_workers=0`` it is loaded in the calling thread, without a
-    server. The server package provides both as entry points, so that the client does not import it.
+    A `RemoteDataset` is returned unchanged. Any other dataset object is hosted by a server in this process, which stops
+    when the result is garbage-collected; with ``num_workers=0``, the calling thread loads the object without a server.
+    Server and loader are entry points of the server package, so that the client does not import this package.
 
     Raises:
         TypeError: If the server package is not installed, or `dataset` is not a dataset.

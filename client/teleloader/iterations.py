@@ -34,7 +34,7 @@ class Start:
     order: Order
     position: Position
     previous_states: tuple[str | None, ...] | None
-    """Last states of the shards in the previous epoch, None if unknown; None if other workers iterated that epoch."""
+    """Last state of each shard in the previous epoch (None if unknown); None if other workers iterated that epoch."""
     lists: IndexLists | None
     """Index lists of a client-side sampler, from `position` on; None if servers compute the indices."""
     placement: Placement
@@ -131,7 +131,7 @@ class Start:
 
     @property
     def _spec_to_register(self) -> LoaderSpec:
-        """Spec with the states of the previous epoch, in case the server no longer has the session."""
+        """Spec with the last shard states of the previous epoch, in case the server no longer has the session."""
         if self.previous_states is None or not (self.keeps_workers and self.order.has_shards):
             return self.spec
         shards = DeliveredShards(self.spec, self.position.epoch - 1, self.previous_states)

@@ -233,13 +233,13 @@ class DataLoader:
         self._number = next(_numbers)
         self._measures = Measures()
         self._next = Position()
-        """Start of the next iterator."""
+        """Position at which the next iterator starts."""
         self._progress: Progress | None = None
-        """Position of the last iterator."""
+        """Progress of the last iterator; None if the next position does not depend on it."""
         self._last: Callable[[], LoaderIterator | None] = lambda: None
-        """Weak reference to the last iterator."""
+        """Weak reference to the last iterator; returns None once the iterator was deleted."""
         self._iterator: LoaderIterator | None = None
-        """The only iterator, with persistent workers."""
+        """With persistent workers, the iterator that every ``iter()`` returns, as in torch."""
         if self._order.has_plan:
             len(self.dataset)
         if self.collate_fn is None and self._output == "torch":
@@ -355,7 +355,7 @@ class DataLoader:
         with random_state.as_saved(resumed) if resumed else nullcontext():
             lists = order.index_lists(begun)
             if resumed and resumed["draws_base_seed"]:
-                self._draw_base_seed()  # only advances the generator to the draws of the order: the value is known
+                self._draw_base_seed()  # advances the generator to the draws of the order; the value is already known
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
@@ -430,7 +430,7 @@ class DataLoader:
 
         Args:
             order: Order of the epoch.
-            before: Spec of the previous epoch, if the loader keeps its workers.
+            before: Spec of the previous epoch; None if the loader starts new workers.
         """
         spec, position, live = self.spec, self._next, self._is_live
         if order.has_plan and not live:
@@ -500,7 +500,7 @@ class DataLoader:
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
-            Exception: If this method has to wait and the iteration has failed; the same exception as of `next()`.
+            Exception: If this method has to wait and the iteration has failed; the exception that `next()` raises.
         """
         order, spec = self._order, self.spec
         position, iterator = self._next, self._last()

@@ -20,7 +20,7 @@ from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 
 class Order(ABC):
-    """Interface of sample orders: the order in which a loader yields the samples of an epoch."""
+    """Interface of sample orders; an order determines the sequence in which a loader yields the samples of an epoch."""
 
     name: ClassVar[str]
     """Name in saved states."""
@@ -29,13 +29,13 @@ class Order(ABC):
     identity: ClassVar[tuple[str, ...]]
     """Arguments that must be equal in a loader that resumes from a saved state."""
     has_plan: ClassVar[bool] = False
-    """True if every process can compute the batches of every epoch, so that servers share them between loaders."""
+    """True if every process can compute the indices of every batch, so that servers share batches between loaders."""
     is_drawn: ClassVar[bool] = False
     """True if the order of an epoch is drawn from random generators, whose states are saved."""
     has_shards: ClassVar[bool] = False
     """True if batches come from shards; each shard is iterated by one server."""
     user_sampler: Any = None
-    """Value of the loader's `sampler` or `batch_sampler` argument."""
+    """Value of the loader's `sampler` or `batch_sampler` argument; None if neither was given."""
 
     @property
     def adaptive(self) -> bool:
@@ -65,7 +65,7 @@ class Order(ABC):
         return None, None
 
     def batches(self, stop: int) -> Sized | None:
-        """Return an object whose length is the iterator's ``len()``, or None if the iterator has no length.
+        """Return a sized object that provides ``len()`` of the iterator, or None if the iterator has no length.
 
         Args:
             stop: Number of batches, as far as `extent` knows it.
@@ -137,7 +137,7 @@ class PlanOrder(Order):
         return len(self.plan(spec, epoch, length)), len(self.plan(replace(spec, rank=0), epoch, length))
 
     def batches(self, stop: int) -> Sized:
-        """Return the range of batch numbers, whose length is the iterator's ``len()``."""
+        """Return the range of batch numbers, which provides ``len()`` of the iterator."""
         return range(stop)
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
@@ -167,9 +167,10 @@ class SamplerOrder(Order):
 
     @property
     def adaptive(self) -> bool:
-        """True for torch's own samplers; the order of a user's sampler may depend on the progress of training.
+        """True if the prefetch window may grow beyond `prefetch_factor`: only for torch's own samplers.
 
-        Not cached, because the user can replace the sampler between epochs.
+        The order of a user's sampler may depend on the progress of training, so index lists must not be drawn further
+        ahead than in torch. Not cached, because the user can replace the sampler between epochs.
         """
         return is_torchs_own(self._sampler)
 
@@ -178,7 +179,7 @@ class SamplerOrder(Order):
         return len(self._sampler)
 
     def batches(self, stop: int) -> Sized:
-        """Return the sampler, whose length is the iterator's ``len()``."""
+        """Return the sampler, which provides ``len()`` of the iterator."""
         sampler: Sized = self._sampler
         return sampler
 

@@ -64,7 +64,7 @@ def torchs_collate(*, batched: bool) -> Any:
 
 
 class Batches:
-    """Replacement for torch's BatchSampler in clients without torch.
+    """Replacement for torch's BatchSampler, for NumPy and JAX output without importing torch.
 
     Args:
         sampler: Iterable of sample indices.
@@ -104,23 +104,23 @@ def draw_base_seed(generator: Any) -> int:
 
 
 def is_torchs_own(sampler: object) -> bool:
-    """Return True for torch's own samplers, whose order cannot depend on the progress of training."""
+    """Return True if torch defines a sampler and its inner sampler: their order cannot depend on training progress."""
     inner = getattr(sampler, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.")
     return own and (inner is None or is_torchs_own(inner))
 
 
 class _Draws:
-    """Iteration over a sampler; saves the states of sampler and iterator (torchdata's ``Stateful`` protocol).
+    """Iteration over a sampler, with the states of sampler and iterator (torchdata's ``Stateful`` protocol).
 
     torch's BatchSampler hides the iterator of the sampler that it batches, so its batching is reimplemented here.
 
     Args:
-        sampler: See `IndexLists`.
+        sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
         states: Earlier result of the method `states` to resume from; empty to start from the beginning.
 
     Raises:
-        StateMismatch: If there is a saved state, and the sampler has no ``load_state_dict``.
+        StateMismatch: If `states` has a state for a sampler or iterator without ``state_dict`` or ``load_state_dict``.
     """
 
     def __init__(self, sampler: Any, states: Mapping[str, Any]) -> None:
@@ -168,8 +168,8 @@ class SamplerStates:
 
     Index lists are drawn before the training loop requests their batches, so the sampler's current state is ahead of
     the training loop. Each state is a dictionary of JSON values: `text` (see `user_state`), `next` (number of the next
-    list) and `draws` (empty in mid-epoch; at the end of an epoch, the number of lists that `end_epoch` draws again
-    for each iteration of the sampler).
+    list) and `draws` (numbers of lists that `end_epoch` draws again, one number for each iteration over the sampler;
+    empty in mid-epoch).
     """
 
     def __init__(self) -> None:
@@ -195,9 +195,9 @@ class SamplerStates:
     def end(self) -> dict[str, Any] | None:
         """Return the sampler's state at the end of this epoch, or None if no states are stored.
 
-        The sampler need not have been iterated to its end: the result is the state before the last list, with the
-        number of draws that follow. The state after the last list would be wrong: a sampler that counts its indices
-        would start the next epoch at that count.
+        The sampler need not have been iterated to its end: the result is the state before the last list, and the number
+        of lists to draw from that state. The state after the last list would be wrong: a sampler that counts its
+        indices would start the next epoch at that count.
         """
         last = sorted(self._states)[-2:]
         if not last:
@@ -275,8 +275,7 @@ class IndexLists:
         self._interruption: BaseException | None = None
         """Exception that interrupted the sampler, such as KeyboardInterrupt."""
         self.frames: dict[int, Any] = {}
-        """Encoded lists that were not sent yet, by batch number; the sender replaces this dictionary by an empty
-        one."""
+        """Encoded lists that were not sent yet, by batch number; the sender assigns an empty dictionary."""
         self.exhausted = False
         """True if no more lists can be drawn."""
         self.error: Exception | None = None
@@ -284,7 +283,7 @@ class IndexLists:
 
     @property
     def drawn(self) -> int:
-        """Number of the first batch whose index list was not drawn yet."""
+        """Number of the next batch whose index list will be drawn; all earlier lists were drawn or skipped."""
         return max(self._skip, self._next)
 
     def draw(self, stop: int, encode: Callable[[int, Any], Any]) -> None:
@@ -340,7 +339,7 @@ def _interrupted(k: int, error: BaseException) -> TeleloaderError:
 def index_frame(batch_id: BatchId, indices: Any) -> bytes:
     """Encode the sample indices of a batch as a frame, for sending to a server.
 
-    A list of integers is encoded as an array, which takes a tenth of the time.
+    A list of integers is encoded as an array, because this takes a tenth of the time.
 
     Args:
         batch_id: Identifier of the batch.
@@ -362,7 +361,7 @@ def index_frame(batch_id: BatchId, indices: Any) -> bytes:
 
 
 def _plain(indices: Any) -> Any:
-    """Convert integers of NumPy and torch in `indices` to Python's, which datasets expect."""
+    """Convert NumPy integers and 0-d integer tensors in `indices` to Python integers, as datasets expect."""
     kind = type(indices)
     if kind is int:
         return indices

@@ -43,7 +43,7 @@ class Position(NamedTuple):
 def save(
     position: Position, identity: Mapping[str, Any], global_batch_size: int | None, generators: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the ``state_dict`` of a loader at `position`.
+    """Return the ``state_dict`` of a loader, as JSON values.
 
     Args:
         position: Position of the loader.

@@ -32,8 +32,9 @@ from teleloader_shared.spec import LoaderSpec
 
 _numbers = itertools.count()
 _loading: Final = threading.Lock()
-"""Held while a batch is loaded, which changes the global random generators of the process. The holder counts as a
-server's thread: garbage collection may run a finalizer of an iterator there, which must not wait for the lock."""
+"""Held while a batch is loaded, because loading changes the global random generators of the process. The thread that
+holds it is marked as a server thread: if garbage collection finalizes an iterator there, the finalizer must not wait
+for this lock."""
 
 
 class FakeServer:
@@ -68,7 +69,7 @@ class FakeServer:
         before_batch: Callable[[str, int, int], object] | None = None,
     ) -> None:
         self.url: Final = f"http://fake-{next(_numbers)}.localhost:1"
-        """URL for `RemoteDataset`. Nothing listens there: outside of the ``with`` block connections are refused."""
+        """URL for `RemoteDataset`. No socket listens at it: outside of the ``with`` block, connections fail."""
         self._datasets = {name: load_in_process(dataset, name) for name, dataset in datasets.items()}
         self._functions = {f"{function.__module__}:{function.__qualname__}": function for function in functions}
         self._before_batch = before_batch
