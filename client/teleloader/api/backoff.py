@@ -9,7 +9,7 @@ from typing import Final
 
 FIRST_DELAY: Final = 0.05
 LAST_DELAY: Final = 1.0
-"""Maximum delay in seconds, and so the maximum time until a client notices that a server is available again."""
+"""Maximum random delay in seconds; bounds the time until a client notices that a server is available again."""
 
 
 class Backoff:
@@ -41,7 +41,8 @@ class Backoff:
         """Wait before the next attempt.
 
         Args:
-            at_least: Minimum wait in seconds that the server requested; limited by the rest of `timeout`.
+            at_least: Wait in seconds that the server requested; a random delay is added, and the sum is limited to the
+                rest of `timeout`.
 
         Returns:
             True after the wait; False, without a wait, if `timeout` has expired.

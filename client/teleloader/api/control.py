@@ -51,13 +51,13 @@ MAX_RECORD_BYTES: Final = 2**20
 MAX_PROBLEM_BYTES: Final = 2**18
 """Maximum number of bytes to read from the body of an error response."""
 PATIENCE_FACTOR: Final = 3
-"""Maximum duration of a response, as a multiple of the timeout per received byte."""
+"""Maximum duration of a request, as a multiple of its timeout, which limits only the time between received bytes."""
 END_TIMEOUT: Final = 2.0
 """Timeout of the request that ends a session, in seconds; short, because finalizers of iterators send it."""
 MAX_PATIENCE: Final = 4
 """Maximum timeout for a slow server, as a multiple of its `timeout`."""
 PROBE_S: Final = 1.0
-"""Seconds without data after which the server is assumed to wait for a request."""
+"""Timeout of a probe in seconds: a server that sends nothing for this long has accepted the TLS connection."""
 
 logger = logging.getLogger("teleloader")
 
@@ -75,7 +75,7 @@ class Response(NamedTuple):
     status: int
     body: bytearray
     retry_after: float
-    """Seconds to wait before a retry, from the ``Retry-After`` header; 0.0 by default."""
+    """Seconds to wait before a retry, from the ``Retry-After`` header; 0.0 if the header is missing or invalid."""
 
 
 def _confirmed(
@@ -122,9 +122,9 @@ class Server:
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
         self.last_error: type[Exception] | None = None
-        """Type of the error if the last request failed, else None: other servers are then preferred."""
+        """Type of the latest error, None once the server responds again; servers without an error are preferred."""
         self.is_identified = False
-        """True once a loader server has responded at this URL; later unexpected responses come from a proxy."""
+        """True once a loader server has responded at this URL; later unexpected responses are attributed to a proxy."""
         self._slowest = 0.0
         """Duration of the slowest recent response or timeout, in seconds; decays by a tenth per faster response."""
 
@@ -203,8 +203,8 @@ class Server:
 
         Args:
             batch_id: Identifier of the batch.
-            listed: Encoded sample indices of the batch, for a client-side sampler.
-            consumer: Name of the client in ``/stats``.
+            listed: Encoded sample indices of the batch; None if the server computes the indices.
+            consumer: Name of the consumer in the server's statistics.
 
         Raises:
             ProtocolError: If the response is not a frame of that batch, of at most `DEFAULT_MAX_BATCH_BYTES`.
@@ -235,7 +235,7 @@ class Server:
         return self._request("GET", f"{STATS_PATH}?limit={limit}", limit=MAX_JSON_BYTES)
 
     def is_alive(self) -> bool:
-        """Send a health check; return True if the server responds."""
+        """Send a health check; return False if the server does not respond, or a proxy responds with a 5xx status."""
         if local.is_served_in_process(self.url):
             return True  # user code may delay a server in this process, but it cannot become unavailable
         try:
@@ -248,7 +248,10 @@ class Server:
         return response.status < httpx.codes.INTERNAL_SERVER_ERROR
 
     def broke(self, error: Exception) -> TlsError | None:
-        """Return the TLS error that broke a connection, or None if TLS is not the cause of `error`."""
+        """Return the TLS error that broke a connection, or None if TLS is not the cause of `error`.
+
+        If `error` does not show the cause, this method probes the server with another TLS connection.
+        """
         found = tls_error(error, self.url)
         if found is not None or not isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return found
@@ -265,9 +268,10 @@ class Server:
         return self.url.startswith("https")
 
     def _disconnects(self, context: ssl.SSLContext) -> bool | None:
-        """Return True if the server closes a TLS connection before a request, or None if it does not speak TLS.
+        """Return True if the server closes a new TLS connection before a request, False if it keeps it open.
 
-        Servers that reject the client's certificate close the connection like this.
+        Servers that reject the client's certificate close the connection like this. None means that no TLS connection
+        could be established.
         """
         url = httpx.URL(self.url)
         try:
@@ -285,7 +289,7 @@ class Server:
             return None
 
     def _patience(self, least: float) -> float:
-        """Return the timeout of a response in seconds: longer than `least` if the server has been slow recently."""
+        """Return the timeout of a response in seconds: `least`, or longer if the server has been slow recently."""
         return min(max(least, 2 * self._slowest), MAX_PATIENCE * self.timeout)
 
     def _request(self, method: str, path: str, *, limit: int = MAX_RECORD_BYTES, **options: Any) -> Any:
@@ -325,7 +329,7 @@ class Server:
 
         Raises:
             ServerUnavailable: If the response is not complete in time.
-            TlsError: If one side cannot verify the certificate of the other.
+            TlsError: If the TLS handshake fails, for example because one side rejects the certificate of the other.
             ProtocolError: If the body of a successful response has more than `limit` bytes.
         """
         headers = {
@@ -417,8 +421,8 @@ def _without_secrets(url: object) -> str:
 def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator[Callable[[str, dict[str, Any]], None]]:
     """Shut the connection down if the response takes `PATIENCE_FACTOR` times the timeout; yield httpx's trace hook.
 
-    The timeout alone limits the time between two bytes: a server that sends single bytes could delay the client
-    indefinitely.
+    The timeout itself limits only the time between two bytes, so a server that sends single bytes could delay the
+    client indefinitely.
 
     Args:
         timeout: Timeout in seconds; None for no limit.
@@ -449,11 +453,14 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
 
 
 def _body_of(response: httpx.Response, limit: int) -> bytearray:
-    """Read the raw body of a response, not decompressed: a small body could decompress to a very large one.
+    """Read the body of a response without decompression, because a small body could decompress to a very large one.
 
     Args:
         response: Response to read.
-        limit: Maximum size of a successful response; others are truncated to `MAX_PROBLEM_BYTES`.
+        limit: Maximum size of a successful response in bytes; others are truncated to `MAX_PROBLEM_BYTES`.
+
+    Raises:
+        ProtocolError: If a successful response is larger.
     """
     is_success = response.status_code == httpx.codes.OK
     body = bytearray()

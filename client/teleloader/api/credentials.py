@@ -148,7 +148,7 @@ def tls_error(error: BaseException | None, url: str) -> TlsError | None:
 
 
 def refused_client(url: str, credentials: Credentials) -> TlsError:
-    """Create the error for a server that rejects the client's certificate by closing the connection."""
+    """Create the error for a server that closed the connection because of a missing or rejected client certificate."""
     reason = "UNKNOWN" if credentials.has_certificate else "REQUIRED"
     return TlsError(f"cannot connect to {url}: {_refused(f'ALERT_CERTIFICATE_{reason}')}")
 

@@ -190,7 +190,7 @@ class CopyTimes:
         """Copies in progress, without their batches, so that the batches can be freed."""
 
     def add(self, copy: Copy) -> None:
-        """Add a started copy to measure its duration."""
+        """Track a copy in progress, so that `collect` includes its duration."""
         self._pending.append(replace(copy, batch=None, tensors=[]))
 
     def collect(self) -> float:
@@ -233,7 +233,7 @@ def _x64(enabled: bool) -> AbstractContextManager[Any]:
 
 @cache
 def _copy_stream(device: Any) -> Any:
-    """Return the stream for copies to a device, which all loaders of the process share."""
+    """Return the copy stream of a device; all loaders of the process share this stream."""
     return _module(device).Stream(device)
 
 
@@ -283,7 +283,7 @@ def parse_device(device: Any) -> Any:
 
 
 def with_index(device: Any) -> Any:
-    """Return `device`, or the current device of the same type if `device` has no index, such as ``"cuda"``."""
+    """Return `device`; if it has no index (``"cuda"``), return the current device of the same type."""
     import torch
 
     module = _module(device)

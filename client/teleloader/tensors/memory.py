@@ -25,25 +25,25 @@ from teleloader_shared.tree import Tensor
 
 
 class MarkedMemory(NumpyMemory):
-    """Pageable memory that decodes tensors to NumPy arrays of type `Tensor`, to be replaced by JAX arrays."""
+    """Pageable buffer for frames; returns their tensors as NumPy arrays of type `Tensor`, which become JAX arrays."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a NumPy array that views this memory, of type `Tensor` if the dataset returned a tensor."""
+        """Return a NumPy scalar, or a NumPy view of this memory, of type `Tensor` if the dataset returned a tensor."""
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
 
 
 class PinnedMemory(Bits):
-    """Page-locked memory from torch's allocator; tensors share the storage that torch allocated.
+    """Page-locked buffer for frames, from torch's allocator; returns their tensors as views that share its storage.
 
-    NumPy leaves are copied to pageable memory: an asynchronous copy from a tensor that a user creates from such an
-    array would not be recorded by torch. (torch's DataLoader does not pin NumPy arrays either.)
+    NumPy arrays are copied to pageable memory: if a user created a tensor from a view, torch's allocator would not
+    record the asynchronous copies of that tensor. (torch's DataLoader does not pin NumPy arrays either.)
 
     Args:
         block: 1-D uint8 tensor, contiguous, on a storage of torch's pinned allocator.
-        buffers: Allocator of further memory.
+        buffers: Allocator of the memory for copied and decompressed arrays.
     """
 
     __slots__ = ("_buffers", "_storage")
@@ -58,7 +58,7 @@ class PinnedMemory(Bits):
         return self._buffers.allocate(nbytes)
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a torch tensor that views this memory; copy NumPy arrays and scalars."""
+        """Return a torch tensor that views this memory, or a copy if the leaf is a NumPy array or scalar."""
         bits = super().leaf(offset, dtype_name, shape, kind)
         if kind != "tensor":
             return NumpyMemory(bits.reshape(-1).view(np.uint8).copy()).leaf(0, dtype_name, shape, kind)
@@ -72,7 +72,7 @@ class PinnedMemory(Bits):
 
 
 class _Scratch(Bits):
-    """Pageable memory for a response with several small batches, each of which is copied to its own pinned memory."""
+    """Pageable buffer for a response with several small batches, each of which is copied to its own pinned memory."""
 
     __slots__ = ("_buffers",)
 
@@ -81,7 +81,7 @@ class _Scratch(Bits):
         self._buffers = buffers
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Copy one frame to page-locked memory."""
+        """Copy one frame to page-locked memory, or to pageable memory if the budget is exhausted."""
         memory = self._buffers.allocate(nbytes)
         memory.data[:] = self.data[start : start + nbytes]
         return memory
@@ -91,7 +91,7 @@ _PAGEABLE: Final[dict[Output, type[NumpyMemory]]] = {"torch": TorchMemory, "nump
 
 
 def pageable_memory(output: Output, data: NDArray[np.uint8]) -> Memory:
-    """Wrap `data` as pageable memory that decodes frames to arrays of the library `output`."""
+    """Return a `Memory` over `data` that creates the arrays for the library `output`."""
     return _PAGEABLE[output](data)
 
 

@@ -52,7 +52,7 @@ def has_leaves(batch: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _parts(batch: Any) -> list[Any] | None:
-    """Return the elements of a container, or None if `batch` is not a container."""
+    """Return the elements of a container (values of a mapping, fields of a dataclass); None for leaves and sets."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple | deque):

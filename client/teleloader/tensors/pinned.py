@@ -19,12 +19,12 @@ class PinnedBudget:
     """Allocator of pinned memory through torch, with a limit on the total size of pinned blocks.
 
     torch rounds the size of a block up to the next power of two, and keeps freed blocks for later blocks of that size.
-    This class therefore counts, for each size, the maximum number of blocks in use at the same time. If a further block
-    would exceed the limit, it makes torch unlock its free blocks.
+    This class therefore counts, for each size, the maximum number of blocks in use at the same time. Before a further
+    block exceeds the limit, this class makes torch unlock its free blocks.
 
     Args:
         limit: Maximum size of the locked memory, in bytes. Beyond it `allocate` returns None, and batches are received
-            into pageable memory, from which copies are slower and wait for the host.
+            into pageable memory, from which copies are slower and block the host.
     """
 
     def __init__(self, limit: int) -> None:
@@ -35,7 +35,7 @@ class PinnedBudget:
         self._locked: Counter[int] = Counter()
         """Blocks that torch has locked, in use or free, by size."""
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Weak reference to a storage and size of its block, by ``id()`` of the reference."""
+        """Weak reference to each storage, and the size of its block in bytes, by ``id()`` of the reference."""
         # filled when storages are freed, in any thread and at any moment: the callback must not acquire a lock or run
         # Python code, in which a signal handler could raise
         self._dead: deque[weakref.ref[Any]] = deque()

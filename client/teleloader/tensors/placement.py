@@ -28,7 +28,7 @@ class Placement(NamedTuple):
     pool: BufferPool
     """Pool of pageable memory."""
     device: Device | None
-    """Accelerator to copy batches to, or to page-lock memory for; None if neither is done."""
+    """Accelerator to copy batches to, or to page-lock memory for; None for pageable memory without copies."""
     copies: bool
     """True if batches are copied to `device`."""
 

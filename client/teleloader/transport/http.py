@@ -57,7 +57,7 @@ class HttpServer(BatchServer):
     """HTTP/1.1 client for one loader server."""
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
-        """Open an HTTP connection for the batches of one epoch; arguments and errors are those of `BatchServer`."""
+        """Open an HTTP connection for the batches of one epoch; see `BatchServer.connect`."""
         try:
             return HttpConnection(self, batches_path(key, epoch), consumer, report)
         except OSError as error:
@@ -244,7 +244,12 @@ class HttpConnection:
         return response
 
     def _await(self, arriving: io.BufferedReader) -> None:
-        """Wait for the first byte of the response; no limit applies while the server's health checks succeed."""
+        """Wait for the first byte of the response; check the server's health after each half `timeout` without data.
+
+        Raises:
+            ServerUnavailable: If a health check fails.
+            SilentConnection: If no data arrives for `SILENT_TIMEOUTS` timeouts although the health checks succeed.
+        """
         for _ in range(2 * SILENT_TIMEOUTS):
             if self._arrival.select(self._server.timeout / 2):
                 if self._has_begun(arriving):

@@ -10,7 +10,7 @@ from teleloader.transport.http import HttpServer
 from teleloader.transport.interface import BatchServer
 
 fakes: Final[dict[str, Callable[[str, float, Credentials], BatchServer]]] = {}
-"""Servers of `teleloader.testing`, by URL."""
+"""Factories of the fake servers of `teleloader.testing`, by URL."""
 
 
 def server_at(url: str, timeout: float, credentials: Credentials) -> BatchServer:

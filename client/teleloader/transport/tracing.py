@@ -61,7 +61,7 @@ class RequestTrace:
 
         Args:
             first_byte: Arrival time of the first byte, as ``time.time_ns()``.
-            last_byte: Arrival time of the last byte, likewise.
+            last_byte: Arrival time of the last byte, as ``time.time_ns()``.
             frames: Number of batches in the response.
             nbytes: Size of the response in bytes.
         """
