@@ -27,7 +27,7 @@ MAX_CONSUMERS: Final = 1000
 SHOWN_EVERY: Final = 0.2
 """Seconds between updates of the progress bar."""
 IDLE_GRACE_S: Final = 2.0
-"""Seconds after its latest request for which a consumer counts as active."""
+"""Time after a consumer's latest request during which the consumer counts as active, in seconds."""
 DIAGNOSIS_AFTER: Final = 3
 """Seconds of loading that a diagnosis requires: the server samples the rates of a consumer once a second."""
 
@@ -53,7 +53,7 @@ class Measured:
     waited: float
     """Total data wait."""
     wait_p50: float
-    """Median of the data wait per batch; the following fields are the 95th percentile and the maximum."""
+    """Median data wait per batch; `wait_p95` is its 95th percentile, `wait_max` its maximum."""
     wait_p95: float
     wait_max: float
     workers: int | None = None
@@ -110,7 +110,7 @@ class Bench:
         self._nbytes = 0
 
     def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """Run the benchmark; return the result and the server's diagnosis of this consumer, None if unavailable.
+        """Run the benchmark; return the result and the server's diagnosis of this process (None if unavailable).
 
         Args:
             url: URL of the server.

@@ -29,7 +29,7 @@ EXIT_INTERRUPTED: Final = 130
 
 
 class _NegativeResult(click.ClickException):
-    """Negative result of a command, with an explanation in one line."""
+    """Error of a command with a negative result, explained in one line."""
 
     exit_code = EXIT_NEGATIVE
 
@@ -39,7 +39,7 @@ class _NegativeResult(click.ClickException):
 
 
 class _NoResult(_NegativeResult):
-    """Failure of a command before it has a result."""
+    """Error of a command that failed before it had a result."""
 
     exit_code = EXIT_UNKNOWN
 

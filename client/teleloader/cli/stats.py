@@ -62,7 +62,7 @@ def record_of(kind: type[_Record], value: Any) -> _Record:
         value: JSON object from a server.
 
     Raises:
-        ProtocolError: If fields are missing.
+        ProtocolError: If a field is missing, or a list or an object has another JSON type.
     """
     hints = get_type_hints(kind)
     missing = hints.keys() - value.keys() if isinstance(value, dict) else hints.keys()

@@ -58,14 +58,14 @@ class Epoch(Protocol):
 
 
 class Workers(Protocol):
-    """Interface of a loader's workers that run in the calling thread, for `teleloader.testing`."""
+    """Interface of workers that load a loader's batches in the calling thread; used by `teleloader.testing`."""
 
     def frame(self, batch_id: BatchId, indices: bytes | None, error: BaseException | None) -> NDArray[np.uint8]:
         """Load a batch and encode it as a frame; if loading raises an exception, encode a failure frame.
 
         Args:
             batch_id: Identifier of the batch.
-            indices: Encoded sample indices of the batch, for a client-side sampler.
+            indices: Encoded sample indices of the batch; None if the workers compute the indices.
             error: Exception to encode in place of the batch; None to load the batch.
         """
 
@@ -124,7 +124,7 @@ class DirectDataset:
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Add the current state of an iterable-style dataset to a start-of-epoch position; return others unchanged."""
+        """Add the dataset's current state to a start-of-epoch position, if it has one; return others unchanged."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)
@@ -182,12 +182,12 @@ class DirectReceiver:
         self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
         self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
-        """Index lists of a client-side sampler for the batches that are not loaded yet, by batch number."""
+        """Index lists of a client-side sampler for batches that the training loop has not received, by batch number."""
         self._lock = threading.RLock()
         """Held while a batch is loaded: with asyncio, each batch may be loaded in another thread."""
         self._arrived: Arrived | None = None
         self._interruption: str | None = None
-        """Name of the exception class that interrupted an iterable-style dataset within a batch."""
+        """Class name of the exception that interrupted an iterable-style dataset within a batch, or None."""
 
     @property
     def reorder_buffer(self) -> DirectReceiver:
@@ -207,8 +207,9 @@ class DirectReceiver:
         """Load the next batch in this thread, unless it is loaded already; `timeout` is ignored.
 
         Raises:
-            BaseException: If the dataset is interrupted, for example by Ctrl-C; the next call loads the batch again.
-            TeleloaderError: If an iterable-style dataset was interrupted before.
+            BaseException: If loading is interrupted, for example by Ctrl-C; for a map-style dataset, the next call
+                loads the batch again.
+            TeleloaderError: If an earlier call was interrupted while it loaded a batch of an iterable-style dataset.
         """
         with self._lock:
             if self._arrived is not None:
@@ -324,7 +325,7 @@ def _converter(output: Output, *, walk: bool, pinned: HostBuffers | None) -> Cal
 
     Args:
         output: Array library of the batches.
-        walk: Whether to search for arrays of other libraries; torch's collate functions return none.
+        walk: Whether to search batches for arrays of other libraries; torch's own collate functions return none.
         pinned: Allocator of page-locked memory to copy tensors into; None for no copy.
     """
 

@@ -30,7 +30,7 @@ from teleloader_shared.text import sentence
 logger = logging.getLogger("teleloader")
 
 MAX_DAMAGED: Final = 3
-"""Consecutive corrupt responses after which the client stops retrying."""
+"""Consecutive corrupt responses after which the client stops using the server."""
 FAILED_COOLDOWN_S: Final = 5.0
 """Cooldown of a failed server while others are available, in seconds."""
 TOUCH_EVERY: Final = 10.0
@@ -43,7 +43,7 @@ class FetchOptions:
 
     spec: LoaderSpec
     previous_states: tuple[str | None, ...] | None
-    """Last states of the shards in the previous epoch, if the same workers iterated it."""
+    """Last state of each shard in the previous epoch (None if unknown); None if other workers iterated that epoch."""
     key: str
     """Key of the loader (`LoaderSpec.key`)."""
     epoch: int
@@ -62,7 +62,7 @@ class FetchOptions:
 
 
 class _Failures:
-    """Consecutive failures of a server, since the last batch that it sent.
+    """Consecutive failures of one server, counted since its last batch.
 
     Args:
         backoff: Backoff between retries.
@@ -87,8 +87,9 @@ class _Failures:
             is_confirmed: Whether the request has already been repeated.
 
         Returns:
-            False for the first refusal, after which the request should be repeated immediately on a new connection: a
-            corrupted bit in a request, or in the headers of a response, can look like any refusal.
+            True for a broken connection, or a refusal that was repeated. False for the first refusal: the request
+            should be sent again immediately on a new connection, because a corrupted bit in a request, or in the
+            headers of a response, can look like any refusal.
         """
         self.damaged = self.damaged + 1 if isinstance(error, CorruptFrame) else 0
         if is_confirmed or isinstance(error, BROKEN):
@@ -146,7 +147,7 @@ class Fetcher:
             connection.shut_down()
 
     def join(self, timeout: float) -> None:
-        """Join the thread, unless it waits for a control request; it then ends after the response or timeout."""
+        """Join the thread, unless it waits for a control request; such a thread ends after the response or timeout."""
         if not self._in_control_request:
             self.thread.join(timeout)
 
@@ -296,7 +297,7 @@ class Fetcher:
         return connection
 
     def _usable(self, connection: Connection | None) -> Connection:
-        """Return the connection, or a new one if the server has closed it."""
+        """Return `connection` if it is still usable, else a new connection."""
         if connection is not None and connection.is_usable:
             return connection
         if connection is not None:

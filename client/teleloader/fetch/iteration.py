@@ -44,13 +44,13 @@ class Delivery(NamedTuple):
 class Progress:
     """Position of an iterator in its epoch; kept after the iterator's deletion, for resuming an abandoned epoch.
 
-    Signal handlers may raise in ``next()`` at any bytecode. The position and the delivery that leads to it are
-    therefore replaced in a single store: after an interruption before the store, the next call delivers the same batch;
-    after the store, ``next()`` only returns.
+    Signal handlers may raise in ``next()`` at any bytecode. Position and delivery are therefore replaced in a single
+    store: if ``next()`` is interrupted before the store, the next call delivers the same batch; after the store,
+    ``next()`` only returns.
     """
 
     state: tuple[Position, Delivery | None]
-    """Position of the next batch, and its delivery, None unless an interrupted call of ``next()`` has prepared it."""
+    """Position of the next batch, and its delivery if an interrupted call of ``next()`` has prepared it, else None."""
     longest: int | None = None
     """Number of batches of the rank with the most batches; None if unknown."""
     sampler_states: SamplerStates | None = None
@@ -105,7 +105,7 @@ class Progress:
 
     @property
     def following(self) -> Position:
-        """Start of the next epoch, with the states that it continues from this epoch."""
+        """Start of the next epoch, with the states of this epoch from which it continues."""
         position = self.next
         return Position(
             position.epoch + 1,
@@ -124,7 +124,7 @@ class Iteration:
     spec: LoaderSpec
     progress: Progress
     batches: Sized | None
-    """Object whose length is the number of batches of the epoch; None for an iterable-style dataset."""
+    """Sized object that provides ``len()`` of the iterator; None for an iterable-style dataset."""
     receiver: Receiver | DirectReceiver
     lists: IndexLists | None
     """Index lists of a client-side sampler; None if servers compute the indices."""
@@ -152,9 +152,9 @@ class Iteration:
         """Draw index lists from a client-side sampler and queue the requests for these batches.
 
         Args:
-            taking: Whether ``next()`` is about to return a batch. The list that torch would draw after that batch is
-                drawn before it: a sampler is user code, and its interruption after taking the batch would lose the
-                batch.
+            taking: Whether ``next()`` is about to return a batch. The list that torch would draw after this batch is
+                then drawn before it: if Ctrl-C interrupted the sampler after the batch was taken, the batch would be
+                lost.
         """
         lists = self.lists
         if lists is None:
@@ -163,7 +163,7 @@ class Iteration:
             self._send_lists(lists)  # lists drawn by an interrupted call
         window = self.scheduler.window
         # a user's sampler may share random generators with the training loop, so one list is drawn for each batch, as
-        # in torch; torch's own samplers are drawn from for several batches at once
+        # in torch; from torch's own samplers, the lists of several batches are drawn at once
         step = max(1, window // 4) if self.scheduler.adaptive else 1
         goal = self.progress.batch + taking + window
         if goal - lists.drawn < step:
@@ -229,7 +229,7 @@ class LoaderIterator:
 
     def __init__(self) -> None:
         self.base_seed: int | None = None
-        """Base seed of persistent workers, drawn only once, as in torch; None if it was not drawn yet."""
+        """Base seed of persistent workers, drawn only once, as in torch; None if none was drawn."""
         self.spec: LoaderSpec | None = None
         """Spec for which persistent workers were started; None if there are no such workers."""
         self._pid = os.getpid()
@@ -258,7 +258,7 @@ class LoaderIterator:
 
     @property
     def position(self) -> Position | None:
-        """Position to resume from, see `Iteration.position`; None in a forked child process."""
+        """Position to resume from, see `Iteration.position`; None before `begin`, and in a forked child process."""
         return None if self._iteration is None or self.is_copy else self._iteration.position()
 
     @property
@@ -350,7 +350,8 @@ class LoaderIterator:
         """Return the transformed batch, or the exception in its place.
 
         Raises:
-            BaseException: If interrupted, for example by Ctrl-C; the next call transforms the batch again.
+            BaseException: If interrupted, for example by Ctrl-C, or out of device memory; the next call copies and
+                transforms the batch again.
         """
         frame = arrived.frame
         if isinstance(frame.content, Failure):
@@ -494,8 +495,8 @@ def _leave_to_parent() -> None:
     _iterations.clear()
 
 
-# exit handlers run in reverse order of registration: iterations end before servers in this process, which end in
-# finalizers; creating one here registers the exit handler of all finalizers before `_leave`
+# Exit handlers run in reverse order of registration. Finalizers stop the servers in this process, and iterations must
+# end before: creating a finalizer here registers the exit handler of all finalizers before `_leave`.
 weakref.finalize(Iteration, lambda: None)
 atexit.register(_leave)
 after_fork_in_child(_leave_to_parent)

@@ -13,15 +13,15 @@ from teleloader_shared.tree import ArrayLeaf, flatten
 from teleloader_shared.units import counted
 
 _IN_NEXT, _IN_FINISH = 4, 5
-"""Stack levels of the training loop, called through `LoaderIterator`."""
+"""Stack levels of the training loop in `LengthCheck.yielded` and `LengthCheck.finished`."""
 
 
 class LengthCheck:
-    """Sample count check for one epoch of an iterable-style dataset: warns of too many, too few or repeated samples.
+    """Sample count check for one epoch of an iterable-style dataset; warns about missing, excess or repeated samples.
 
     Args:
-        dataset: Iterable-style dataset to name in the warnings.
-        num_workers: `num_workers` of the loader: the number of shards; 0 for one shard without workers.
+        dataset: Iterable-style dataset, named in the warnings.
+        num_workers: Number of shards (`num_workers` of the loader); 0 for one shard without worker information.
         reported: ``len(dataset)`` when ``len(loader)`` was last called; None if it was never called.
         samples: ``len(dataset)``; None if unknown, or if it includes samples of other ranks.
         may_repeat: Whether to warn if each shard yields the whole dataset; False after the first warning of a loader,
@@ -97,7 +97,7 @@ class LengthCheck:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return True if two batches are equal."""
+    """Return True if two batches are equal, False also if a batch cannot be encoded."""
     try:
         (tree, leaves), (other_tree, other_leaves) = flatten(one), flatten(other)
     except EncodeError:  # arrays that cannot be encoded, such as JAX's

@@ -14,7 +14,7 @@ from teleloader.stats import Measures
 from teleloader_shared import local
 
 CLOSE_TIMEOUT: Final = 5.0
-"""Seconds to wait for each thread to end; only an attempt to connect to an unresponsive machine takes longer."""
+"""Maximum wait for the end of each thread, in seconds; shutting its connections down usually ends it at once."""
 
 MEMORY_LIMIT_FACTOR: Final = 4
 """Maximum memory of buffered batches, as a multiple of `max_batch_bytes`; beyond it, requests are paused."""
@@ -35,7 +35,7 @@ class Receiver:
     loads_ahead: Final = True
     """True if batches are prefetched, before the training loop waits for them."""
     index_list = staticmethod(index_frame)
-    """Encodes the indices of a batch for `ReorderBuffer.feed`, given the batch's identifier and the sampler's value."""
+    """Encodes an index list for `ReorderBuffer.feed`, given the identifier of its batch and the list."""
 
     def __init__(
         self,
@@ -64,7 +64,11 @@ class Receiver:
         ]
 
     def close(self, why: BaseException | None = None) -> None:
-        """Stop the receiving threads and close their connections; a thread that waits for a batch raises `why`."""
+        """Stop the receiving threads and close their connections.
+
+        Args:
+            why: Exception to raise in threads that wait for a batch; None for a `TeleloaderError`.
+        """
         self.reorder_buffer.close(why)
         for fetcher in self._fetchers:
             if threading.current_thread() is not fetcher.thread and not local.is_server_thread():

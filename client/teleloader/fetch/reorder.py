@@ -32,7 +32,7 @@ POLL_INTERVAL: Final = 0.005
 
 
 class Arrived(NamedTuple):
-    """Received batch whose predecessors have all arrived, so that the training loop can receive it."""
+    """Received batch that is ready for delivery, because all earlier batches have arrived."""
 
     frame: Frame
     url: str
@@ -67,7 +67,8 @@ class ReorderBuffer:
         self.scheduler = scheduler
         self.measures = measures
         self.lock = threading.RLock()
-        """A lock's methods are in C, unlike a condition's, so a signal handler that raises cannot leave it locked."""
+        """Lock of `changed`, for the training loop's thread: unlike a condition's methods, those of a lock are in C, so
+        a signal handler that raises cannot leave it locked."""
         self.changed = threading.Condition(self.lock)
         self.closed: BaseException | None = None
         """Exception that each wait for a batch raises after `close`; None while the iterator is open."""
@@ -76,11 +77,11 @@ class ReorderBuffer:
         """Locked while the training loop waits; released to make the loop check again."""
         self._bell.acquire()
         self._bytes_in = 0
-        """Total memory of all received batches. Used by the receiving threads only, under `changed`."""
+        """Total memory of all received batches, in bytes. Written by the receiving threads only, under `changed`."""
         self._bytes_ordered = 0
-        """Total memory of all batches that were appended to `_batches` so far."""
+        """Total memory of all batches that were appended to `_batches` so far, in bytes."""
         self._bytes_out = 0
-        """Total memory of all batches that the training loop has received. Used by its thread only."""
+        """Total memory of all batches that the training loop has received, in bytes. Written by its thread only."""
         self._complete = complete
         self._stays = stays
         self._indices: dict[int, bytes] = {}
@@ -124,7 +125,7 @@ class ReorderBuffer:
             self._await_batch(timeout)
 
     def receive(self, stop: int) -> list[Frame]:
-        """Wait until all batches before `stop` have arrived; return those that the training loop has not received.
+        """Wait until all batches before `stop` have arrived; return all batches that are ready for delivery.
 
         Raises:
             Exception: If the iteration has failed; the same exception that `next()` raises.
@@ -201,7 +202,11 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def close(self, why: BaseException | None = None) -> None:
-        """Discard all batches and stop the receiving threads; further waits raise `why` or a `TeleloaderError`."""
+        """Discard all batches and stop the receiving threads.
+
+        Args:
+            why: Exception that further waits raise; None for a `TeleloaderError`.
+        """
         with self.lock:
             self.closed = why or TeleloaderError("this iterator is closed: call iter(loader) for another iterator")
             self._batches.clear()
@@ -252,7 +257,7 @@ class ReorderBuffer:
     # -- in the threads that receive
 
     def is_over(self) -> bool:
-        """Return True if no further batches will be received, at the end of the epoch or after an error."""
+        """Return True if no further batches will be received: at the end of the epoch, after an error or `close`."""
         all_here = self._complete and self.scheduler.finished and not self._stays
         return self.closed is not None or all_here or self._error is not None
 
@@ -269,10 +274,14 @@ class ReorderBuffer:
                 interrupt()
 
     def await_room(self, k: int, timeout: float) -> bool:
-        """Wait until the memory limit permits the request for batch k; return False after `timeout` seconds.
+        """Wait until the request for batch k may be sent, or no batches will be received; return False at the timeout.
 
-        The request may be sent once the memory of buffered batches is below the limit, or if the training loop waits
-        for batch k.
+        While buffered batches exceed the memory limit, the request may be sent only if the training loop cannot
+        continue without batch k, `receive` waits for it, or other ranges must be requested again.
+
+        Args:
+            k: Batch number.
+            timeout: Maximum wait in seconds.
         """
         scheduler = self.scheduler
         with self.changed:
@@ -304,7 +313,14 @@ class ReorderBuffer:
             self._idle_threads -= 1
 
     def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """Add received batches, the first of a server's oldest request; return the rest of its range, or None."""
+        """Add the batches of a response to a server's oldest request; return the rest of the requested range, or None.
+
+        Args:
+            server: Number of the server in the scheduler.
+            url: URL of the server.
+            frames: Received batches, from the start of the range.
+            nbytes: Size of the response in bytes.
+        """
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
@@ -367,7 +383,7 @@ class ReorderBuffer:
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:
-        """Record the permanent failure of a server; return False if other servers remain, else end the iteration."""
+        """Record the final error of a server; end the iteration and return True if no other servers remain."""
         with self.changed:
             self._failing[url] = error
             if not all(self._failing.values()):

@@ -51,7 +51,7 @@ class Stager:
     # -- in the training loop's thread
 
     def is_ready(self, frame: Frame) -> bool:
-        """Return True if the copy of a batch has started, or if the frame contains nothing to copy."""
+        """Return True if the copy of a batch has started or failed, or if the frame contains no batch."""
         return isinstance(frame.content, Failure | End) or frame.batch_id.batch in self._copies
 
     def warn(self) -> None:
@@ -78,7 +78,7 @@ class Stager:
             self._reorder_buffer.changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread without waiting for copies in progress, whose memory the allocators keep alive."""
+        """Stop the thread; do not wait for copies in progress, because torch's allocators keep their memory valid."""
         with self._reorder_buffer.lock:
             self._reorder_buffer.changed.notify_all()
         if threading.current_thread() is not self._thread:
