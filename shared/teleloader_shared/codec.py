@@ -57,7 +57,7 @@ _SMALL_FRAME: Final = 64 * 1024
 
 
 class Memory(Protocol):
-    """Interface of the memory from which frames are decoded; creates the arrays or tensors of a batch.
+    """Interface of a buffer for frames, from which the decoder obtains the arrays or tensors of a batch.
 
     The decoder determines which bytes belong to an array. The memory determines the type of the array (NumPy array or
     torch tensor) and where copies are allocated. An array keeps the memory that it views alive.
@@ -91,7 +91,7 @@ class Memory(Protocol):
 
 
 class Bits:
-    """Memory that decodes frames to NumPy arrays of the elements' raw bits (uint16 for bfloat16), without torch.
+    """Buffer for frames; returns their arrays as NumPy views of the elements' raw bits (uint16 for bfloat16).
 
     Args:
         data: Bytes of the memory as a 1-D contiguous array.
@@ -107,7 +107,7 @@ class Bits:
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return this memory if the frame fills it, else a copy, which does not keep adjacent frames in memory."""
+        """Return this memory if the frame fills it, else a copy, so that arrays do not keep adjacent frames alive."""
         if nbytes == len(self.data):
             return self
         memory = self.allocate(nbytes)
@@ -152,7 +152,7 @@ class End:
     samples: int
     """Samples that the shard yielded in total, including those of an incomplete batch that ``drop_last`` dropped."""
     replica: bool
-    """True if the dataset never called ``get_worker_info()``: then each shard yields the whole dataset."""
+    """True if the dataset never called ``get_worker_info()``, so that each shard yields the whole dataset."""
 
 
 class Frame(NamedTuple):
@@ -408,7 +408,7 @@ class _Segments:
         return 0 if self._compression is None else self._taken_bytes
 
     def take(self, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return the next array, after checking the type and shape declared by the tree."""
+        """Return the next array; check that its size matches the type and shape that the tree declares."""
         dtype = dtypes.storage(dtype_name)
         nbytes = dtype.itemsize * prod(shape)
         self._taken += 1
@@ -551,7 +551,7 @@ def _compressed(leaf: Leaf, compression: Compression) -> ArrayLeaf:
 def _decompress(
     segment: NDArray[np.uint8], compression: object, size: int, allocate: Callable[[int], Memory]
 ) -> Memory:
-    """Decompress an array of `size` bytes; never allocate more memory than that, even for an invalid segment."""
+    """Decompress an array of `size` bytes; even for an invalid segment, stop after that many bytes."""
     if size == 0:
         return allocate(0)
     if compression == "zstd":

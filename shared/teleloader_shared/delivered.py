@@ -1,8 +1,8 @@
 """Shard progress of an iterable-style dataset, with a digest of the delivered batches.
 
-After a worker exits, its successor iterates the dataset again from the start: within a session, or in a new session if
-the server no longer has the old one. Server and client keep the same record, and a replay with a different digest is
-an error.
+After a worker exits, its successor iterates the dataset again, from the last saved state or from the start: within a
+session, or in a new session if the server no longer has the old one. Server and client keep the same record, and a
+replay with a different digest is an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def pack(epoch: int, shards: Sequence[Delivered | None]) -> str:
 
 
 def unpack(text: str, shard: int) -> tuple[int, Delivered | None]:
-    """Return the epoch and the progress of one shard from a result of `pack`; None for a shard without requests.
+    """Decode the text of `pack`: return the epoch, and the progress of one shard (None if the shard had no requests).
 
     Raises:
         StateMismatch: If the text does not have the format of `pack`.

@@ -18,12 +18,13 @@
     ├── AccessDenied                               the server denied the request
     │   ├── Unauthorized                           missing or invalid token
     │   └── Forbidden                              the token lacks permission
-    ├── TlsError                                   TLS handshake failed
+    ├── TlsError                                   TLS handshake failed, or a certificate file cannot be loaded
     ├── LoaderTimeout           (RuntimeError)     a batch exceeded ``timeout``, or the server's limit per batch
     ├── WorkerDied              (RuntimeError)     no worker can compute the batch
     └── RemoteError             (RuntimeError)     exception of user code whose type is not builtin
 
-The client raises an exception of a dataset with its original type if that is a Python built-in, else as `RemoteError`.
+The client raises an exception of a dataset with its original type if this is a Python built-in, or the server runs in
+the client's process; otherwise as `RemoteError`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Forbidden(AccessDenied):
 
 
 class TlsError(TeleloaderError):
-    """The TLS handshake failed: a certificate is not trusted, or one side speaks plain HTTP."""
+    """The TLS handshake failed (untrusted certificate, plain HTTP), or a certificate file cannot be loaded."""
 
 
 class LoaderTimeout(TeleloaderError, RuntimeError):

@@ -21,7 +21,7 @@ PER_DECADE: Final = 24
 _BOUNDS: Final[NDArray[np.float64]] = 10.0 ** (np.arange(-6 * PER_DECADE, 4 * PER_DECADE + 1) / PER_DECADE)
 """Upper bounds of the buckets, in seconds, from 1 us to 10,000 s. Two more buckets hold the values outside."""
 BLOCK: Final = 1024
-"""Number of durations that `Histogram.note` collects before it counts them."""
+"""Number of durations that `Histogram.observe` buffers before they are counted together."""
 _BUCKET_STEP: Final = 8
 """`Histogram.buckets` returns every eighth bound: three per factor of ten."""
 
@@ -51,7 +51,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of durations counted."""
+        """Number of durations added so far."""
         return int(self._counts.sum()) + len(self._pending)
 
     def latency(self, zeros: int = 0) -> Latency:

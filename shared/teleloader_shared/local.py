@@ -66,7 +66,7 @@ def serving() -> Iterator[None]:
 
 
 def is_server_thread() -> bool:
-    """Return True if the calling thread is a server thread, which must not wait for responses of that server.
+    """Return True if the calling thread is a server thread, which must not wait for responses of its own server.
 
     Finalizers of client objects run in any thread, including that of a server in the same process.
     """

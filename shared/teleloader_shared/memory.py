@@ -1,4 +1,4 @@
-"""Memory types that decode frames into NumPy arrays or torch tensors."""
+"""Pageable buffers for frames, which return the arrays of a batch as NumPy arrays or torch tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from teleloader_shared.codec import Bits
 
 
 class NumpyMemory(Bits):
-    """Pageable memory that decodes frames to NumPy arrays and scalars."""
+    """Pageable buffer for frames; returns their arrays as NumPy views, without a copy."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a NumPy array or scalar that views this memory; types missing in NumPy come from ml_dtypes.
+        """Return a NumPy view of this memory, or a NumPy scalar; ml_dtypes provides the types that NumPy lacks.
 
         Raises:
             TeleloaderError: If ml_dtypes is needed and not installed.
@@ -28,12 +28,12 @@ class NumpyMemory(Bits):
 
 
 class TorchMemory(NumpyMemory):
-    """Pageable memory that decodes frames to torch tensors, and to NumPy arrays where the dataset returned them."""
+    """Pageable buffer for frames; returns their tensors as torch views, other arrays and scalars as NumPy's."""
 
     __slots__ = ()
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
-        """Return a torch tensor, NumPy array or scalar that views this memory, depending on `kind`."""
+        """Return a torch or NumPy view of this memory, or a NumPy scalar, depending on `kind`."""
         if kind != "tensor":
             return super().leaf(offset, dtype_name, shape, kind)
         import torch

@@ -77,7 +77,7 @@ class RecordTypes:
         self._fields = 0
 
     def has_room_for(self, kind: object, fields: tuple[str, ...]) -> bool:
-        """Count a class and its fields; return False if the batch has too many classes or fields."""
+        """Count a class and its fields, once per class; return False if the batch has too many classes or fields."""
         if kind not in self._known:
             self._known[kind] = None
             self._fields += len(fields)

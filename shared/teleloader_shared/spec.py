@@ -70,12 +70,15 @@ class LoaderSpec:
     worker_init: str | None = None
     """Name of one of the dataset's worker-init functions, for a private worker pool; None for the dataset's default."""
     session: str | None = None
-    """Unique ID of the only iteration that may read the batches; None if consumers with equal specs share batches.
+    """Unique ID of a private session, whose batches only one client reads; None if equal specs share their batches.
 
     Required if the batches depend on more than the spec: with a client-side sampler, or an iterable-style dataset.
     """
     num_workers: int = 0
-    """Size of the session's private worker pool; each worker iterates over one shard of an iterable-style dataset."""
+    """Size of the session's private worker pool; each worker iterates over one shard of an iterable-style dataset.
+
+    0 lets the server select the workers; an iterable-style dataset then has one shard, without worker information.
+    """
     shard_states: Sequence[str | None] | None = None
     """Shard states from which `resumed_epoch` resumes, as received in frames; None to start from the beginning."""
     resumed_epoch: int = 0
@@ -124,7 +127,7 @@ class LoaderSpec:
 
     @property
     def memory(self) -> int:
-        """Memory usage of the spec and the server's record of the loader, in bytes."""
+        """Estimated memory of the spec and of the server's record of the loader, in bytes."""
         texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session, self.delivered)
         return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
 
@@ -167,7 +170,7 @@ class LoaderSpec:
 
 
 _RECORD_BYTES: Final = 2048
-"""Memory of a spec without its strings, in bytes."""
+"""Estimated memory of a spec without its strings, and of the server's record of the loader, in bytes."""
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

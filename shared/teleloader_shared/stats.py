@@ -52,12 +52,14 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class SlowBatch:
-    """One of the slowest batches of a dataset, by fetch time."""
+    """One of the slowest batches of a dataset, by the time that the dataset took to return the samples."""
 
     batch: int
     epoch: int
     loader: str
+    """Key of the loader."""
     seconds: float
+    """Duration of the batch's ``fetch`` stage (`DatasetStats.stages`)."""
     indices: list[int]
     """First 20 sample indices of the batch."""
 

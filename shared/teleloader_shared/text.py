@@ -1,4 +1,4 @@
-"""Sanitization of received text for terminals and logs: removes control characters and, for logs, line breaks."""
+"""Sanitization of received text for terminals and logs: replaces control characters and, for logs, line breaks."""
 
 from __future__ import annotations
 

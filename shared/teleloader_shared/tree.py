@@ -96,7 +96,7 @@ def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
         name: Name of the batch in error messages.
 
     Raises:
-        EncodeError: If the batch holds a value that cannot be encoded; the message has its path.
+        EncodeError: If the batch holds a value that cannot be encoded; the message contains the value's path.
     """
     describer = _Describer()
     return describer.describe(batch, name, 0), describer.leaves
@@ -112,7 +112,7 @@ def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
 
 
 class _Budget:
-    """Number of nodes that a tree may still add."""
+    """Number of nodes that a tree may still have, `MAX_NODES` at first."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
@@ -134,7 +134,7 @@ _DICTS: Final[dict[type, str]] = {
 }
 _KEYS: Final = (str, bytes, int, float, complex, np.generic, type(None))
 _BUILTINS: Final = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, deque)
-"""Subclasses of these types are rejected: their additional state would be lost."""
+"""Subclasses of these types are rejected, unless the encoding has a node for them: other state would be lost."""
 
 
 class _Describer:

@@ -128,7 +128,7 @@ def _samples_of_rank(spec: LoaderSpec, length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Result of an epoch audit: the number of visits to each sample."""
+    """Result of an epoch audit: number of visits, and the samples that were missing or repeated."""
 
     length: int
     """Samples in the dataset."""
