@@ -112,7 +112,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Dataset description from the construction of this object; requested anew from a server in this process."""
+        """Dataset description, fetched when this object was created; from a server in this process, at each access."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info

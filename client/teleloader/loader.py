@@ -101,8 +101,8 @@ class DataLoader:
         generator: A torch.Generator from which the order and the base seed are drawn. None (the default) draws them
             from torch's global generator.
         prefetch_factor: Batches to prefetch for each worker of the server. None (the default) is 2. A training loop
-            that consumes many small batches per second gets a larger prefetch window, except with a sampler of the
-            user, which may depend on the progress of training.
+            that consumes many small batches per second gets a larger prefetch window, except with a user's sampler,
+            whose order may depend on the progress of training.
         persistent_workers: Whether workers that serve only this loader are kept between epochs; False by default.
         pin_memory_device: Ignored, as in torch.
         in_order: Ignored: batches are always yielded in order.
@@ -294,7 +294,7 @@ class DataLoader:
 
     @property
     def _batched(self) -> bool:
-        """True if samples are collated."""
+        """True if samples are collated into batches."""
         return self.batch_size is not None or self.batch_sampler is not None
 
     def plan(self, epoch: int) -> Plan:
@@ -453,7 +453,7 @@ class DataLoader:
 
     @property
     def _is_live(self) -> bool:
-        """True if the loader's workers are private and use the current state of a dataset object of this process."""
+        """True if private workers start from the current state of a dataset object of this process."""
         functions = (self._spec.collate, self._spec.worker_init)
         has_functions = any(name is not None and name.startswith(local.PREFIX) for name in functions)
         return self._owns_dataset or (self._remote.is_here and (self._seed is None or has_functions))

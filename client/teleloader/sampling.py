@@ -104,7 +104,7 @@ def draw_base_seed(generator: Any) -> int:
 
 
 def is_torchs_own(sampler: object) -> bool:
-    """Return True if torch defines a sampler and its inner sampler: their order cannot depend on training progress."""
+    """Return True if a sampler and its inner sampler are torch's own, so that their order cannot depend on training."""
     inner = getattr(sampler, "sampler", None)
     own = type(sampler).__module__.startswith("torch.utils.data.")
     return own and (inner is None or is_torchs_own(inner))
@@ -258,7 +258,7 @@ class IndexLists:
     Args:
         sampler: Yields an index list for each batch; with ``batch_size=None`` an index for each sample.
         skip: Number of lists to skip, because they belong to batches before the resumed position.
-        state: State of the sampler at the loader's position, an entry of `SamplerStates`.
+        state: State of the sampler at the loader's position, an entry of `SamplerStates`; None if it is not stateful.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, state: dict[str, Any] | None = None) -> None:
@@ -487,7 +487,7 @@ PROCESS_GENERATORS: Final[dict[str, Callable[[], Any]]] = {
     "numpy": lambda: np.random,
     "torch": lambda: getattr(sys.modules.get("torch"), "default_generator", None),
 }
-"""Functions that return the process's global generator of a library; None if the library is not loaded."""
+"""Functions that return the global random generator of a library, or None if the library is not loaded."""
 
 
 def _pack(array: Any) -> str:

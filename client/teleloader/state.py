@@ -25,7 +25,7 @@ class Position(NamedTuple):
     base_seed: int | None = None
     """Base seed of the workers; None if the epoch was not started before."""
     shard_states: tuple[str | None, ...] | None = None
-    """States of the shards of an iterable-style dataset; None for a shard without a state."""
+    """State of each shard of an iterable-style dataset, None for a shard without a state; None without any states."""
     sampler: dict[str, Any] | None = None
     """State of a client-side sampler (see `sampling.SamplerStates`); None if it is not stateful."""
 

@@ -31,7 +31,7 @@ def allocate(size: int) -> Buffer:
 
 
 class BufferPool:
-    """Thread-safe pool of aligned memory buffers; a buffer returns to the pool when it is garbage-collected.
+    """Thread-safe pool of aligned buffers; a buffer returns to the pool when its last view is garbage-collected.
 
     Args:
         free_bytes: Maximum total size of the free buffers in the pool, in bytes; enforced by each call of `take`.

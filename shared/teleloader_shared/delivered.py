@@ -26,9 +26,9 @@ class Delivered(NamedTuple):
     """Progress of one shard of an iterable-style dataset in an epoch."""
 
     first: int
-    """Number of the first delivered batch of the shard; not 0 if the iteration was resumed."""
+    """First delivered batch, numbered within the shard from 0; not 0 if the iteration was resumed."""
     next: int
-    """Number of the shard's next batch to deliver; equal to `first` if batches were requested, but none delivered."""
+    """Next batch to deliver, numbered likewise; equal to `first` if batches were requested, but none was delivered."""
     digest: int
     """Rolling digest (`extended`) of the frames of [first, next), without failures and ends."""
     state: str | None

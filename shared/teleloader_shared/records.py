@@ -123,7 +123,7 @@ def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hash
 
 @lru_cache(maxsize=256)
 def _is_namedtuple_type(found: type, fields: tuple[str, ...], *, hashed: bool) -> bool:
-    """Return True for a namedtuple type with these fields that can be created, and hashed, without running its code."""
+    """Return True for a namedtuple type with these fields, if creating (and hashing) instances runs no code of it."""
     declared = getattr_static(found, "_fields", None)
     inherited = ("__hash__", "__eq__") if hashed else ()
     return (
@@ -163,7 +163,7 @@ def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
 
 @lru_cache(maxsize=256)
 def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
-    """Return True for a dataclass with these fields that can be created, and filled, without running its code."""
+    """Return True for a dataclass with these fields, if creating and filling instances runs no code of it."""
     if type(getattr_static(found, "__dataclass_fields__", None)) is not dict or _has_finalizer(found):
         return False
     if tuple(field.name for field in dataclass_fields(found)) != fields:
@@ -178,7 +178,7 @@ def _is_dataclass_type(found: type, fields: tuple[str, ...]) -> bool:
 
 
 def _can_be_set(found: type, field: str) -> bool:
-    """Return True if setting the attribute runs no code: the class has a default value, a slot or no such name."""
+    """Return True if setting the attribute runs no code: the class has a default value or slot for it, or nothing."""
     attribute = getattr_static(found, field, None)
     return type(attribute) is MemberDescriptorType or getattr_static(type(attribute), "__set__", None) is None
 

@@ -83,9 +83,10 @@ def _confirmed(
 ) -> Callable[Concatenate[Server, _Arguments], _Result]:
     """Decorate a request so that a refused request is repeated once, immediately, on a new connection.
 
-    A corrupted bit in a request or a response can look like any refusal. Three kinds of errors are raised at once:
-    an unavailable server, because the caller waits before a retry; a TLS error, because TLS detects corruption; and any
-    error of a URL at which no loader server has ever responded, because it probably belongs to another server.
+    Any refusal may result from a corrupted bit in the request or the response. Three kinds of errors are raised
+    without a repetition: an unavailable server, because the caller waits before a retry; a TLS error, because TLS
+    detects corruption; and any error of a URL at which no loader server has ever responded, because it probably belongs
+    to another server.
     """
 
     @wraps(request)
@@ -136,7 +137,7 @@ class Server:
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:
-        """Fetch the descriptions of all hosted datasets that the token may access."""
+        """Fetch the descriptions of all hosted datasets that the client may access."""
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
         if not isinstance(datasets, list):
             raise ProtocolError(
@@ -419,7 +420,7 @@ def _without_secrets(url: object) -> str:
 
 @contextmanager
 def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator[Callable[[str, dict[str, Any]], None]]:
-    """Shut the connection down if the response takes `PATIENCE_FACTOR` times the timeout; yield httpx's trace hook.
+    """Context manager that shuts the connection down after `PATIENCE_FACTOR` times the timeout; yields httpx's hook.
 
     The timeout itself limits only the time between two bytes, so a server that sends single bytes could delay the
     client indefinitely.

@@ -19,7 +19,7 @@ from teleloader_shared.text import excerpt, sentence, short
 MAX_NAME: Final = 4096
 """Maximum length of a string in a record, in characters."""
 MAX_LISTED: Final = 4096
-"""Maximum number of entries in a list of names."""
+"""Maximum length of a list in a record."""
 MAX_RETRY_DIGITS: Final = 10
 
 _Record = TypeVar("_Record", DatasetInfo, Registration)

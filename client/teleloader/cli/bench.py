@@ -81,7 +81,7 @@ class Measured:
 
     @property
     def shortest_step(self) -> float | None:
-        """Minimum step duration in seconds that the workers sustain; None if the workers were not the bottleneck."""
+        """Shortest training step, in seconds, with which the workers keep up; None if they were not the bottleneck."""
         return 1 / self.batches_per_second if self.workers else None
 
 
@@ -181,7 +181,7 @@ class Bench:
 
 
 def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
-    """Return the server's diagnosis of this process, and the number of workers that limit it.
+    """Return the server's diagnosis of this process, and the number of workers that limit its batch rate.
 
     The diagnosis is None if the server does not list this process, or the token does not permit reading it. The number
     is None if the workers are not the bottleneck, or also serve other consumers.

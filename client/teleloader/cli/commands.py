@@ -58,7 +58,7 @@ class _Tools(click.Group):
 
 
 class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
-    """click parameter type of comma-separated integers."""
+    """click parameter type for comma-separated integers."""
 
     name = "I,I,..."
 

@@ -88,8 +88,8 @@ class _Failures:
 
         Returns:
             True for a broken connection, or a refusal that was repeated. False for the first refusal: the request
-            should be sent again immediately on a new connection, because a corrupted bit in a request, or in the
-            headers of a response, can look like any refusal.
+            should be sent again immediately on a new connection, because any refusal may result from a corrupted bit
+            in the request, or in the headers of the response.
         """
         self.damaged = self.damaged + 1 if isinstance(error, CorruptFrame) else 0
         if is_confirmed or isinstance(error, BROKEN):
@@ -125,7 +125,7 @@ class Fetcher:
         self._is_registered = is_registered
         has_shards = reorder_buffer.scheduler.has_shards
         self._shards = DeliveredShards(options.spec, options.epoch, options.previous_states) if has_shards else None
-        """Record of delivered batches, from which a server restores a session that it evicted."""
+        """Record of delivered batches, from which a server restores an evicted session; None for map-style datasets."""
         self.registered_at = {servers[0]} if is_registered else set()
         """Servers with which the loader was registered."""
         self._in_flight: deque[tuple[Connection, Range]] = deque()

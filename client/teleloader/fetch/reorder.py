@@ -32,7 +32,7 @@ POLL_INTERVAL: Final = 0.005
 
 
 class Arrived(NamedTuple):
-    """Received batch that is ready for delivery, because all earlier batches have arrived."""
+    """Received batch in order: all earlier batches have arrived, too."""
 
     frame: Frame
     url: str
@@ -89,7 +89,7 @@ class ReorderBuffer:
         self._early: dict[int, tuple[Frame, str]] = {}
         """Batches that arrived before one of their predecessors, with the URL of their server."""
         self._batches: deque[Arrived] = deque()
-        """Batches ready for delivery, in order."""
+        """Received batches in order, up to the first batch that has not arrived."""
         self.starved = False
         """True while the training loop waits for a batch."""
         self._is_ready: Callable[[Frame], bool] | None = None
@@ -125,7 +125,7 @@ class ReorderBuffer:
             self._await_batch(timeout)
 
     def receive(self, stop: int) -> list[Frame]:
-        """Wait until all batches before `stop` have arrived; return all batches that are ready for delivery.
+        """Wait until all batches before `stop` have arrived; return the received batches in order, as `arrived`.
 
         Raises:
             Exception: If the iteration has failed; the same exception that `next()` raises.
@@ -239,14 +239,14 @@ class ReorderBuffer:
     # -- in the thread that copies to a device
 
     def stage(self, is_ready: Callable[[Frame], bool]) -> None:
-        """Set the predicate that returns True for batches that may be delivered.
+        """Delay the delivery of each batch until `is_ready` returns True for it.
 
-        The caller must call `staged` each time that the predicate becomes true for a batch.
+        The caller must call `staged` whenever `is_ready` becomes true for a batch.
         """
         self._is_ready = is_ready
 
     def arrived(self) -> Iterator[Frame]:
-        """Iterate over the received batches without missing predecessors, in order; requires the lock of `changed`."""
+        """Iterate over the received batches in order, up to the first missing one; requires the lock of `changed`."""
         return (batch.frame for batch in self._batches)
 
     def staged(self) -> None:

@@ -231,7 +231,7 @@ class HttpConnection:
             return memory
 
     def _response(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
-        """Create the response object after the first byte of the response has arrived."""
+        """Create the response object, and wait for the first byte of the response."""
         response = http.client.HTTPResponse(*args, **options)
         try:
             self._arriving = BoundedReader(response.fp.detach(), self._server.timeout)
