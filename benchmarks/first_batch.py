@@ -278,8 +278,14 @@ class Start:
     @staticmethod
     def _outcome(rows: Rows[Started]) -> Outcome:
         table = _table(
-            f"start - time to the first batch of a shuffled epoch, {BATCH_SIZE} samples of 32 float32",
-            ("first loader, ms", "further loaders, ms", f"to {START_LENGTHS[0]:,}", "client memory, MiB"),
+            f"start - time to the first batch of a shuffled epoch; a batch has {BATCH_SIZE} samples of 32 float32 "
+            "values each",
+            (
+                "first loader, ms",
+                "further loaders, ms",
+                f"relative to {START_LENGTHS[0]:,} samples",
+                "client memory, MiB",
+            ),
         )
         for (contender, length), row in rows.items():
             base = rows[contender, START_LENGTHS[0]]
