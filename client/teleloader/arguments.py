@@ -35,7 +35,7 @@ class Arguments:
     prefetch_factor: int | None
     persistent_workers: bool
     iterable: bool
-    """True for an iterable-style dataset, such as torch's `IterableDataset`; False for a map-style one."""
+    """True if the dataset is iterable-style, such as torch's `IterableDataset`."""
     cpus: int
     """CPUs that the server's workers can use."""
 

@@ -68,8 +68,10 @@ class RemoteDataset:
         DatasetChanged: If the servers host different data.
         Unauthorized: If a server requires a token, and no token or an invalid one was provided.
         Forbidden: If the token does not permit access to this dataset.
-        TlsError: If the certificate of a server cannot be verified.
-        ValueError: If `url` is not an HTTP URL or contains a password, or `stall_timeout` is not positive.
+        TlsError: If the certificate of a server cannot be verified, or a certificate file cannot be loaded.
+        ProtocolError: If the responses are not those of a loader server.
+        ValueError: If a URL is not an HTTP URL or contains a password, no URL is given, the token is malformed or its
+            file cannot be read, or `stall_timeout` is not positive.
 
     Example:
         >>> dataset = RemoteDataset("http://cpu-box:8000", "train")  # doctest: +SKIP
@@ -112,7 +114,7 @@ class RemoteDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Dataset description, fetched when this object was created; from a server in this process, at each access."""
+        """Dataset description, fetched at construction; if the server runs in this process, fetched at each access."""
         if self.is_here:
             self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
         return self._info
@@ -259,7 +261,7 @@ class RemoteDataset:
         return hosted[0][1]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
-        """Send a request; retry while no server responds, for example while the servers start."""
+        """Call `request`; retry for `reconnect_timeout` while no server responds, for example during a restart."""
         backoff = Backoff(self.reconnect_timeout)
         while True:
             try:

@@ -55,7 +55,7 @@ def exception_of(failure: Failure, batch_id: BatchId, server: str) -> Exception:
 
 
 def _class_of_this_process(name: str) -> object:
-    """Return the imported class with a qualified name, or None; used for exceptions of servers in this process."""
+    """Return the class with a qualified name if its module is imported, else None; for servers in this process."""
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
         found: object = sys.modules.get(".".join(parts[:i]))

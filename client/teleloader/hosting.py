@@ -27,7 +27,7 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
 
     Raises:
         TypeError: If the server package is not installed, or `dataset` is not a dataset.
-        TeleloaderError: If the server cannot start, for example because a package is missing.
+        TeleloaderError: If the object cannot be hosted, for example because it has no length or a package is missing.
     """
     if isinstance(dataset, RemoteDataset):
         return dataset

@@ -210,7 +210,7 @@ class DataLoader:
             checksum=checksum, compression=compression,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
-        # read at each use: the loader may be created before the process group
+        # torch's rank is read at each use, because the loader may be created before the process group
         self._distributed = rank is None and world_size is None and user_sampler is None
         self._init_state()
 

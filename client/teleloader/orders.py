@@ -33,7 +33,7 @@ class Order(ABC):
     is_drawn: ClassVar[bool] = False
     """True if the order of an epoch is drawn from random generators, whose states are saved."""
     has_shards: ClassVar[bool] = False
-    """True if batches come from shards; each shard is iterated by one server."""
+    """True if the dataset is iterable-style: its batches come from shards, and one server iterates each shard."""
     user_sampler: Any = None
     """Value of the loader's `sampler` or `batch_sampler` argument; None if neither was given."""
 

@@ -322,7 +322,7 @@ class IndexLists:
         except Exception:
             raise
         except BaseException as error:
-            self._interruption = error  # a generator ends after it; this must not look like the end of the epoch
+            self._interruption = error  # it exhausts a generator, which must not look like the end of the epoch
             raise
         if self._yielded:
             self._interruption = None

@@ -54,6 +54,7 @@ class FakeServer:
             batch. None (the default) calls nothing.
 
     Raises:
+        TypeError: If the server package is not installed.
         TeleloaderError: If an object is not a dataset.
 
     Example:
@@ -108,7 +109,7 @@ class FakeServer:
         except BaseException as raised:  # noqa: BLE001 - pytest.fail() too: it stands for an exception of the dataset
             error = raised
         with local.serving(), _loading:
-            _, workers = self._loader(batch_id.loader)  # again: its session may have ended in the meantime
+            _, workers = self._loader(batch_id.loader)  # once more: the session may have ended meanwhile
             return workers.frame(batch_id, listed, error)
 
 

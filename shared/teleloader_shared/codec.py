@@ -57,7 +57,7 @@ _SMALL_FRAME: Final = 64 * 1024
 
 
 class Memory(Protocol):
-    """Interface of a buffer for frames, from which the decoder obtains the arrays or tensors of a batch.
+    """Interface of a buffer that holds frames and creates the arrays or tensors of their batches.
 
     The decoder determines which bytes belong to an array. The memory determines the type of the array (NumPy array or
     torch tensor) and where copies are allocated. An array keeps the memory that it views alive.
@@ -186,7 +186,8 @@ class FrameWriter:
 
     Raises:
         EncodeError: If the batch holds a value that the format cannot represent.
-        BatchTooLarge: If the frame would be larger than `max_bytes`.
+        BatchTooLarge: If the frame would exceed `max_bytes`, or its header or one of its arrays exceeds a limit.
+        TeleloaderError: If the package for `compression` is not installed.
     """
 
     def __init__(
@@ -335,7 +336,8 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
 
     Raises:
         CorruptFrame: If a checksum does not match.
-        ProtocolError: If the bytes break the format.
+        ProtocolError: If the bytes violate the format.
+        TeleloaderError: If the package for decompression is not installed.
     """
     start, end = 0, len(memory.data)
     raw, max_header = memory.data.data, _header_limit(max_bytes)
@@ -470,7 +472,7 @@ def _read_prologue(raw: bytes | memoryview, start: int) -> tuple[int, int, int |
 
 
 def _failure_fields(failure: Failure) -> dict[str, Any]:
-    """Return the header fields of a failure, reduced so that packing them cannot fail."""
+    """Return the header fields of a failure, truncated and escaped so that msgpack can encode them."""
     return {
         "type": _text(failure.type),
         "message": _text(failure.message),

@@ -28,7 +28,8 @@ class Delivered(NamedTuple):
     first: int
     """First delivered batch, numbered within the shard from 0; not 0 if the iteration was resumed."""
     next: int
-    """Next batch to deliver, numbered likewise; equal to `first` if batches were requested, but none was delivered."""
+    """Next batch to deliver, numbered within the shard; equal to `first` if batches were requested, but none was
+    delivered."""
     digest: int
     """Rolling digest (`extended`) of the frames of [first, next), without failures and ends."""
     state: str | None

@@ -1,4 +1,4 @@
-"""Pageable buffers for frames, which return the arrays of a batch as NumPy arrays or torch tensors."""
+"""Pageable frame buffers that return the arrays of a batch as NumPy arrays or torch tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NumpyMemory(Bits):
 
 
 class TorchMemory(NumpyMemory):
-    """Pageable buffer for frames; returns their tensors as torch views, other arrays and scalars as NumPy's."""
+    """Pageable buffer for frames; returns their tensors as torch views, and other leaves as `NumpyMemory` does."""
 
     __slots__ = ()
 

@@ -94,7 +94,7 @@ class DatasetInfo:
     length: int | None
     """Number of samples; None if the dataset has no ``__len__``."""
     version: str
-    """Version of the data that the operator configured; "" by default."""
+    """Version of the data, as configured by the operator; "" by default."""
     fingerprint: str
     """Digest of name, kind, length, version, collate function and seeding."""
     collate: str

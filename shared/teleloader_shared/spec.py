@@ -44,7 +44,7 @@ class LoaderSpec:
     batch_size: int | None = 1
     """Samples per batch and rank; None for single samples without collation."""
     shuffle: bool = False
-    """True for a new random order in each epoch, derived from (seed, epoch)."""
+    """True if each epoch has its own random order, derived from (seed, epoch)."""
     drop_last: bool = False
     """True to omit an incomplete last batch."""
     order: Order = "plan"

@@ -90,7 +90,7 @@ class ServerStats:
     pss: int
     """Proportional set size of server, fork server and workers together: shared pages counted once."""
     event_loop_lag: float
-    """Recent mean delay of the event loop's timers; above 0.01, the server process itself delays requests."""
+    """Recent mean delay of the event loop's timers; above 0.01 s, the server process itself delays requests."""
     connections: int
     """Open connections."""
     worker_restarts: int

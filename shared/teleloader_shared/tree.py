@@ -112,7 +112,7 @@ def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
 
 
 class _Budget:
-    """Number of nodes that a tree may still have, `MAX_NODES` at first."""
+    """Counter of the nodes that a tree may still have, `MAX_NODES` at first."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
@@ -283,7 +283,7 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
     """Reject attributes that would be lost silently; cached properties are exempt, since they can be recomputed."""
     for name in getattr(value, "__dict__", ()):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
-        # the typing module sets __orig_class__
+        # the typing module sets __orig_class__ on instances of generic classes
         if name not in names and not computed and not is_dunder(name):
             raise EncodeError(
                 f"cannot encode {path}: attribute {name!r} is not a field of {_type_name(value)}. Declare the "
@@ -292,7 +292,7 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
 
 
 def _hint(value: object) -> str:
-    """Return advice on how to convert a subclass of a built-in type."""
+    """Return advice on how to convert a subclass of a built-in type; "" for other values."""
     base = next((base for base in _BUILTINS if isinstance(value, base)), None)
     return "" if base is None else f", for example with {base.__name__}(...)"
 

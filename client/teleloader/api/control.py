@@ -354,7 +354,7 @@ class Server:
                 # the time to compute a batch is not limited, but pauses within a response are
                 response.request.extensions["timeout"]["read"] = timeout or self.timeout
                 body = _body_of(response, limit)
-        except (httpx.TransportError, OSError) as error:  # OSError: no file descriptor is left
+        except (httpx.TransportError, OSError) as error:  # OSError: no free file descriptor
             if timeout is not None and connected and isinstance(error, httpx.TimeoutException):
                 self._slowest = max(self._slowest, timeout)
             raise self.broke(error) or self._unavailable(error, is_reached=bool(connected)) from None

@@ -143,7 +143,7 @@ def bench(
     remote = RemoteDataset(url, dataset, reconnect_timeout=0)
     loader = DataLoader(
         remote, batch_size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
-        # shuffling an iterable-style dataset is an error of the loader
+        # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
     )  # fmt: skip
     try:

@@ -53,7 +53,7 @@ class Column:
     cell: Callable[[Any], str | Text | ProgressBar]
     """Formats the cell for a record; control characters of the result are removed."""
     is_words: bool = False
-    """True for text: left-aligned, and truncated if the screen is too narrow. Numbers are never truncated."""
+    """True if cells are text: left-aligned, and truncated if the screen is too narrow. Numbers are never truncated."""
     from_width: int = 0
     """Minimum width of the screen on which the column is shown, in characters."""
 

@@ -124,7 +124,7 @@ class DirectDataset:
         return self.loader.info
 
     def at_beginning(self, position: Position) -> Position:
-        """Add the dataset's current state to a start-of-epoch position, if it has one; return others unchanged."""
+        """Add the current state of a stateful dataset to a start-of-epoch position; return others unchanged."""
         if position.batch or position.shard_states is not None:
             return position
         state = self.loader.beginning(position.epoch)

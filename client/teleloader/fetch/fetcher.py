@@ -62,7 +62,7 @@ class FetchOptions:
 
 
 class _Failures:
-    """Consecutive failures of one server, counted since its last batch.
+    """Counter of a server's consecutive failures since its last batch.
 
     Args:
         backoff: Backoff between retries.
@@ -176,7 +176,7 @@ class Fetcher:
                     return
                 if self._has_received:
                     failures.reset()
-                # `Server.register` confirms refusals itself
+                # `Server.register` repeats a refused registration itself
                 is_confirmed = failures.count(error, is_confirmed=not self._is_registered)
                 self._disconnect(error)
                 if not is_confirmed:

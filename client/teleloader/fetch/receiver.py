@@ -33,7 +33,7 @@ class Receiver:
     """
 
     loads_ahead: Final = True
-    """True if batches are prefetched, before the training loop waits for them."""
+    """True if batches are loaded before the training loop waits for them."""
     index_list = staticmethod(index_frame)
     """Encodes an index list for `ReorderBuffer.feed`, given the identifier of its batch and the list."""
 

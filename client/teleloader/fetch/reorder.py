@@ -139,7 +139,7 @@ class ReorderBuffer:
                 error = self._error or self.closed
             if error is not None:
                 raise error
-            time.sleep(POLL_INTERVAL)  # not a condition, as in `_await_batch`
+            time.sleep(POLL_INTERVAL)  # waiting on the condition could leave the lock locked, see `_await_batch`
 
     def call_when_arrived(self, callback: Callable[[], object] | None) -> None:
         """Call `callback` once, from any thread, as soon as `wait` would not block; None cancels a pending call."""

@@ -136,7 +136,7 @@ class Stager:
                 self._reorder_buffer.staged()
 
     def _stop_ahead(self, error: Exception) -> None:
-        """Stop copying ahead: copy each further batch when the training loop waits for it and has freed memory."""
+        """Copy each further batch only when the training loop waits for it, and so has freed memory."""
         self._ahead = 0
         self._warning = (
             f"out of device memory while prefetching a batch to the device ({str(error).splitlines()[0]}): the loader "

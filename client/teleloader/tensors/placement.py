@@ -77,8 +77,8 @@ def check_placement(output: Output, name: str, value: Any) -> None:
         value: Value of the argument.
 
     Raises:
-        ValueError: If the value is out of range.
-        TeleloaderError: If the argument is incompatible with `output`, or the device is not available.
+        ValueError: If the value is invalid, or `sharding` is set and `output` is not ``"jax"``.
+        TeleloaderError: If the argument requires torch tensors, or the device is not available.
     """
     if name == "device_ahead":
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IterationTrace:
-    """Factory of the request spans of one iteration; their parent is the current span at the call of ``iter()``.
+    """Factory of the request spans of one iteration; their parent is the span that was current at ``iter()``.
 
     Args:
         key: Key of the loader.

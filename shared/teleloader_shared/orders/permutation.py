@@ -68,12 +68,15 @@ _MIX: Final = 0xBF58476D1CE4E5B9
 class Permutation:
     """Pseudo-random permutation of `range(length)`, reproducible from `key` across machines and versions.
 
+    Instances are immutable and can be shared between threads.
+
     Args:
         length: Number of positions, 0 to 2**62.
         key: Selects the permutation, 0 to 2**128 - 1. Consecutive keys yield unrelated permutations, and so does the
             same key with another length.
 
-    Instances are immutable and can be shared between threads.
+    Raises:
+        ValueError: If `length` or `key` is out of range.
     """
 
     __slots__ = ("_key", "_length", "_order")
