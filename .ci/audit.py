@@ -28,7 +28,7 @@ def verdict(dependencies: Iterable[Mapping[str, Any]]) -> tuple[int, str]:
         return 1, f"known vulnerabilities: {'; '.join(bad)}"
     skipped = [one["name"] for one in found if "skip_reason" in one]
     if skipped or not found:
-        return NOT_AUDITED, f"NOT AUDITED, the advisories were not to be had: {', '.join(skipped) or 'all'}"
+        return NOT_AUDITED, f"NOT AUDITED, advisories unavailable for: {', '.join(skipped) or 'all'}"
     return 0, f"{len(found)} packages were looked up, and none has a known vulnerability"
 
 

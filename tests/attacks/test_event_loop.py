@@ -1,7 +1,8 @@
-"""No message of a client holds the event loop: each callback takes less than 10 ms of the thread's CPU time.
+"""No message of a client blocks the event loop: each callback takes less CPU time than adding 500,000 integers.
 
-The server runs in a thread of this process, on an event loop whose callbacks are measured by `time.thread_time`: the
-time of other processes on the machine does not count.
+That is about 10 ms on a fast core. The server runs in a thread of this process, on an event loop whose callbacks are
+measured by `time.thread_time`. Even this time grows if other processes share the core and its caches, so the limit is
+measured at the same time, in the same way.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from teleloader_shared.tree import Tensor
 from tests.end_to_end.test_websocket import stream
 from tests.raw import HOST, Raw
 
-MOST: Final = 0.01
-"""Seconds of CPU time that a callback may take."""
+REFERENCE: Final = 500_000
+"""Integers whose addition takes as much CPU time as a callback may."""
 ATTEMPTS: Final = 5
 """A message counts as the best of so many attempts: what else happens in this process only adds to one."""
 KIB: Final = 1024
@@ -58,7 +59,8 @@ class Measured:
             self._run(handle)
             taken = time.thread_time() - began
             if taken > self.longest and threading.current_thread() is self._thread:
-                self.longest, self.what = taken, repr(handle)
+                task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+                self.longest, self.what = taken, f"{handle} of {task}"
 
         asyncio.Handle._run = run  # type: ignore[method-assign,assignment]
         self._thread.start()
@@ -93,8 +95,8 @@ class Measured:
         key: str = answer.raise_for_status().json()["key"]
         return key
 
-    def longest_of(self, attempt: Callable[[], object]) -> float:
-        """The CPU time of the longest callback, in the best of some attempts."""
+    def blocked(self, attempt: Callable[[], object]) -> float:
+        """Return the CPU time of the longest callback relative to that of the reference; the best of some attempts."""
         found = []
         gc.collect()
         gc.disable()  # a collection goes through all that the tests have made
@@ -105,7 +107,9 @@ class Measured:
                 for _ in range(5):
                     # a response may arrive before the callback that has sent it ends, and others follow
                     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(60)
-                found.append(self.longest)
+                longest, began = self.longest, time.thread_time()
+                sum(range(REFERENCE))
+                found.append(longest / (time.thread_time() - began))
         finally:
             gc.enable()
         return min(found)
@@ -153,7 +157,7 @@ def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
             client.send(HEADS[name])
             client.receive()
 
-    assert server.longest_of(attempt) < MOST, server.what
+    assert server.blocked(attempt) < 1, server.what
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
@@ -168,7 +172,7 @@ def test_chunks_of_a_body_do_not_hold_the_event_loop(server: Measured, path: str
             client.send(head + chunk * (1000 * KIB // len(chunk)))
             client.receive()
 
-    assert server.longest_of(attempt) < MOST, server.what
+    assert server.blocked(attempt) < 1, server.what
 
 
 MANY: Final = 1000 * KIB
@@ -204,7 +208,7 @@ def test_a_spec_does_not_hold_the_event_loop(server: Measured, name: str) -> Non
         answer = httpx.post(f"{server.url}/v1/loaders", content=SPECS[name], trust_env=False)
         assert 400 <= answer.status_code < 500, answer.text
 
-    assert server.longest_of(attempt) < MOST, server.what
+    assert server.blocked(attempt) < 1, server.what
 
 
 # -- index lists
@@ -284,7 +288,7 @@ def test_index_lists_do_not_hold_the_event_loop(server: Measured, name: str, dat
             answer = httpx.post(path, content=body, timeout=60, trust_env=False)
             assert answer.status_code in (200, 422), answer.text
 
-        assert server.longest_of(attempt) < MOST, server.what
+        assert server.blocked(attempt) < 1, server.what
 
 
 @pytest.mark.parametrize("dataset", ["numbers", "anything"])
@@ -299,7 +303,7 @@ def test_messages_do_not_hold_the_event_loop(server: Measured, name: str, datase
                 socket.send(body)
                 _rest(socket)
 
-        assert server.longest_of(attempt) < MOST, server.what
+        assert server.blocked(attempt) < 1, server.what
 
 
 @pytest.mark.parametrize("value", [[[]] * (250 * KIB), [1] * (250 * KIB), [0, 0, "x" * 250 * KIB], {"a": 1}])
@@ -312,7 +316,7 @@ def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -
             socket.send(msgpack.packb(value))
             _rest(socket)
 
-    assert server.longest_of(attempt) < MOST, server.what
+    assert server.blocked(attempt) < 1, server.what
 
 
 # -- consumers
@@ -338,7 +342,7 @@ def test_many_consumers_do_not_hold_the_event_loop(crowded: Measured, path: str)
         assert httpx.get(crowded.url + path, trust_env=False).status_code == 200
         time.sleep(MARK_EVERY)  # the totals are noted once in this time
 
-    assert crowded.longest_of(attempt) < MOST, crowded.what
+    assert crowded.blocked(attempt) < 1, crowded.what
 
 
 def _rest(socket: Any) -> None:
