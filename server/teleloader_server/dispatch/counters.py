@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 SLOWEST: Final = 5
 MAX_ERROR_TYPES: Final = 20
 OTHER_ERRORS: Final = "other"
-"""Name under which errors beyond `MAX_ERROR_TYPES` are counted: datasets can create exception types at run time."""
+"""Key under which all further exception types are counted once the table is full (`MAX_ERROR_TYPES`, with this key).
+
+The table is bounded because datasets can create exception types at run time.
+"""
 MAX_TYPE: Final = 200
 MAX_MESSAGE: Final = 500
 MAX_TRACEBACK: Final = 4000
@@ -38,8 +41,9 @@ MAX_KEPT_LIST: Final = 64 * 1024
 """Maximum size in bytes of an index list that is kept with a slow batch."""
 MAX_KEPT_LOOPS: Final = 4096
 OVERTAKEN: Final = 2.0
-"""Seconds within which an older report of a client is ignored, because requests on several connections can overtake
-each other.
+"""Seconds after a report within which an older one is ignored: requests on several connections can overtake each other.
+
+A smaller elapsed time after this period is the report of a new client process.
 """
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
@@ -97,12 +101,12 @@ class DatasetCounters:
         """Histogram of the time per batch, by stage."""
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the rate window."""
+        """Record the current totals in the rate windows."""
         self.computed_window.mark(now, self.samples)
         self.sent_window.mark(now, self.sent, self.nbytes)
 
     def slow(self, seconds: float, task: Task) -> None:
-        """Record the fetch time of a batch, and keep only the `SLOWEST` slowest batches."""
+        """Record a batch with its fetch time in seconds; keep only the `SLOWEST` slowest batches."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
         self._slowest.append(_Slow(seconds, task))
@@ -158,11 +162,14 @@ class LoaderCounters:
         self.window = RateWindow(now, 0, *self.seconds)
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the rate window."""
+        """Record the current totals in the rate window."""
         self.window.mark(now, self.batches, *self.seconds)
 
     def batch_seconds(self, now: float) -> dict[str, float]:
-        """Return the mean seconds per batch of each stage, over recent batches or, if there are none, all batches."""
+        """Return the mean seconds per batch, by stage: of recent batches or, if there are none, of all batches.
+
+        The values are 0 if no batch was computed.
+        """
         made, *seconds = self.window.rates(now, self.batches, *self.seconds)
         if not made:
             made, seconds = self.batches, self.seconds
@@ -174,9 +181,10 @@ class WorkerCounters:
     """Counters of one worker ID, over all processes with this ID."""
 
     window: RateWindow
-    """Sliding window of `busy` plus the time of the current task."""
+    """Sliding window of `busy` plus the time spent on the current task so far."""
     batches: int = 0
     busy: float = 0.0
+    """Total time of completed tasks in seconds."""
 
 
 class Recent(NamedTuple):
@@ -189,24 +197,23 @@ class Recent(NamedTuple):
     nbytes: float
     """Sent bytes/s."""
     waiting: float
-    """Fraction of time for which requested batches were not ready."""
+    """Fraction of `span` during which a requested batch was not ready."""
     sending: float
-    """Fraction of time for which a response was being sent."""
+    """Fraction of `span` during which a response was being sent."""
     data_wait: float | None
-    """Fraction of time for which the training loop waited for data; None if the client does not report it."""
+    """Fraction of `span` during which the training loop waited for data; None if the client does not report it."""
 
 
 class LoopCounters:
     """Counters of one training loop over all its iterations, because a single epoch may be too short for rates.
 
-    If the client reports its measurements, recent rates are computed over the time that the client reports. The
-    client's and the server's fractions then refer to the same period, and time between two iterations (validation, for
-    example) does not count.
+    If the client sends reports, recent rates are computed over the elapsed time in these reports. The client's and the
+    server's fractions then refer to the same period, and time between two iterations (validation, for example) does not
+    count.
     """
 
     def __init__(self, now: float) -> None:
         self.last_request = now
-        """Time of the last request."""
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
@@ -227,7 +234,7 @@ class LoopCounters:
         starting.
 
         Returns:
-            False if the report is older than the previous one.
+            False if the report is ignored, because it is older than the previous one (see `OVERTAKEN`).
         """
         if self._reported is not None and report.elapsed < self._last_reported[0]:
             if self._reported_at is not None and now - self._reported_at < OVERTAKEN:
@@ -246,7 +253,7 @@ class LoopCounters:
         return self.batches, self.nbytes, self.waiting.until(now), self.sending.until(now)
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the rate window."""
+        """Record the current totals in the rate windows."""
         self._window.mark(now, *self._totals(now))
         if self._reported is not None:
             self._reported.mark(*self._last_reported)
@@ -274,7 +281,7 @@ class LoopCounters:
 
 
 class ConsumerCounters:
-    """Counters of one consumer: a training loop in one iteration over an epoch."""
+    """Counters of one consumer, that is, of one iteration of a training loop over an epoch."""
 
     __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
 
@@ -318,7 +325,7 @@ class ConsumerCounters:
             self.report = report
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the rate window."""
+        """Record the current totals in the rate window."""
         self.window.mark(now, self.batches, self.nbytes)
 
 
@@ -326,7 +333,7 @@ class Marked(Protocol):
     """Interface of counters whose totals are sampled to compute recent rates."""
 
     def mark(self, now: float) -> None:
-        """Add a sample of the totals to the rate window."""
+        """Record the current totals in the rate windows; called about once a second."""
 
 
 _Key = tuple[str, str, Epoch]
@@ -418,18 +425,19 @@ class Counters:
         self.worker_restarts = 0
         """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
-        """Training loops by principal, common prefix of their consumers' names, and dataset.
+        """Counters of training loops, by principal, common prefix of the consumers' names (see `loop`), and dataset.
 
-        Weak references, because each consumer keeps the counters of its training loop alive.
+        The references are weak, because each consumer keeps the counters of its training loop alive.
         """
         self._kept: list[LoopCounters] = []
-        """Training loops with recent requests, including loops without a consumer: a session ends with its epoch."""
+        """Counters of recently active training loops, kept alive between two sessions: a session ends with its epoch.
+        """
 
     def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
         """Return the counters of a consumer's training loop, creating them if necessary.
 
-        Clients number their iterations: the part of a consumer's name before the last ``#`` identifies the training
-        loop.
+        Clients use a new consumer name for each iteration. The part of the name before the last ``#`` is the same for
+        all iterations of a training loop.
         """
         key = consumer.principal_share.quota.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
         known = self._loops.get(key)
@@ -443,7 +451,11 @@ class Counters:
         return [*self.datasets.values(), *self._loops.values()]
 
     def keep_recent(self, now: float) -> None:
-        """Keep training loops with recent requests; others are removed together with their last consumer."""
+        """Retain the counters of recently active training loops, even if they have no consumer.
+
+        These are the training loops with a request in the last `KEEP_LOOPS` seconds, at most `MAX_KEPT_LOOPS`. The
+        counters of other training loops are freed with their last consumer.
+        """
         recent = sorted(
             (c for c in self._loops.values() if now - c.last_request <= KEEP_LOOPS), key=lambda c: c.last_request
         )

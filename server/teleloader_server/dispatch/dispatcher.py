@@ -7,8 +7,8 @@ batches are kept; `records` defines the records of both.
 Rules:
 
 1. A batch that exists or is being computed is never started again: equal requests share it.
-2. The principal with the least served time goes first, so that no principal can slow others, whatever its number of
-   clients.
+2. The principal with the least served time goes first, so that no principal can slow others, regardless of its number
+   of clients.
 3. Of a principal's batches, a batch for which a client waits goes before other requested batches, and these go before
    prefetched batches (`Urgency`).
 4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others.
@@ -43,14 +43,14 @@ MAX_ATTEMPTS: Final = 3
 MAX_REQUESTED: Final = 256
 """Maximum number of a request's batches that are computed ahead of the batch for which the client waits."""
 MAX_BEHIND: Final = 4096
-"""Maximum number of batches sent out of order to a consumer; above it, the consumer's position moves past them."""
+"""Maximum number of batches sent to a consumer beyond its position; above it, the position moves past these batches."""
 FORGET_AFTER: Final = 60.0
-"""Seconds after a consumer's last request until the consumer is removed."""
+"""Seconds after the last request and the last sent batch until a consumer without open requests is removed."""
 QUEUE_SECONDS: Final = 0.01
 """Seconds of work that are queued for a busy worker, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
-"""Seconds without requests of others after which a capped principal or consumer may use all workers again."""
+"""Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
 LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
@@ -65,8 +65,8 @@ class Dispatcher:
     Args:
         memory: Memory budget, shared with other dispatchers.
         in_turn: Number of workers that compute batches in turn, as in torch: only worker k mod `in_turn` computes batch
-            k, in ascending order. A wanted batch is then not evicted, because to recompute it, the worker would have to
-            iterate its shard of an iterable-style dataset from the start. 0 if any worker may compute any batch.
+            k, in ascending order. A wanted batch is then not evicted: to recompute a batch of an iterable-style
+            dataset, the worker would have to iterate its shard from the start. 0 if any worker may compute any batch.
     """
 
     def __init__(self, memory: Memory, in_turn: int = 0) -> None:
@@ -92,6 +92,9 @@ class Dispatcher:
             request: The request.
             loader: Loader of the requested batches.
             now: Current time.
+
+        Returns:
+            The pending batches of the request, to be passed to `sent` and `close`.
 
         Raises:
             ServerUnavailable: If the principal has too many consumers with open requests.
@@ -148,7 +151,10 @@ class Dispatcher:
         self.store.mark_unwanted(pending.consumer.state, range(pending.next, end))
 
     def forget_idle(self, now: float) -> list[Consumer]:
-        """Remove and return the consumers that have sent no request for `FORGET_AFTER` seconds."""
+        """Remove and return the consumers that have been idle for `FORGET_AFTER` seconds.
+
+        Returns an empty list if workers compute batches in turn.
+        """
         if self._in_turn:
             return []  # a session ends with its client, and its evicted batches would be expensive to recompute
         removed = [c for c in self._consumers.values() if not c.requests and now - c.last_seen > FORGET_AFTER]
@@ -168,7 +174,7 @@ class Dispatcher:
         return consumer
 
     def _forget_some(self, quota: Quota) -> None:
-        """Make room for a principal's next consumer: remove half of those without an open request, idlest first."""
+        """Remove half of a principal's consumers without an open request, longest idle first, to admit another one."""
         mine = [c for c in self._consumers.values() if c.principal_share.quota is quota]
         idle = [c for c in mine if not c.requests]
         if not idle:
@@ -196,7 +202,8 @@ class Dispatcher:
         """Reassign the batches queued behind a slow batch of a worker.
 
         Returns:
-            False if nothing changes, because workers that compute batches in turn cannot replace each other.
+            True if other workers will compute the batches; False if workers compute batches in turn, and therefore
+            cannot replace each other.
         """
         if self._in_turn:
             return False
@@ -204,7 +211,7 @@ class Dispatcher:
             self.store.remove(self.store.batch(batch_id))
         return True
 
-    def worker_lost(self, worker: int, lost: Sequence[BatchId], loss: WorkerExit) -> list[BatchId]:
+    def worker_lost(self, worker: int, lost: Sequence[BatchId], worker_exit: WorkerExit) -> list[BatchId]:
         """Requeue the batches of an exited worker, except those that hung, caused too many exits or lacked resources.
 
         A batch that hung is not retried: it would probably hang again, until the timeout each time.
@@ -212,7 +219,7 @@ class Dispatcher:
         Args:
             worker: Worker ID.
             lost: Batches of the worker.
-            loss: Exit of the worker, with its cause.
+            worker_exit: Exit of the worker, with its cause.
 
         Returns:
             The batches that are not retried; the caller passes failures in their place to `finished`.
@@ -220,14 +227,18 @@ class Dispatcher:
         self._workers.pop(worker, None)
         deaths = self.store.deaths
         failed = []
-        if lost and loss.attribution not in ("nobody", "machine"):
+        if lost and worker_exit.attribution not in ("nobody", "machine"):
             self._charge(self.store.batch(lost[0]), LOSS_SECONDS)
         for batch_id in lost:
-            if loss.attribution == "unknown":
+            if worker_exit.attribution == "unknown":
                 # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
-                # worker without other batches, so that the next death identifies the culprit.
+                # worker without other batches, so that the next exit identifies the culprit.
                 deaths[batch_id] = deaths.get(batch_id, 0) + (len(lost) == 1)
-            if batch_id == loss.attribution or batch_id in loss.overdue or deaths.get(batch_id, 0) >= MAX_ATTEMPTS:
+            if (
+                batch_id == worker_exit.attribution
+                or batch_id in worker_exit.overdue
+                or deaths.get(batch_id, 0) >= MAX_ATTEMPTS
+            ):
                 failed.append(batch_id)
             else:
                 self.store.remove(self.store.batch(batch_id))
@@ -243,7 +254,7 @@ class Dispatcher:
         self._charge(self.store.finished(batch_id, frame), seconds)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
-        """Charge the total computing time of a batch so far to its consumer and principal."""
+        """Charge a batch to its consumer and principal, given its total computing time in seconds so far."""
         more = seconds - batch.charged
         if more > 0:
             batch.charged = seconds
@@ -348,7 +359,10 @@ class Dispatcher:
         return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
 
     def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the first batch of all requests that is not started yet, so that no batch overtakes another."""
+        """Return the first batch of all requests that is not started yet; None if its urgency differs from `urgency`.
+
+        Thus, no batch overtakes an earlier one.
+        """
         batches = consumer.state.batches
         for number, pending in enumerate(sorted(consumer.requests, key=lambda pending: pending.next)):
             missing = pending.first_missing(batches, pending.stop)
@@ -358,7 +372,10 @@ class Dispatcher:
         return None
 
     def _free_worker(self, batch_id: BatchId) -> int | None:
-        """Return the worker with the fewest batches if this batch can be assigned to it, else None."""
+        """Return the worker to which a batch can be assigned now, or None if the batch must wait.
+
+        This is the worker with the fewest batches, or the batch's own worker if workers compute batches in turn.
+        """
         suspect = batch_id in self.store.deaths
         if self._in_turn:
             owner = batch_id.batch % self._in_turn
@@ -374,7 +391,10 @@ class Dispatcher:
         return worker if len(queue) <= room else None
 
     def _takes(self, worker: int, *, suspect: bool) -> bool:
-        """Return True if a batch can be assigned to a worker; a suspect batch requires an empty queue."""
+        """Return True if a batch can be assigned to a worker.
+
+        A suspect batch, which may have caused a worker exit, requires a worker without other batches.
+        """
         health = self._workers.get(worker)
         if health is None or health.recycling or health.stalled:
             return False
@@ -433,7 +453,7 @@ def _last(queue: dict[int, Task]) -> BatchId:
 
 
 def _owners(batches: Sequence[Batch], waiting: Consumer) -> Sequence[PrincipalShare | Consumer]:
-    """Return the consumer of each batch if the waiting consumer's principal owns a batch, else each principal."""
+    """Return the principal of each batch, or its consumer if the waiting consumer's principal owns a batch."""
     principals = [batch.consumer.principal_share for batch in batches]
     return [batch.consumer for batch in batches] if waiting.principal_share in principals else principals
 

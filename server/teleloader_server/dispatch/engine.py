@@ -28,7 +28,7 @@ from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoad
 from teleloader_shared.messages import DatasetInfo
 
 FORGOTTEN_TOGETHER: Final = 256
-"""Maximum number of idle loaders that are removed per iteration of the event loop: each costs a message per worker."""
+"""Maximum number of idle loaders that one call of `Engine.forget_idle` removes: each costs a message per worker."""
 LONG_SECONDS: Final = 5.0
 """Computing time of a batch in seconds after which its worker may be preempted."""
 
@@ -50,7 +50,7 @@ class BatchStream:
     """Future of the batch for which the request waits; None before the first wait."""
 
     def end(self, error: TeleloaderError) -> None:
-        """Raise an error in `take` if the request waits for a batch; do nothing otherwise."""
+        """Make the pending call of `take` raise an error; do nothing if the request does not wait for a batch."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
 
@@ -141,7 +141,7 @@ class Engine:
     async def batches(
         self, loader: Loader, quota: Quota, request: RangeRequest, authorize: Callable[[], object]
     ) -> AsyncIterator[BatchStream]:
-        """Start a request: compute and prefetch batches, and yield a stream of the requested batches.
+        """Context manager that starts a request, and yields a stream of the requested batches.
 
         Args:
             loader: A loader of this engine.
@@ -150,7 +150,7 @@ class Engine:
             authorize: Function that raises an error if the request's caller is no longer authorized.
 
         Raises:
-            ServerUnavailable: If the principal has too many consumers.
+            ServerUnavailable: If the principal has too many consumers with open requests.
         """
         now = time.monotonic()
         pending = self._dispatcher.add_request(quota, request, loader, now)
@@ -246,19 +246,19 @@ class Engine:
         return self._dispatcher.worker_stalled([task.batch_id for task in tasks])
 
     def worker_resumed(self) -> None:
-        """Resume assigning batches to a stalled worker."""
+        """Resume assigning batches to a worker that had stalled."""
         self._decide_soon()
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
-        """Requeue the batches of an exited worker; batches that the dispatcher does not retry fail."""
+    def worker_lost(self, worker: int, tasks: Sequence[Task], worker_exit: WorkerExit) -> None:
+        """Requeue the batches of an exited worker; store a failure for each batch that is not retried."""
         self.tally.worker_lost()
-        failed = self._dispatcher.worker_lost(worker, [task.batch_id for task in tasks], loss)
+        failed = self._dispatcher.worker_lost(worker, [task.batch_id for task in tasks], worker_exit)
         for task in tasks:
             if task.batch_id not in failed:
                 self.tally.retried(task.spec.dataset)
                 continue
             indices = indices_of(task)
-            kind, message = _error_of(loss)
+            kind, message = _error_of(worker_exit)
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
             self.tally.batch_failed(task.spec.dataset, failure)
             frame = to_bytes(task.batch_id, failure, checksum=task.spec.checksum)
@@ -343,10 +343,13 @@ class Engine:
         return self._dispatcher.store.used
 
 
-def _error_of(loss: WorkerExit) -> tuple[type[TeleloaderError], str]:
-    """Return class and message of the error that replaces a batch."""
-    if isinstance(loss.attribution, BatchId):
-        return LoaderTimeout, f"DataLoader {loss.reason}. Stack of the worker:\n{loss.stack}"
-    if loss.attribution == "machine":
-        return WorkerDied, f"DataLoader {loss.reason}. Retries of the batch exceeded the timeout (--batch-timeout)"
-    return WorkerDied, f"DataLoader {loss.reason}; every worker that loaded the batch exited"
+def _error_of(worker_exit: WorkerExit) -> tuple[type[TeleloaderError], str]:
+    """Return class and message of the error that replaces a batch that is not retried."""
+    if isinstance(worker_exit.attribution, BatchId):
+        return LoaderTimeout, f"DataLoader {worker_exit.reason}. Stack of the worker:\n{worker_exit.stack}"
+    if worker_exit.attribution == "machine":
+        return (
+            WorkerDied,
+            f"DataLoader {worker_exit.reason}. Retries of the batch exceeded the timeout (--batch-timeout)",
+        )
+    return WorkerDied, f"DataLoader {worker_exit.reason}; every worker that loaded the batch exited"

@@ -12,7 +12,7 @@ from teleloader_server.permissions import Caller
 from teleloader_shared.errors import AccessDenied
 
 CHECKED_TOGETHER: Final = 256
-"""Number of grants that are checked per iteration of the event loop after tokens have changed."""
+"""Number of grants that are rechecked per iteration of the event loop after tokens have changed or expired."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Grants:
     def hold(
         self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
     ) -> Iterator[None]:
-        """Context manager that calls `end` if the caller's token expires, is revoked or loses the scope meanwhile.
+        """Context manager that calls `end` if, before its exit, the token expires, is revoked or loses the scope.
 
         Args:
             caller: Caller of the request.
@@ -52,7 +52,7 @@ class Grants:
             self._grants.discard(grant)
 
     async def run(self) -> None:
-        """End requests that are no longer authorized, after each token change, until cancelled."""
+        """End the requests that are no longer authorized after each change or expiry of tokens; run until cancelled."""
         while True:
             await self.tokens_changed.wait()
             self.tokens_changed.clear()

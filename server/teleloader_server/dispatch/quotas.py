@@ -19,7 +19,7 @@ from teleloader_shared.errors import ServerUnavailable
 PATIENCE: Final = 1.0
 """Maximum delay in seconds of a request that exceeds the rate limit; a request that needs more delay is rejected."""
 MIN_SENDING: Final = 64 * 2**20
-"""Minimum of a principal's limit on unread response bytes, which is otherwise the principal's memory share."""
+"""Minimum limit on a principal's unread response bytes; the limit is the principal's memory share if that is larger."""
 
 
 UNREAD_FACTOR: Final = 2.0
@@ -72,7 +72,11 @@ class Quota:
         return self.sending / max(self.memory, MIN_SENDING)
 
     def patience(self, limits: ClientLimits) -> float:
-        """Return the time in seconds after which a client that reads no byte of its response is disconnected."""
+        """Return the send timeout in seconds: the server disconnects a client that reads nothing for this long.
+
+        The timeout becomes shorter above the principal's limit on unread bytes, and again above `UNREAD_FACTOR` times
+        this limit.
+        """
         if self.unread <= 1:
             return limits.send_timeout
         return limits.pressure_send_timeout if self.unread <= UNREAD_FACTOR else limits.pressure_send_timeout / 4
@@ -147,7 +151,7 @@ class BodyBudget:
     Args:
         limit: Maximum bytes of all principals together.
         shared: Function that returns True if there are several principals. A principal's bytes may then not exceed the
-            free rest of the budget.
+            part of the budget that remains free.
         what: Name of the content, for error messages.
         option: Name of the limit, for error messages.
     """

@@ -10,7 +10,7 @@ from teleloader_shared.stats import WINDOW
 Values = tuple[float, ...]
 
 MAX_MARKS: Final = 64
-"""Maximum number of samples of a window; reached only if a client's clock stops."""
+"""Maximum number of samples of a window; reached only if a client's clock is much slower than the server's."""
 
 
 class RateWindow:
@@ -19,7 +19,7 @@ class RateWindow:
     The counters are sampled about once a second.
 
     Args:
-        now: Current time in seconds, of any clock that is used for all calls.
+        now: Current time in seconds; all calls must use the same clock.
         values: Current totals of the counters.
     """
 

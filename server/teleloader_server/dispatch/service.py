@@ -112,7 +112,7 @@ class LoaderService:
 
     @property
     def ready(self) -> bool:
-        """True if the server can compute batches: at least one worker is ready, and the server is not shutting down."""
+        """True if the server is not shutting down, and a worker is ready or workers start at the first registration."""
         return not self.draining.is_set() and self.engines.ready
 
     @property
@@ -124,7 +124,9 @@ class LoaderService:
     # -- loaders
 
     async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
-        """Register a loader (idempotent); the first registration of a session starts its workers.
+        """Register a loader, and return its key and properties; idempotent.
+
+        The first registration of a session starts the session's workers.
 
         Args:
             spec: Specification of the loader.
@@ -198,7 +200,10 @@ class LoaderService:
                 self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())
 
     def _make_room(self, quota: Quota, nbytes: int) -> None:
-        """Remove idle loaders of a principal until a further loader with a spec of `nbytes` meets the limits."""
+        """Remove idle loaders of a principal until another loader with a spec of `nbytes` meets the limits.
+
+        Stops early if the principal has no more idle loaders.
+        """
         most = self.client_limits.max_loaders
         while len(quota.loaders) >= most or not self._specs.has_room(quota.name, nbytes):
             if not self._forget_some_loaders(quota):
@@ -327,7 +332,7 @@ class LoaderService:
 
     @asynccontextmanager
     async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
-        """Start a request: compute and prefetch batches, and yield a stream of the requested batches.
+        """Context manager that starts a request, and yields a stream of the requested batches.
 
         Args:
             caller: Caller of the request.
@@ -339,7 +344,8 @@ class LoaderService:
             UnknownLoader: If no loader with this key is registered.
             BatchOutOfRange: If a batch number is out of range.
             InvalidSpec: If the loader's order requires index lists and the request has none, or vice versa.
-            ServerUnavailable: If the server is shutting down, or the principal has too many consumers.
+            ServerUnavailable: If the server is shutting down, or the principal has too many consumers with open
+                requests.
         """
         self.refuse_when_draining()
         most = self.client_limits.max_batches_per_request
@@ -362,9 +368,9 @@ class LoaderService:
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
-        """Check authorization immediately before sending frames, and count their bytes during the ``with`` block.
+        """Context manager for sending frames: checks authorization, then counts `nbytes` as unread until its exit.
 
-        These bytes count toward the principal's unread responses, not toward the memory budget.
+        Unread bytes count toward the principal's limit on unread responses, not toward the memory budget.
 
         Raises:
             AccessDenied: If the caller is no longer authorized.

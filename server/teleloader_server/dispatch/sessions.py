@@ -43,7 +43,7 @@ class Engines:
         self._counters = counters
         self._limits = limits
         self.infos: dict[str, DatasetInfo] = {}
-        """Datasets that the shared engine has constructed; empty until it has started."""
+        """Descriptions of the datasets by name, from the shared engine; empty until the engine has started."""
         self._shared: asyncio.Task[Engine] | None = None
         self.sessions: Final[dict[str, _Session]] = {}
         """Sessions by loader key."""

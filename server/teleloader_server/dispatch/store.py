@@ -1,9 +1,9 @@
 """Batch store of an engine, with eviction.
 
-When memory or a principal's share of it is full, unwanted batches are evicted first, least recently used first; then
-batches that are needed later than the one to be started. If that does not suffice, the batch is not started yet, unless
-a client waits for it: then all batches for which no client waits are evicted, and the batch is started in any case.
-Full memory slows clients but never blocks them, except clients that do not read their responses.
+When memory or a principal's share of it is full, the store evicts unwanted batches in least-recently-used order, then
+batches that are needed later than the batch to be started. If that does not suffice, the start of the batch is
+postponed, unless a client waits for it: the store then also evicts batches without an open request, and the batch is
+started in any case. Full memory slows clients but never blocks them, except clients that do not read their responses.
 
 Synchronous functions over plain state, as in `dispatcher`.
 """
@@ -19,7 +19,7 @@ from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochStat
 from teleloader_shared.codec import BatchId
 
 CACHE_SHARE: Final = 1 / 8
-"""Fraction of the memory budget that unwanted batches may use; they are kept for consumers that lag behind.
+"""Fraction of the memory budget above which unwanted batches are evicted; below it, they serve consumers that lag.
 
 A larger fraction would slow all other consumers: memory that is reused immediately is in the CPU cache, and writing a
 large batch to fresh memory takes four times as long.
@@ -46,7 +46,7 @@ class Store:
         Not a dict, which takes linear time to find its first item after items were removed from its start.
         """
         self._sent_failures: dict[Batch, None] = {}
-        """Failures that were sent, and are evicted because no failure is sent twice."""
+        """Batches whose failure was sent; the next decision evicts them, so that a new request recomputes the batch."""
         self._epochs: dict[Epoch, EpochState] = {}
         """State of each epoch that has a batch or a consumer."""
         self.used = 0
@@ -54,7 +54,7 @@ class Store:
         self.active: dict[Consumer, None] = {}
         """Consumers that may need a batch, so that decisions need not examine many idle consumers."""
         self.deaths: dict[BatchId, int] = {}
-        """Number of worker exits that each batch caused with certainty, for batches of exited workers."""
+        """Number of worker exits that each suspect batch caused with certainty; 0 if it only may have caused one."""
 
     # -- batches
 
@@ -123,7 +123,7 @@ class Store:
         self._sent_failures.clear()
 
     def _resize(self, batch: Batch, nbytes: int) -> None:
-        """Set the size of a batch."""
+        """Set the size of a batch in bytes, and update all totals of used memory."""
         more = nbytes - batch.nbytes
         batch.nbytes = nbytes
         self.used += more
@@ -211,12 +211,12 @@ class Store:
         return self._memory.used + nbytes > self._memory.budget or self._count >= MAX_BATCHES
 
     def make_room(self, nbytes: int, distance: int, principal_share: PrincipalShare, *, force: bool) -> None:
-        """Evict batches that are needed later than a new batch, if eviction frees enough memory for the new batch.
+        """Evict unwanted batches, and batches that are needed later than a new batch, if that frees enough memory.
 
         Args:
-            nbytes: Estimated size of the new batch.
-            distance: Number of batches that its consumer needs before it.
-            principal_share: Principal of its consumer.
+            nbytes: Estimated size of the new batch, in bytes.
+            distance: Number of batches that the consumer of the new batch needs before it.
+            principal_share: Principal of this consumer.
             force: True to evict batches for which no client waits, even if that does not free enough memory.
         """
         for quota in (principal_share.quota, None):
@@ -228,12 +228,12 @@ class Store:
     def _make_room_of(
         self, quota: Quota | None, nbytes: int, distance: int, principal_share: PrincipalShare, *, force: bool
     ) -> None:
-        """Evict batches of a principal from its share of the memory, or of all principals for None."""
+        """Do the work of `make_room` for one limit: a principal's memory share, or the whole budget for None."""
         if force or self._would_fit(quota, nbytes, []):
             self._evict_unwanted(quota, nbytes)
             if not self._lacks(nbytes, quota):
                 return
-        # the rest examines every batch, so it is usually skipped for prefetching, and evicts more than this batch needs
+        # the rest examines every batch: prefetching therefore skips it often, and eviction frees more than is needed
         if principal_share.scans_to_skip and not force:
             principal_share.scans_to_skip -= 1
             return
@@ -273,9 +273,9 @@ class Store:
         return fits and (quota is not None or self._count - len(evicted) < MAX_BATCHES)
 
     def _evictable(self, quota: Quota | None, distance: int, *, force: bool) -> Iterator[tuple[int, Batch]]:
-        """Yield ready batches that are needed later than `distance`, and with `force` also all without an open request.
+        """Yield the distance and record of each wanted, ready batch that is needed later than `distance`.
 
-        The consumers of batches without an open request are idle, and may be disconnected.
+        With `force`, all wanted batches without an open request are included: their consumers may be disconnected.
         """
         if self._keeps_wanted:
             return

@@ -33,7 +33,7 @@ class RequestTrace:
 
     Args:
         within: Context of the client's span.
-        span: Server span from the request until all its batches are ready.
+        span: Server span of the request, which lasts until the stream of its batches is closed.
     """
 
     def __init__(self, within: Context, span: Span) -> None:
@@ -46,7 +46,11 @@ class RequestTrace:
 
     @classmethod
     def begin(cls, traceparent: str) -> RequestTrace | None:
-        """Start the trace of a request with a ``traceparent`` header; return None for untraced requests."""
+        """Start the server span of a request from its ``traceparent`` header.
+
+        Returns:
+            The trace, or None if tracing is off, or the request is not traced or not sampled.
+        """
         if not tracing.is_on() or not traceparent:
             return None
         from opentelemetry.trace import SpanKind
@@ -57,9 +61,10 @@ class RequestTrace:
         return cls(within, span) if span.is_recording() else None
 
     def made(self, k: int, made: Made | None) -> None:
-        """Record spans for the time of batch k in the queue and in each stage, which may have begun before the request.
+        """Record spans of batch k: its time in the queue, and each stage.
 
-        Does nothing if `made` is None, for failures that the server created itself.
+        Stages of a prefetched or shared batch may have started before the request. Does nothing if `made` is None, as
+        for failures that the server created itself.
         """
         if made is None:
             return
@@ -74,7 +79,7 @@ class RequestTrace:
             began = ended
 
     def end(self) -> None:
-        """End the server span once all batches are ready or the request is aborted."""
+        """End the server span, when the stream of the request's batches is closed."""
         self._span.end()
 
     @contextmanager

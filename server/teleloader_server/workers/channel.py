@@ -37,7 +37,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._packer = msgpack.Packer()
-        """Reused, because each new Packer allocates 256 KiB, which the C library may return to the kernel each time."""
+        """Reused for all messages: a new Packer allocates 256 KiB, which the C library may return to the kernel."""
         self._unpacker = msgpack.Unpacker(max_buffer_size=2**31 - 1)
         self._fds: deque[int | None] = deque()
         """Received file descriptors, in order; None for a descriptor dropped because of the limit on open files."""
@@ -56,7 +56,7 @@ class Channel:
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """Receive complete messages and return them; the list can be empty.
+        """Receive data once, and return the messages that are complete; the list can be empty.
 
         Raises:
             EOFError: If the other end is closed, or its process has exited.

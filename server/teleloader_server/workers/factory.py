@@ -38,7 +38,7 @@ class PoolFactory(Protocol):
         """Create a pool of private workers for a loader, or return None if the loader uses the shared pool.
 
         Raises:
-            InvalidSpec: If the spec names a function that is not allowed, or a disabled way of loading.
+            InvalidSpec: If the spec requests a function or a loading mode that the server does not allow.
         """
 
 
@@ -67,9 +67,10 @@ class ConfiguredPools:
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
-        """Create a pool with one private worker per shard of an iterable-style dataset, or a thread for `in_process`.
+        """Create the pool of a loader with private workers; return None if the loader uses the shared pool.
 
-        Returns None for other loaders of map-style datasets, because these loaders use the shared pool.
+        A loader of an iterable-style dataset gets one worker process per shard, or a thread if neither the server nor
+        the loader has workers. A loader with `in_process` gets a thread. Other loaders use the shared pool.
         """
         for name in (spec.collate, spec.worker_init):
             if name is not None and name not in info.functions:
@@ -106,7 +107,7 @@ class ObjectPools:
     Workers are forked from this process, and see the objects in their state at the time of the fork.
 
     Args:
-        datasets: Function that returns the hosted datasets, whose lengths may change.
+        datasets: Function that returns the hosted datasets; their lengths may change between two calls.
         limits: Limits of each pool.
     """
 

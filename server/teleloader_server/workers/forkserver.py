@@ -36,7 +36,7 @@ from teleloader_server.workers.procfs import shortage
 _WORKER_GRACE_S: Final = 2.0
 """Grace period in seconds for workers to exit when the server stops."""
 _FORKSERVER_GRACE_S: Final = 2 * _WORKER_GRACE_S
-"""Grace period in seconds for a fork server to exit before it is killed: it may still construct its datasets."""
+"""Grace period in seconds for a fork server to exit before it is killed: it may still be constructing datasets."""
 
 
 class ForkServer:
@@ -96,14 +96,17 @@ class ForkServer:
         return cls(channel, pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def split(self) -> ForkServer:
-        """Fork this fork server for another pool; the new fork server has the datasets as they were constructed."""
+        """Fork this fork server for another pool; the new fork server has the datasets in their initial state."""
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])
         return ForkServer(channel)
 
     def reap(self) -> None:
-        """Stop the fork server and its workers by closing the channel; kill the process after the grace period."""
+        """Stop the fork server and its workers by closing the channel, and wait for the exit of the fork server.
+
+        Kill the fork server if it does not exit within the grace period.
+        """
         with self._reaping:
             self.channel.hang_up()
             if self.end == -1:
@@ -225,7 +228,7 @@ def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
 
 
 def _close_watched(selector: selectors.BaseSelector) -> None:
-    """Close the descriptors of other workers in a forked process."""
+    """Close the inherited pidfds of other workers in a forked process."""
     for key in list(selector.get_map().values()):
         if isinstance(key.fileobj, int):
             os.close(key.fileobj)
@@ -233,7 +236,7 @@ def _close_watched(selector: selectors.BaseSelector) -> None:
 
 
 def _fork_child(control: Channel, selector: selectors.BaseSelector, run: Callable[[Channel], int]) -> int:
-    """Fork a process for the channel that the server has sent, and report its exit through the selector."""
+    """Fork a process for the channel end received from the server, watch its exit in the selector; return its PID."""
     end = socket.socket(fileno=control.take_fd())
 
     def run_in_child() -> int:
@@ -248,7 +251,7 @@ def _fork_child(control: Channel, selector: selectors.BaseSelector, run: Callabl
 
 
 def _fork(end: socket.socket, run: Callable[[], int]) -> int:
-    """Fork a process that exits with the result of `run`; close `end`, its end of a channel, in this process."""
+    """Fork a process that exits with the result of `run`; close `end`, its channel end, here, and return its PID."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the child must not print buffered output again
             stream.flush()
@@ -273,7 +276,7 @@ def _fork(end: socket.socket, run: Callable[[], int]) -> int:
 
 
 def _become_child() -> None:
-    """Exit with the parent process, and run the hooks that `multiprocessing` runs in forked processes."""
+    """Make this process exit when its parent exits, and run the hooks that `multiprocessing` runs after a fork."""
     worker.end_with_parent()
     # a multiprocessing.Queue that the parent has used expects a feeder thread, until its hook resets it in the child
     BaseProcess._after_fork()  # type: ignore[attr-defined]

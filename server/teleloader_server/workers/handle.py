@@ -102,7 +102,10 @@ class WorkerHandle:
         self._status_file = file
 
     def current_task(self) -> Task | None:
-        """Return the task in progress, or None. It need not be the first task: results are reported in groups."""
+        """Return the open task that the worker is computing, or None if there is none.
+
+        This need not be the first open task, because the worker reports results in groups.
+        """
         return self.health.tasks.get(self._current_task_id())
 
     def _current_task_id(self) -> int:
@@ -160,7 +163,10 @@ class WorkerHandle:
 
 
 def _without_own_frames(stacks: str) -> str:
-    """Cut each stack (most recent call first) at the first frame of this package, whose callers are always the same."""
+    """Cut each stack (most recent call first) below the first frame of this package: its callers are always the same.
+
+    The stack of the worker's own reporting thread is removed.
+    """
     threads = [thread for thread in stacks.rstrip().split("\n\n") if _OWN_THREAD not in thread]
     kept, below = [], False
     for line in "\n\n".join(threads).splitlines():

@@ -20,14 +20,15 @@ from teleloader_shared.codec import BatchId
 from teleloader_shared.units import counted
 
 MIN_BACKOFF: Final = 0.05
+"""Delay in seconds after the first failure; each further failure doubles the delay, up to `MAX_BACKOFF`."""
 MAX_BACKOFF: Final = 5.0
 CHECK_INTERVAL: Final = 0.25
 """Seconds between two checks of all workers; shorter with a short `batch_timeout`."""
 MIN_CHECK_INTERVAL: Final = 0.02
 STOP_TIMEOUT: Final = 3.0
-"""Seconds after which a process with tasks that is stopped (SIGSTOP) is killed."""
+"""Seconds for which a worker that has work may be stopped (SIGSTOP) before it is killed."""
 MAX_FAILED_STARTS: Final = 3
-"""Number of consecutive failed starts after which waiting requests get an error, while starting is still retried."""
+"""Number of consecutive failed starts after which waiting requests get an error; the pool continues to retry."""
 
 Attribution = BatchId | Literal["unknown", "nobody", "machine"]
 """Cause of a worker's exit. Attributions with their causes and consequences:
@@ -36,8 +37,8 @@ Attribution = BatchId | Literal["unknown", "nobody", "machine"]
   SIGTSTP, SIGTTIN, SIGTTOU). One of its batches may be the cause, so each is recomputed by a worker without other
   batches. When a batch has killed three such workers, `WorkerDied` replaces it.
 - ID of a batch: the batch exceeded `batch_timeout`. `LoaderTimeout` replaces it, without a retry.
-- ``machine``: no file descriptor, memory or process was available for the worker or for its batches. Retried with
-  backoff; after `batch_timeout`, replaced by `WorkerDied`, which names the resource.
+- ``machine``: no file descriptor, memory or process was available for the worker or for its batches. Its batches are
+  retried with backoff; after `batch_timeout`, `WorkerDied` replaces them and names the resource.
 - ``nobody``: preempted for another client, or not ready after `batch_timeout`. Its batches are recomputed.
 """
 
@@ -206,7 +207,9 @@ class Restarts:
     last_duration: float | None = None
     """Seconds from the last exit until the next process was ready; None before the first restart."""
     failures: int = 0
-    """Number of consecutive processes that exited before they completed a task."""
+    """Number of consecutive failures, for the backoff: failed starts, exits before the first completed task, and exits
+    for lack of a resource.
+    """
     failed_starts: int = 0
     """Number of consecutive processes that exited before they were ready, although no resource was exhausted."""
     exited_at: float | None = None
@@ -214,22 +217,22 @@ class Restarts:
     lacking_since: float | None = None
     """Time at which a resource to start a process became unavailable; None while the resources are available."""
 
-    def exited(self, loss: WorkerExit, health: WorkerHealth, now: float) -> float:
+    def exited(self, worker_exit: WorkerExit, health: WorkerHealth, now: float) -> float:
         """Record an exit; return the delay before the next start, in seconds.
 
         A worker that exits before it has completed a task is likely to do so again: backoff limits the load.
         """
         self.count += 1
-        self.last_exit = loss.reason
+        self.last_exit = worker_exit.reason
         self.exited_at = now
-        if loss.attribution == "machine":
+        if worker_exit.attribution == "machine":
             return self.start_failed()
         self.failures = 0 if health.completed else self.failures + 1
         self.failed_starts += not health.ready
         return backoff(self.failures)
 
     def start_failed(self) -> float:
-        """Record a start that failed for lack of a resource; return the retry delay in seconds."""
+        """Record a failed start, or an exit for lack of a resource; return the retry delay in seconds."""
         self.failures += 1
         return backoff(self.failures)
 
@@ -272,7 +275,7 @@ class Shortages:
         self._since.clear()
 
     def overdue(self, lost: Iterable[BatchId], limits: Limits, now: float) -> frozenset[BatchId]:
-        """Record failed batches; return the batches that have been failing for longer than `batch_timeout`."""
+        """Record failed batches; return and forget those that have been failing for longer than `batch_timeout`."""
         overdue = {k for k in lost if 0 < limits.batch_timeout < now - self._since.setdefault(k, now)}
         for batch_id in overdue:
             del self._since[batch_id]

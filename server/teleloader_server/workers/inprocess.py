@@ -40,11 +40,11 @@ class InProcessPool:
         self._limits = limits
         self._random_state = OwnRandomState()
         self._tasks: SimpleQueue[Task | str | None] = SimpleQueue()
-        """Tasks, keys of loaders to forget, and None at the end."""
+        """Input of the thread: tasks, keys of loaders to forget, and finally None, which ends the thread."""
         self._pending: dict[int, Task] = {}
         """Open tasks by ``id(task)``."""
         self._current: tuple[Task | None, float] = None, 0.0
-        """Task in progress, and the time of its start."""
+        """Task in progress and the time of its start; (None, 0) while the thread is idle."""
         # a daemon thread, because user code that never returns must not prevent the process from exiting
         self._thread = threading.Thread(target=self._run, name="teleloader-loading", daemon=True)
 

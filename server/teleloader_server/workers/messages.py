@@ -119,7 +119,7 @@ class ForgetLoader(NamedTuple):
 
 
 class FreeSlots(NamedTuple):
-    """Message to a worker: shared-memory slots are free for reuse, because the server has sent their frames."""
+    """Message to a worker: shared-memory slots are free for reuse, because the server has released their frames."""
 
     slots: Sequence[int]
 
@@ -138,7 +138,7 @@ class Ready(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Message from a worker: progress without a result, while batches are skipped."""
+    """Message from a worker: progress without a result, while the worker skips batches."""
 
 
 class PassStarted(NamedTuple):

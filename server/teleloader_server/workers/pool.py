@@ -45,7 +45,7 @@ class PoolListener(Protocol):
     def worker_resumed(self) -> None:
         """Resume submitting tasks to a worker that had stalled."""
 
-    def worker_lost(self, worker: int, tasks: Sequence[Task], loss: WorkerExit) -> None:
+    def worker_lost(self, worker: int, tasks: Sequence[Task], worker_exit: WorkerExit) -> None:
         """Requeue the open tasks of a worker that exited; `worker_ready` reports when its replacement accepts tasks."""
 
 
@@ -55,10 +55,11 @@ class WorkerState:
 
     worker: int
     pid: int | None
+    """Process ID; None until the process has started."""
     ready: bool
     restarts: Restarts
     task: Task | None
-    """Task in progress."""
+    """Task in progress; None if the worker is idle."""
     working_for: float
     """Approximate seconds since the start of `task`; 0 if the worker has no tasks."""
 
@@ -82,7 +83,7 @@ class Pool(Protocol):
         """Submit a task to a ready worker, which computes its tasks in the order of submission."""
 
     def take(self, worker: int, reason: str) -> None:
-        """Preempt a worker: kill its process, and start a replacement. Threads are not killed.
+        """Preempt a worker: kill its process, and start a replacement; do nothing in a pool with a thread.
 
         Args:
             worker: Worker ID.

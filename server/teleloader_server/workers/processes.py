@@ -55,7 +55,7 @@ class _Place:
     began: Sequence[Any] | None = None
     """`Began` of the current pass over an iterable-style dataset, from which the next process resumes."""
     reached: Sequence[Any] | None = None
-    """`Reached` of the current pass."""
+    """`Reached` of the most recent result; sent to the next process."""
 
 
 class ProcessPool:
@@ -156,7 +156,7 @@ class ProcessPool:
         return [pid for pid in pids if pid is not None]
 
     def split_forkserver(self) -> ForkServer:
-        """Fork the fork server for another pool; the new fork server has the datasets as they were constructed.
+        """Fork the fork server for another pool; the new fork server has the datasets in their initial state.
 
         Raises:
             ConfigError: If the fork server is being restarted.
@@ -186,8 +186,8 @@ class ProcessPool:
             case messages.Forked(worker, pid):
                 self._places[worker].process.pid = pid
             case messages.ForkFailed(worker, reason):
-                loss = WorkerExit(f"worker {worker} cannot start: {reason}", "machine")
-                self._remove_worker(self._places[worker].process, loss)
+                worker_exit = WorkerExit(f"worker {worker} cannot start: {reason}", "machine")
+                self._remove_worker(self._places[worker].process, worker_exit)
             case messages.Exited(pid, status):
                 self._exited(pid, status)
 
@@ -217,7 +217,7 @@ class ProcessPool:
         return process
 
     def _receive(self, process: WorkerHandle) -> bool:
-        """Receive and handle messages of a worker; return False if no more are available."""
+        """Receive and handle messages of a worker; return False if none is available or the channel has ended."""
         try:
             received = process.channel.receive()
         except BlockingIOError:
@@ -258,8 +258,8 @@ class ProcessPool:
             self._shortages.ended()
         except OSError as error:
             # the descriptor is lost, and the server could not read the frames that the worker writes to the slot
-            loss = WorkerExit(f"{process} was killed: cannot map shared memory: {shortage(error)}", "machine")
-            self._kill(process, loss)
+            worker_exit = WorkerExit(f"{process} was killed: cannot map shared memory: {shortage(error)}", "machine")
+            self._kill(process, worker_exit)
 
     def _ready(self, process: WorkerHandle) -> None:
         now = time.monotonic()
@@ -349,11 +349,11 @@ class ProcessPool:
         reason = f"{process} was killed: {doing} exceeded the timeout of {limit:g} s (--batch-timeout)"
         self._kill(process, WorkerExit(reason, "nobody" if task is None else task.batch_id, stack))
 
-    def _kill(self, process: WorkerHandle, loss: WorkerExit) -> None:
+    def _kill(self, process: WorkerHandle, worker_exit: WorkerExit) -> None:
         """Kill and replace a process, even if it is in uninterruptible sleep."""
         if process.pid is not None:
             _signal(process.pid, signal.SIGKILL)
-        self._remove_worker(process, loss)
+        self._remove_worker(process, worker_exit)
 
     # -- exits
 
@@ -390,26 +390,26 @@ class ProcessPool:
         while process.channel.fileno() != -1 and self._receive(process):
             pass
 
-    def _remove_worker(self, process: WorkerHandle, loss: WorkerExit) -> None:
+    def _remove_worker(self, process: WorkerHandle, worker_exit: WorkerExit) -> None:
         place, now = self._places[process.number], time.monotonic()
         tasks, was_ready = list(process.health.tasks.values()), process.health.ready
         is_current = not self._closing and place.process is process and place.respawn is None
-        delay = place.restarts.exited(loss, process.health, now) if is_current else 0.0
+        delay = place.restarts.exited(worker_exit, process.health, now) if is_current else 0.0
         self._forget(process)
         if not is_current:
             return
-        lacks_resource = loss.attribution == "machine"
+        lacks_resource = worker_exit.attribution == "machine"
         if lacks_resource:
             overdue = self._shortages.overdue([task.batch_id for task in tasks], self._limits, now)
-            loss = dataclasses.replace(loss, overdue=overdue)
-        stack = f". Stack of the worker:\n{loss.stack}" if loss.stack else ""
+            worker_exit = dataclasses.replace(worker_exit, overdue=overdue)
+        stack = f". Stack of the worker:\n{worker_exit.stack}" if worker_exit.stack else ""
         logger.warning(
             "%s; reassigning %d batches; starting a new worker in %.2f s%s",
-            loss.reason, len(tasks), delay, stack, extra=process.log_fields,
+            worker_exit.reason, len(tasks), delay, stack, extra=process.log_fields,
         )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
-        self._listener.worker_lost(process.number, tasks, loss)
-        self._report_failed_start(place, loss.reason, lacks_resource=lacks_resource and not was_ready)
+        self._listener.worker_lost(process.number, tasks, worker_exit)
+        self._report_failed_start(place, worker_exit.reason, lacks_resource=lacks_resource and not was_ready)
 
     def _report_failed_start(self, place: _Place, reason: str, *, lacks_resource: bool) -> None:
         # if workers compute batches in turn, no worker can replace another one

@@ -112,7 +112,10 @@ def shortage(error: OSError) -> str:
 
 
 def oom_kills() -> int:
-    """Return the number of processes killed by the kernel's OOM killer since boot, including those in containers."""
+    """Return the number of processes killed by the kernel's OOM killer since boot, including those in containers.
+
+    Returns 0 if the kernel does not report the number.
+    """
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

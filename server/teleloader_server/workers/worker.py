@@ -72,7 +72,7 @@ def ignore_stop_signals() -> None:
 
 
 def configure_forked_children() -> None:
-    """Configure processes forked by user code in this worker: accept SIGTERM, and exit together with the worker."""
+    """Make processes that user code forks from this worker accept SIGTERM, and exit together with the worker."""
     worker = os.getpid()
     by_main_thread = False
 
@@ -198,7 +198,7 @@ class Worker:
 
     @property
     def _shards_of_ranks(self) -> tuple[int, int]:
-        """Rank and world size for numbering shards; (0, 1) for a map-style dataset."""
+        """Rank and world size for numbering shards; (0, 1) for a shared worker or a map-style dataset."""
         session = self._session
         if session is None or self._hosted[session.dataset].info.kind == "map":
             return 0, 1
@@ -211,7 +211,7 @@ class Worker:
         return (self._session.seed + self._id) % 2**63  # an int64, as in torch
 
     def _adopt_torch(self) -> None:
-        """Configure torch as in torch's own workers, if it is imported."""
+        """Configure torch as in torch's own workers, if torch is imported."""
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)
@@ -272,7 +272,7 @@ class Worker:
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
-        """Exit if user code forked this process and let it return: it would use the worker's channel."""
+        """Exit if this process was forked by user code and has returned from it: it would use the worker's channel."""
         if os.getpid() != self._pid:
             print(f"the dataset forked process {os.getpid()}, which returned: end it with os._exit()", file=sys.stderr)
             sys.stderr.flush()
@@ -308,11 +308,11 @@ class Worker:
 
 
 def _replica(hosted: HostedDataset) -> HostedDataset:
-    """Return the worker's own copy of a dataset with state in shared memory; other datasets are copied by the fork.
+    """Return a deep copy of an iterable-style dataset that has ``set_epoch``; return other datasets unchanged.
 
-    An iterable-style dataset may store its epoch in shared memory for persistent workers (Hugging Face datasets do),
-    but here workers of different loaders are in different epochs. Map-style datasets are not copied, because they may
-    contain the data themselves.
+    Such a dataset may store its epoch in shared memory for persistent workers (Hugging Face datasets do), but here,
+    workers of different loaders are in different epochs. Map-style datasets are not copied, because they may contain
+    the data themselves.
     """
     if hosted.info.kind == "map" or not accepts(hosted.dataset, "set_epoch", 0):
         return hosted
