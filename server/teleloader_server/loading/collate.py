@@ -1,8 +1,8 @@
 """Implementation of torch's default_collate and default_convert that works without torch.
 
 Containers, dtypes and error messages are the same as in ``torch.utils.data.default_collate`` (2.13). Arrays are stacked
-lazily: a `Stack` knows its shape and dtype, and writes its arrays when a buffer is available, which in a worker is
-shared memory.
+lazily: a `Stack` knows its shape and dtype, and writes its arrays once a buffer is available (in a worker, shared
+memory).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TORCH_NAMES: Final = {
     "uint8": "Byte", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64",
     "complex64": "ComplexFloat", "complex128": "ComplexDouble",
 }  # fmt: skip
-"""torch's names of dtypes in its error messages about promotion."""
+"""Names of dtypes in torch's error messages about type promotion."""
 
 _KEEP_WHAT_THEY_HOLD: Final = (dict, OrderedDict, defaultdict, list, tuple, deque)
 """Containers that only store their items, and may therefore contain `Stack` objects; other types may compute with their
@@ -170,7 +170,7 @@ def default_convert(sample: Any) -> Any:
 
 
 class _Stacking(NamedTuple):
-    """Functions that stack a column of arrays and a column of torch tensors."""
+    """Functions that stack the values of one field of all samples: NumPy arrays, or torch tensors."""
 
     arrays: Callable[[Sequence[NDArray[Any]]], Any]
     tensors: Callable[[Any, Sequence[Any]], Any]
@@ -276,7 +276,7 @@ def _array_of(value: Any) -> NDArray[Any]:
 
 
 def _floats(column: Sequence[Any]) -> Tensor:
-    """Convert a column of numbers whose first one is a Python float to float64, as torch does."""
+    """Convert numbers, the first of which is a Python float, to a float64 array, as torch does."""
     for number in column:
         if isinstance(number, np.ndarray) and number.ndim:
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
@@ -286,7 +286,7 @@ def _floats(column: Sequence[Any]) -> Tensor:
 
 
 def _numbers(column: Sequence[Any]) -> Tensor:
-    """Convert a column of Python and NumPy numbers to an array of the dtype that torch infers."""
+    """Convert Python and NumPy numbers to an array of the dtype that torch infers."""
     kinds = set(map(type, column))
     if kinds == {bool}:
         return np.array(column, np.bool_).view(Tensor)

@@ -63,8 +63,8 @@ class HostedDataset:
         """Return True if batches are fetched with the dataset's ``__getbatch__`` method, without collation.
 
         ``__getbatch__(indices)`` is a method specific to teleloader: it takes an int64 array of shape (batch size,) and
-        returns the batch, whose arrays have the batch as their first dimension. It is not used with a collate function
-        or with seeding per sample, which require single samples.
+        returns the batch; the first dimension of the batch's arrays is the batch size. The method is not used with a
+        collate function or with seeding per sample, which require single samples.
         """
         collate = self.collate if name is None else self.functions[name]
         if collate is not None or self.info.seeding != "batch" or self.info.kind != "map":
@@ -82,14 +82,14 @@ class HostedDataset:
         return self.default_convert(sample) if collate is None else collate(sample)
 
     def copied(self) -> HostedDataset:
-        """Return a record with a copy of the dataset; the same record if the dataset cannot be copied."""
+        """Return a record with a deep copy of the dataset, or this record if the dataset cannot be copied."""
         try:
             return replace(self, dataset=deepcopy(self.dataset))
         except Exception:  # noqa: BLE001 - files, locks and generators cannot be copied
             return self
 
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
-        """Return the worker-init function with a name, or the dataset's own function, if any, for None."""
+        """Return the worker-init function with the given name; for None, the dataset's own function, if any."""
         return self.worker_init if name is None else self.functions[name]
 
 
@@ -229,7 +229,7 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def is_factory(found: Any) -> bool:
-    """Return True for a class or function that creates a dataset, False for a dataset object."""
+    """Return True if the object is a class or function that creates a dataset, and not a dataset itself."""
     return isinstance(found, type) or (
         callable(found) and not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")
     )

@@ -47,7 +47,7 @@ class DirectLoader:
         return host(self._dataset, name=self._name)
 
     def beginning(self, epoch: int) -> str | None:
-        """Return the dataset's current state, for resuming at the start of an epoch.
+        """Return the dataset's current state in serialized form, for resuming at the start of an epoch.
 
         Returns None for a map-style dataset, and for a dataset without a state.
         """
@@ -60,7 +60,7 @@ class DirectLoader:
             spec: Specification of the loader.
             epoch: The epoch.
             seeded: True to seed random generators per batch, as in a worker, and to restore the generators of this
-                process after each batch. False to use the generators of this process, as torch's ``num_workers=0``.
+                process after each batch. False to use the generators of this process, as torch with ``num_workers=0``.
             torch: True to collate with torch's ``default_collate`` and ``default_convert``, False to use the functions
                 of this package.
         """
@@ -75,7 +75,7 @@ class DirectLoader:
         return DirectEpoch(hosted, spec, epoch, seeded=seeded)
 
     def workers(self, spec: LoaderSpec, functions: Mapping[str, Callable[..., Any]]) -> DirectWorkers:
-        """Create the workers of a registered loader in the calling thread, for tests without a server.
+        """Create the workers of a loader spec, which compute batches in the calling thread; for tests without a server.
 
         Args:
             spec: Specification of the loader.
@@ -159,7 +159,7 @@ class _DirectWorker:
             self._contexts.append(WorkerScope(shard, spec.num_workers * spec.world_size, seed, hosted.dataset))
         self._loading = Loading({spec.dataset: hosted}, -1, DEFAULT_MAX_BATCH_BYTES)
         self._init_failure: Exception | None = None
-        """Reported in place of each batch, as in a worker process."""
+        """Exception of the worker-init function, reported in place of each batch; None if it succeeded."""
         with self._inside():
             seed_worker(spec.seed, shard)
             try:

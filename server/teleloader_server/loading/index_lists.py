@@ -20,7 +20,7 @@ from teleloader_shared.errors import InvalidSpec, ProtocolError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
 MAX_HEADER_BYTES: Final = 512 * 2**10
-"""Maximum size in bytes of a frame's header, whose fields the event loop splits at more than 100 MB/s."""
+"""Maximum size in bytes of a frame's header: the event loop splits it into fields, at more than 100 MB/s."""
 MAX_PLAIN_BYTES: Final = 16 * 2**10
 """Maximum size in bytes of a msgpack list of integers, which the event loop parses completely."""
 MAX_FIELD_BYTES: Final = 256
@@ -92,7 +92,10 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
 
 
 def first_integers(frame: bytes, count: int) -> list[int]:
-    """Return the first `count` integers of an index list, for error messages, or [] for indices of other types."""
+    """Return the integers among the first `count` indices of a list, for error messages and statistics.
+
+    Returns an empty list if the indices are of other types.
+    """
     try:
         listed = _parse(frame)
         match _small(listed.tree, MAX_PLAIN_BYTES):
@@ -172,7 +175,10 @@ def _parse(frame: bytes) -> _List:
 
 
 def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
-    """Yield the fields of a msgpack map; values are not parsed, because each nested list would become an object."""
+    """Yield the name and the encoded value of each field of a msgpack map.
+
+    Values are not parsed, because each nested list would become an object.
+    """
     unpacker = msgpack.Unpacker(max_buffer_size=len(header))
     unpacker.feed(header)
     try:
@@ -199,7 +205,7 @@ def _skipped(unpacker: msgpack.Unpacker, header: memoryview) -> bytes:
 
 
 def _small(packed: bytes, limit: int) -> object:
-    """Parse a msgpack value whose size permits parsing in the event loop.
+    """Parse a msgpack value in the event loop, which requires a limited size.
 
     Raises:
         ProtocolError: If the value is larger than `limit` bytes, or is not msgpack.

@@ -51,7 +51,7 @@ class Pass:
     generators: Any = None
     """Random state at the start of the pass."""
     is_unverified: bool = False
-    """True if an earlier worker may have fetched samples that no replay can be compared with."""
+    """True if an earlier worker may have fetched samples without a digest, against which a replay could be verified."""
 
     @staticmethod
     def number(task: Task) -> int:
@@ -59,15 +59,18 @@ class Pass:
         return task.batch_id.batch // task.spec.shards
 
     def state(self, number: int) -> str | None:
-        """Return the shard state after a batch; for the first delivered batch, include the state before the batch."""
+        """Return the shard state after a batch; None for a dataset without a state.
+
+        For the first delivered batch, include the state before the batch.
+        """
         return self.shard.state(with_beginning=self.replay.first in (None, number))
 
     def fetch(self, task: Task) -> list[Any] | None:
         """Fetch the samples of a batch; return None after the end of the shard.
 
         Raises:
-            WorkerDied: The shard has fewer samples than an earlier worker delivered, or the samples that the earlier
-                worker fetched are unknown.
+            WorkerDied: If the shard has fewer samples than an earlier worker delivered, or if the samples that the
+                earlier worker fetched are unknown.
         """
         samples = self.shard.fetch(self.number(task))
         if samples is None and self.replay.falls_short():
@@ -150,7 +153,7 @@ class Passes:
         """Record a batch as delivered, and compare a replayed batch with the delivery of the previous worker.
 
         Raises:
-            WorkerDied: An earlier worker delivered different batches up to this one.
+            WorkerDied: If the batches up to this one differ from the batches that an earlier worker delivered.
         """
         replay, (loader, epoch, _) = pass_.replay, task.batch_id
         if not replay.matches(pass_.number(task), frame, checksum=task.spec.checksum):
@@ -160,7 +163,7 @@ class Passes:
             self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
 
     def end(self, task: Task, state: str | None) -> None:
-        """Record the state at the end of a shard, in which a dataset that is its own iterator starts the next epoch."""
+        """Record the state at the end of a shard: a dataset that is its own iterator starts the next epoch with it."""
         (loader, epoch, _), number = task.batch_id, Pass.number(task)
         if self.reached is None or self.reached[:2] != (loader, epoch):
             self.reached = Reached(loader, epoch, Delivered(number, number, 0, None))
@@ -186,7 +189,8 @@ class Passes:
             spec.batch_size,
             spec.drop_last,
             epoch=task.batch_id.epoch,
-            # looked up and not bound, because a pass refers to its shard: a reference cycle would keep the dataset
+            # looked up and not bound, because a pass refers to its shard: a reference cycle would keep the dataset in
+            # memory until the next garbage collection
             random_numbers=(WorkerRandomNumbers if self._seeds else CallersRandomNumbers)(
                 lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
             ),
@@ -225,7 +229,10 @@ class Passes:
         return Delivered(number, number, 0, state) if has_begun or (is_own_iterator and has_iterated) else None
 
     def _prepare(self, hosted: HostedDataset, task: Task, pass_: Pass, saved: Any) -> None:
-        """Set the epoch and the random state before iterating the dataset; the state is the same within an epoch."""
+        """Set the epoch and the random state before iterating the dataset.
+
+        All iterations of the same epoch start with the same random state.
+        """
         loader, epoch, _ = task.batch_id
         if accepts(hosted.dataset, "set_epoch", epoch):
             hosted.dataset.set_epoch(epoch)
@@ -245,7 +252,10 @@ class Passes:
         self._tell_began(Began(loader, epoch, *texts))
 
     def _skip(self, hosted: HostedDataset, task: Task, pass_: Pass, number: int, outcome: Outcome) -> None:
-        """Recompute a delivered batch that is skipped, because collate functions draw random numbers as well."""
+        """Collate a skipped batch, because collate functions may draw random numbers as well.
+
+        If an earlier worker delivered the batch, also compute its frame, and verify it against the earlier delivery.
+        """
         self._skipped()
         if isinstance(outcome, Exception):
             return

@@ -20,7 +20,7 @@ class Loading:
 
     Args:
         hosted: Datasets by name.
-        worker: ID of the worker; -1 in the server process itself.
+        worker: ID of the worker; -1 outside of worker processes.
         max_batch_bytes: Maximum size of a frame in bytes.
         torch_loaded: Callback, called if a dataset imports torch while loading a batch.
         skipped: Callback, called for each batch of an iterable-style dataset that is computed only to reach a later

@@ -98,8 +98,8 @@ class WorkerRandomNumbers(RandomNumbers):
     """Random generators of a worker process that iterates an iterable-style dataset.
 
     Args:
-        prepare: Callback, called before the dataset is iterated, with the saved random state of the epoch's start or
-            None.
+        prepare: Callback, called before the dataset is iterated, with the random state that was saved at the start of
+            the epoch, or None.
         initial: Random state with which each worker with this ID starts; None if the workers start with different
             states.
     """

@@ -43,16 +43,16 @@ class Replay:
 
     def __init__(self, earlier: Delivered | None = None) -> None:
         self.first = None if earlier is None else earlier.first
-        """First delivered batch; None before the first delivery."""
+        """Position of the first delivered batch in the shard; None before the first delivery."""
         self.next = 0 if earlier is None else earlier.next
-        """Batch after the last delivered one."""
+        """Position after the last delivered batch."""
         self.digest = 0 if earlier is None else earlier.digest
-        """Digest of all batches before `next`."""
+        """Digest of the batches [first, next)."""
         self._saved = {self.next: self.digest}
-        """Digest by batch number, for resuming from an earlier worker's state."""
+        """Digest by position in the shard, for resuming from an earlier worker's state."""
         self._current = 0
         self._position = self.next
-        """Batch after the last one of the current iteration."""
+        """Position after the last batch of the current iteration."""
 
     def restart(self, number: int) -> None:
         """Restart the digest before batch `number`, from which the dataset is iterated again."""
@@ -86,7 +86,7 @@ class Replay:
     def falls_short(self) -> bool:
         """Return True if the dataset ended before the position that the previous worker reached.
 
-        To be called at the end of the dataset. Returns True only once, because the shard then ends there.
+        Call this at the end of the dataset. Only the first call can return True, because the shard then ends there.
         """
         is_short = self._position < self.next
         self._position = self.next

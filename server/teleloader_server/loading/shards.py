@@ -1,4 +1,4 @@
-"""Shard of an iterable-style dataset in one worker; reaches any batch of the shard by iterating and counting."""
+"""Shard of an iterable-style dataset; seeks to a batch by iterating from a saved state or from the beginning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Shard:
         random_numbers: Random generators that the dataset uses.
         passed: Callback, called with the number and the outcome of each skipped batch.
         saved: Results of `state` in earlier processes. To reach a batch, iteration starts at the last of these states
-            before it.
+            that precedes the batch.
         max_state: Maximum length of a state in characters.
     """
 
@@ -80,11 +80,11 @@ class Shard:
         self._keepers: dict[str, Any] = {}
         """Objects with a ``state_dict``: the dataset, its iterator, both or none."""
         self._was_loaded = False
-        """True if a saved state was loaded into the dataset, which can then not be iterated from its start."""
+        """True if a saved state was loaded into the dataset: it can no longer be iterated from its start."""
         self._source: dict[str, Any] = {}
-        """State from which the dataset is iterated; empty for its start."""
+        """State from which the dataset is iterated; empty to iterate from the start."""
         self.next = 0
-        """Number of the batch that the open iterator yields next."""
+        """Position in the shard of the batch that the open iterator yields next."""
         self.samples = 0
         """Number of samples fetched since the start of the epoch."""
         self._ended = False
@@ -101,7 +101,7 @@ class Shard:
         Later batches are reached by skipping, earlier ones by iterating again from a saved state or from the start.
 
         Raises:
-            Exception: Exceptions of the dataset; the next call continues after it.
+            Exception: If the dataset raises an exception; the next call continues after the failed batch.
         """
         moves = self._is_new or number < self.next
         if moves:
@@ -152,7 +152,7 @@ class Shard:
             self._restore_random_numbers()
 
     def _in_this_epoch(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of this epoch in a saved state; the end of an earlier epoch is the start of this one."""
+        """Return the states of this epoch in a saved state; the state of another epoch is the start of this one."""
         if state["epoch"] == self._epoch:
             return [state, state["begins"]] if "begins" in state else [state]
         return [{**_BEGINNING, **{name: state[name] for name in ("dataset", "generators") if name in state}}]
@@ -241,7 +241,7 @@ class Shard:
 
 
 def state_of_beginning(dataset: Any, epoch: int) -> str | None:
-    """Return the serialized state of a dataset without active iterator; None if the dataset has no state."""
+    """Return the serialized state of a dataset that is not being iterated; None if the dataset provides no state."""
     if not is_stateful(dataset):
         return None
     try:

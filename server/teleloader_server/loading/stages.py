@@ -59,13 +59,14 @@ class Batch:
     remaining: Iterator[tuple[int, Stage]]
     """Stages that have not run yet, with their positions."""
     seconds: list[float]
-    """Time of each stage in seconds, excluding the stages that it ran with `run_remaining`."""
+    """Time of each stage in seconds, excluding later stages that it ran with `run_remaining`."""
     indices: Indices = field(default_factory=list)
     """Indices of the samples; empty for an iterable-style dataset."""
     has_indices: bool = False
     """True if the caller has set `indices`; otherwise `Fetch` sets them."""
     hosted: HostedDataset = field(init=False)
     padding: int = 0
+    """Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`)."""
     samples: list[Any] | None = None
     """Fetched samples; None before `Fetch`, and after the last batch of an iterable-style dataset."""
     pass_: Pass | None = None

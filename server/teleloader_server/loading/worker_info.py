@@ -36,8 +36,8 @@ _SHARD_FIELDS: Final = ("id", "num_workers", "seed", "dataset")
 def get_worker_info() -> WorkerInfo | None:
     """Return information about the current worker, or None outside worker processes and with ``num_workers=0``.
 
-    For datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()`` returns the same
-    information.
+    Use this function in datasets that must work without torch. With torch, ``torch.utils.data.get_worker_info()``
+    returns the same information.
     """
     return _current
 
@@ -95,7 +95,7 @@ def _recording_info() -> Any:
 
 
 def was_read() -> bool:
-    """Return True if user code has read a worker information field that differs between shards."""
+    """Return True if user code has read a field of its worker information that may differ between workers."""
     return _was_read
 
 
