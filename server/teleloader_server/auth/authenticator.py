@@ -29,14 +29,14 @@ from teleloader_shared.errors import AccessDenied, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
 
 MAX_REMEMBERED: Final = 1024
-"""Maximum number of cached Authorization headers; differently written headers can contain the same token."""
+"""Maximum number of cached Authorization headers: headers with different spelling can contain the same token."""
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Maximum number of browser sessions; a further sign-in ends the oldest session."""
 MAX_SESSIONS_PER_TOKEN: Final = 128
 """Maximum number of browser sessions of one token; a further sign-in ends the token's oldest session."""
 LOG_EVERY: Final = 10.0
-"""Minimum seconds between two log lines about rejected requests, because a client can send millions."""
+"""Minimum seconds between two log lines about rejected requests: a client can send millions of requests."""
 
 
 _NO_PAGE: Final = NO_PAGE_HEADER.lower().encode()
@@ -112,7 +112,7 @@ class Authenticator:
         """Return the principal identified by a request's token or cookie; `ANYONE` on a server without tokens.
 
         Args:
-            headers: Headers of the request that `RequestCaller` selected.
+            headers: Request headers, as selected by `RequestCaller`.
             scope: ASGI scope of the request.
 
         Raises:
@@ -194,7 +194,7 @@ class Authenticator:
 
         Args:
             method: HTTP method of the request; GET for a WebSocket.
-            headers: Headers of the request that `RequestCaller` selected.
+            headers: Request headers, as selected by `RequestCaller`.
 
         Raises:
             HttpProblem: If the Host header names another server (status 421), or the request is cross-site (403).
@@ -229,7 +229,7 @@ class Authenticator:
         return found
 
     def _expiry_after(self, now: float) -> float:
-        """Return the time (seconds since 1970) at which the next token expires; infinity if no token expires."""
+        """Return the time (seconds since 1970) of the first token expiry after `now`; infinity if there is none."""
         return min((entry.expires for entry in self.tokens.entries if entry.expires > now), default=math.inf)
 
     def _all(self) -> Tokens:
@@ -258,7 +258,7 @@ class Authenticator:
 
 
 class RequestCaller:
-    """`Caller` for one HTTP request or WebSocket, which authenticates and authorizes the client.
+    """Authentication and authorization of the client of one HTTP request or WebSocket; implements `Caller`.
 
     Args:
         authenticator: The server's authenticator.

@@ -35,7 +35,7 @@ def refuse_unprotected(address: str, *, has_tokens: bool, insecure: bool) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for a loopback IP address."""
+    """Return True if an IP address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -21,9 +21,9 @@ TOGETHER: Final = 16
 While several principals are active, one request of each principal is started.
 """
 MAX_NETWORKS: Final = 4096
-"""Maximum number of networks with a counter of their own; all others share a counter, which bounds the memory."""
+"""Maximum number of networks with a counter of their own; all others share one counter, to bound the memory."""
 RECENT: Final = 1.0
-"""Seconds for which a principal counts as active after its last request."""
+"""Seconds after its last request for which a principal counts as active, and a network keeps its own counter."""
 
 
 class RateLimiter:
@@ -124,7 +124,7 @@ class FairQueue:
         """Number of requests started in this iteration, by principal."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._last = ""
-        """Principal of the last request."""
+        """Name of the principal that sent the last request; empty before the first request."""
         self._several_until = 0.0
         """Time until which several principals count as active."""
         self._most = TOGETHER

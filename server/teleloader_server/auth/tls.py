@@ -28,7 +28,7 @@ class TlsFiles:
     keyfile: Path | None = None
     """Private key; None if it is in `certfile`."""
     keyfile_password: str | None = None
-    """Password of an encrypted key."""
+    """Password of the private key; None if the key is not encrypted."""
     ca_certs: Path | None = None
     """CA certificates for mutual TLS: clients must present a certificate issued by one of these CAs. None disables
     mutual TLS.

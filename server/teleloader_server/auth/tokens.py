@@ -15,11 +15,11 @@ from teleloader_server.config import ConfigError
 from teleloader_server.permissions import ANYONE, READ, STATS, Principal
 
 DEFAULT_SCOPES: Final = (READ, STATS)
-"""Scopes of a server's only token, and of tokens that ``teleloader-server token add`` generates."""
+"""Scopes of the token in ``--token-file`` or ``serve(token=...)``, and default of ``teleloader-server token add``."""
 
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""Pattern of valid tokens: the characters that RFC 6750 allows, and at least 16 of them, against guessing."""
+"""Pattern of valid tokens: the characters that RFC 6750 allows, and at least 16 of them to prevent guessing."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
