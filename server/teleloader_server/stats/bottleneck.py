@@ -1,7 +1,7 @@
 """Diagnosis of a consumer's bottleneck, with the recommended worker count: a pure function of measurements.
 
-- The training loop waits for data less than `MIN_DATA_WAIT`: training is the bottleneck, or loading and training are
-  balanced if the workers are busy.
+- The training loop waits for data during less than `MIN_DATA_WAIT` of the time: training is the bottleneck, or loading
+  and training are balanced if the workers are busy.
 - The training loop waits, and the requested batches were not ready on the server: the loader is the bottleneck.
 - The training loop waits, and the requested batches were ready: the network is the bottleneck.
 
@@ -21,10 +21,12 @@ from teleloader_shared.units import number, seconds
 MIN_DATA_WAIT: Final = 0.05
 """Data wait, as a fraction of the time, below which data loading does not limit training."""
 MIN_STARVED_SHARE: Final = 0.5
-"""Minimum fraction of the data wait with unready batches at which the loader, and not the network, is the bottleneck.
-"""
+"""Minimum ratio of the time with unready batches to the data wait at which the loader, not the network, is at fault."""
 MAJORITY: Final = 0.5
-"""Minimum fraction of time at which a cause is the bottleneck if the client reports no data wait."""
+"""Minimum fraction of time with unready batches (loader) or responses in transit (network) for this bottleneck.
+
+Applies only if the client reports no data wait.
+"""
 WORKERS_BUSY: Final = 0.8
 """Minimum busy fraction of the workers at which loading and training count as balanced."""
 CPUS_BUSY: Final = 0.8
@@ -41,7 +43,7 @@ MIN_BATCH_RATE: Final = 0.01
 MAX_WORKERS: Final = 1024
 """Maximum of the setting `num_workers`."""
 WORKERS_PER_CPU: Final = 4
-"""Maximum recommended workers per CPU: only a trial shows if more workers wait for I/O or for CPUs."""
+"""Maximum recommended workers per CPU: only a trial shows whether further workers would wait for I/O or for CPUs."""
 IDLE_GRACE_S: Final = 2.0
 """Seconds without a request after which a consumer counts as inactive."""
 IDLE_GRACE_BATCHES: Final = 20
@@ -62,11 +64,11 @@ class ConsumerRates(NamedTuple):
     byte_rate: float
     """Sent bytes/s."""
     starved_fraction: float
-    """Fraction of time for which requested batches were not ready."""
+    """Fraction of time during which requested batches were not ready."""
     sending_fraction: float
-    """Fraction of time for which a response was in transit."""
+    """Fraction of time during which a response was in transit."""
     data_wait_fraction: float | None
-    """Fraction of time for which the training loop waited for data, as reported by the client; None if unknown."""
+    """Fraction of time during which the training loop waited for data, as reported by the client; None if unknown."""
     stages: Mapping[str, float]
     """Mean time of a worker per batch in each stage (fetch, collate, encode), in seconds."""
 
@@ -74,7 +76,8 @@ class ConsumerRates(NamedTuple):
     def demand(self) -> float:
         """Number of workers that the training loop would keep busy if it had no data wait.
 
-        Equals the current load if the data wait is unknown.
+        Equals the current load if the data wait is unknown, or if the training loop consumes batches as fast as they
+        arrive.
         """
         training = 1.0 if self.data_wait_fraction is None or self.is_unthrottled else 1.0 - self.data_wait_fraction
         return self.batch_rate / training * sum(self.stages.values())
@@ -267,7 +270,7 @@ def _training_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None)
 
 
 def _faster(consumer: ConsumerRates) -> str:
-    """Name the slowest stage as the one to speed up."""
+    """Recommend speeding up the slowest stage."""
     total = sum(consumer.stages.values())
     if not total:
         return "speed up the samples"

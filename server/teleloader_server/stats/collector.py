@@ -34,7 +34,7 @@ DEFAULT_CONSUMERS: Final = 100
 MARK_EVERY: Final = 1.0
 """Seconds between two samples of the totals; the delay of samples measures the event loop lag."""
 MARKS_PER_CPU: Final = 5
-"""Number of samples of the totals per sample of CPU times, which are rarer because they read one file per process."""
+"""Number of samples of the totals for each sample of the CPU times, which reads one file per process."""
 SLICE: Final = 64
 """Number of consumers processed per iteration of the event loop; each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
@@ -220,8 +220,8 @@ class StatsCollector:
     ) -> list[tuple[_ConsumerSample, PoolLoad]]:
         """Return all consumers with the load of their workers, most recently active first.
 
-        Of each training loop, earlier iterations are listed only while they have open requests: with short epochs there
-        are hundreds per minute.
+        Earlier iterations of a training loop are listed only while they have open requests: with short epochs, there
+        are hundreds of iterations per minute.
         """
         # all consumers are looked up before the first await, during which consumers may be removed
         known = [
