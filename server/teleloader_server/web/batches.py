@@ -65,7 +65,7 @@ MAX_ESCAPES: Final = 16 * 1024
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MUTABLE: Final = {"cache-control": "no-store"}
-"""Headers of failed batches and of partial ranges, whose next response may differ."""
+"""Headers of failed batches and of partial ranges: a repeated request may get a different response."""
 
 Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
 Ahead = Annotated[int, Query(ge=0, description="number of batches after the requested ones to prefetch")]
@@ -126,7 +126,10 @@ class StreamResponse(Response):
 
 @asynccontextmanager
 async def client_disconnect(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Yield a task that completes when the client disconnects; uvicorn does not report disconnects on sending."""
+    """Context manager that yields a task, which completes when the client disconnects.
+
+    uvicorn does not report a disconnect when the application sends data.
+    """
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -229,7 +232,7 @@ def service_of(connection: HTTPConnection) -> LoaderService:
 
 
 def make_router() -> APIRouter:
-    """Create the router of the endpoints for loaders and batches.
+    """Create the router of the endpoints for datasets, loaders and batches.
 
     The endpoints use `service` and `body_budget` of the application's state.
     """
@@ -408,7 +411,7 @@ class BodyReader:
     async def read(
         self, request: Request, name: Literal["max_body_bytes", "max_spec_bytes"]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield the request body in pieces, which count toward the memory budget until the ``with`` block ends.
+        """Context manager that yields the request body in pieces; they count toward the memory budget until its exit.
 
         Args:
             request: The request.

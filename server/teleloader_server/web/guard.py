@@ -44,7 +44,7 @@ from teleloader_server.web.guard_rules import (
 from teleloader_server.web.guard_transport import abort, final_response, unread_bytes
 
 _KEY: Final = "teleloader.connection"
-"""Key of an ASGI scope's state whose value is the `Connection` of the request."""
+"""Key under which the state in an ASGI scope contains the `Connection` of the request."""
 
 
 class _Exchange:
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             self._refuse(problem)
 
     def eof_received(self) -> None:
-        """Handle end of file from the client, after which asyncio closes the transport."""
+        """Forward the client's end of file to uvicorn; asyncio closes the transport afterwards."""
         self._uvicorn.eof_received()
 
     def pause_writing(self) -> None:
@@ -166,8 +166,8 @@ class Connection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         progress, start = self._progress, 0
         while start < len(data):
-            # a piece may contain the end of one request and the headers of the next, so it is not larger than headers
-            # may be
+            # a piece may contain the end of one request and the headers of the next, so its size is limited like that
+            # of headers
             piece = data[start : start + progress.allowance]
             if not piece:
                 raise progress.too_much_framing(
@@ -336,7 +336,7 @@ class Connection(asyncio.Protocol):
         self._settle()
 
     def _is_out_of_step(self) -> bool:
-        """Return True if the next data may be a body or a new request.
+        """Return True if it is unknown whether the next received data belongs to a body or to a new request.
 
         This happens when the response was sent before ``100 Continue``: the client may then omit the body.
         """

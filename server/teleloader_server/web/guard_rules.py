@@ -14,9 +14,9 @@ from teleloader_server.problems import HttpProblem
 from teleloader_shared.messages import STREAM_PATH
 
 MAX_URL_BYTES: Final = 8 * 2**10
-"""Maximum size of a request's URL, because uvicorn's decoding of the path blocks the event loop."""
+"""Maximum size of a request's URL: uvicorn decodes the path, which blocks the event loop."""
 MIN_CHUNK_BYTES: Final = 64
-"""Minimum mean size of a body's chunks, because each chunk takes as much time as a kilobyte of content."""
+"""Minimum mean size of a body's chunks: each chunk takes as much time as a kilobyte of content."""
 MAX_SMALL_CHUNKS: Final = 256
 """Number of chunks of a body that may be smaller than `MIN_CHUNK_BYTES`."""
 WEBSOCKET: Final = b"websocket"

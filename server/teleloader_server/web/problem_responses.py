@@ -75,11 +75,11 @@ DOCUMENTED: Final[dict[int | str, dict[str, Any]]] = {
 
 
 REFUSED: Final = "teleloader.refused"
-"""Key of an ASGI WebSocket message whose value is the error to report to the client before closing."""
+"""Key under which an ASGI WebSocket message contains an error, to be reported to the client before closing."""
 
 
 MAX_DETAIL: Final = 2000
-"""Maximum length of `detail` in characters, because it may quote client input."""
+"""Maximum length of `detail` in characters: `detail` may quote client input."""
 
 
 class Problem(Response):

@@ -90,7 +90,7 @@ def _add_descriptions(router: APIRouter) -> None:
 
 
 def _session_record(principal: Principal | None, *, required: bool) -> dict[str, Any]:
-    """Return the JSON record of a browser session: the principal's name and scopes."""
+    """Return the JSON record of a browser session; `required` is True if the server requires a token."""
     scopes = [] if principal is None else sorted(principal.scopes)
     return {"required": required, "name": None if principal is None else principal.name, "scopes": scopes}
 

@@ -70,7 +70,7 @@ class StatsStream(Response):
             watchers.pop(self, None)
 
     async def _send_events(self, send: Send, ends: set[asyncio.Future[Any]]) -> None:
-        """Send events until one of `ends` is done."""
+        """Send the statistics periodically until one of `ends` is done."""
         while not any(end.done() for end in ends):
             records = _records.dump_json(await _stats_for(self._request, *self._page))
             event = b"event: stats\ndata: %b\n\n" % records

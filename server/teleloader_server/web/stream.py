@@ -33,7 +33,7 @@ from teleloader_shared.spec import MAX_EPOCH
 POLICY_VIOLATION: Final = 1008
 """WebSocket close code after a rejected request."""
 MAX_RANGE_BYTES: Final = 64
-"""Maximum size of a message that requests a range, which consists of three ints."""
+"""Maximum size in bytes of a message that requests a range: three msgpack integers."""
 SERVICE_RESTART: Final = 1012
 """WebSocket close code of a server that is stopping or cannot compute batches."""
 

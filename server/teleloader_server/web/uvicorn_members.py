@@ -19,7 +19,7 @@ from websockets.server import ServerProtocol
 from teleloader_server.config import ConfigError
 
 TESTED: Final = {"uvicorn": "0.54.0", "websockets": "17.4"}
-"""Versions in the container images, which are also used in the tests."""
+"""Versions that the container images and the tests use."""
 
 MEMBERS: Final[Mapping[type, tuple[str, ...]]] = {
     WebSocketsSansIOProtocol: (

@@ -1,8 +1,8 @@
 """WebSocket protocol with limits: a subclass of uvicorn's protocol that sends frames without copying.
 
 Why a subclass: limits on fragments, unfinished messages and pongs require the events of uvicorn's parser, and a parser
-in front of it, as in `guard`, would parse and unmask every frame twice. `uvicorn_members` checks at start-up that all
-members exist that this class overrides or uses.
+in front of it, as in `guard`, would parse and unmask every frame twice. `uvicorn_members` checks at start-up that
+uvicorn has all members that this class overrides or uses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024
-"""Maximum size of a message from a client, small because each of many connections may send one."""
+"""Maximum size of a message from a client: small, because each of many connections may send one."""
 MAX_FRAGMENTS: Final = 64
-"""Maximum number of fragments of a message, because even an empty fragment takes memory."""
+"""Maximum number of fragments of a message: even an empty fragment takes memory."""
 PIECE_BYTES: Final = 4096
-"""Number of bytes parsed per iteration of the event loop: up to 680 frames, which take some milliseconds."""
+"""Number of bytes parsed per iteration of the event loop: up to 680 frames, which take a few milliseconds to parse."""
 _BINARY: Final = 0x80 | Opcode.BINARY
 _LENGTH_16: Final = 126
 _LENGTH_64: Final = 127
@@ -53,7 +53,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._assembled = 0
         """Bytes of the received fragments of an unfinished message."""
         self._counted = ExitStack()
-        """Size of the unfinished message, as counted in `ConnectionManager.unfinished`."""
+        """Context manager stack that counts the unfinished message in the budget `ConnectionManager.unfinished`."""
         self._unparsed = bytearray()
         """Received bytes of at most one read, not parsed until the application has taken the messages before them."""
         self._is_scheduled = False
@@ -112,7 +112,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         return message
 
     def _parse(self) -> None:
-        """Parse at most `PIECE_BYTES`, unless the application has not taken all earlier messages.
+        """Parse at most `PIECE_BYTES` of received data, if the application has taken all earlier messages.
 
         uvicorn would parse all data of a read at once: 256 KiB can contain 40,000 messages, which block the event loop
         for half a second and take 60 times their size in memory.
@@ -146,7 +146,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self.read_paused = pause
 
     def _limit_unfinished(self) -> None:
-        """Count the memory of an unfinished message, and reject the message if all of them exceed their budget."""
+        """Count the memory of an unfinished message; reject the message if all unfinished ones exceed their budget."""
         nbytes = self._assembled + len(self.conn.reader.buffer)
         held = self._manager.unfinished
         self._counted.close()
@@ -217,7 +217,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Respond to a ping, unless the client does not read, because unsent pongs would fill the memory."""
+        """Respond to a ping, or discard the pong if the client does not read: unsent pongs would fill the memory."""
         if self._is_writable.is_set():
             super().handle_ping()
         else:
@@ -251,7 +251,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def has_requested(self) -> bool:
-        """Always False, so that the connection manager leaves closing the WebSocket at shutdown to the application."""
+        """Always False, because the application, and not the connection manager, closes the WebSocket at shutdown."""
         return False
 
     def check(self, now: float) -> None:

@@ -41,7 +41,7 @@ type.
 def add_dashboard(app: FastAPI) -> None:
     """Add routes to an application: the dashboard page at ``/``, and the dashboard's files at ``/dashboard/...``.
 
-    All files are read immediately and kept in memory, about 250 KB.
+    All files are read immediately and kept in memory (about 220 KB).
     """
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
     answers = {name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for name, path in files.items()}
