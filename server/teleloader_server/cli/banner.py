@@ -20,7 +20,7 @@ logger = logging.getLogger("teleloader_server")
 
 
 async def announce(web: Server, service: LoaderService, url: str) -> None:
-    """Print the start-up banner once the server listens; log the lines instead if stderr is not a terminal."""
+    """Print the start-up banner once the server listens, or log its lines if stderr is not an interactive terminal."""
     await web.listening.wait()
     heading = f"teleloader-server {VERSION} is ready at {url} (Ctrl-C stops it)"
     if _is_interactive():
@@ -35,7 +35,7 @@ async def announce(web: Server, service: LoaderService, url: str) -> None:
 
 
 def _is_interactive() -> bool:
-    """Return True if text lines of level info are logged to a terminal."""
+    """Return True if stderr is a terminal, and log lines of level info appear there as text."""
     json_lines = any(isinstance(handler.formatter, logs.JsonFormatter) for handler in logging.getLogger().handlers)
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO) and not json_lines
 

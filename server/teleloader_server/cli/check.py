@@ -32,6 +32,9 @@ def check(
         batch_size: Samples per batch.
         batches: Batches per pass.
         on_step: Callback, called with the name of each step.
+
+    Returns:
+        The report; after a crash, it contains only the problem that the child process exited.
     """
     program = "from teleloader_server.cli.probe import main; main()"
     request = {

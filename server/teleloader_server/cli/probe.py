@@ -43,7 +43,7 @@ from teleloader_shared.summary import Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
-"""Time limit of a pass over batches."""
+"""Time limit of a pass over some batches, in seconds."""
 SEVERAL: Final = 4
 """Number of workers in the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3
@@ -59,7 +59,6 @@ class Problem:
     """``error``: batches fail or are wrong. ``warning``: batches may differ from the user's intent."""
     what: str
     advice: str
-    """One sentence."""
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Checked:
     pickled: int | None = None
     """Size of the pickled dataset; None if the dataset cannot be pickled."""
     sample: Latency | None = None
-    """Time for fetching one sample in a worker."""
+    """Distribution of the time to fetch one sample in a worker."""
     batch_size: int | None = None
     batch_bytes: int | None = None
     """Mean size of an encoded batch."""
@@ -107,7 +106,7 @@ class PassResult:
     nbytes: int
     """Total size of the frames in bytes."""
     stages: Mapping[str, Latency]
-    """Time per stage of loading."""
+    """Time per batch of each loading stage."""
 
 
 def main() -> None:
@@ -336,7 +335,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
 
 
 class _LeafMemory(Bits):
-    """Memory of a frame, decoded without converting its arrays, which are only compared and described."""
+    """Buffer of a frame whose arrays are not converted, because they are only compared and described."""
 
     __slots__ = ()
 
