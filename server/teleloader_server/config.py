@@ -48,7 +48,7 @@ class DatasetConfig:
     version: str = ""
     """Version of the data. Change it whenever the data change: clients never mix batches of different versions."""
     seeding: Literal["batch", "sample"] = "batch"
-    """Granularity of seeding random generators. With ``sample``, augmentation is independent of the batch size."""
+    """Unit for which random generators are seeded. With ``sample``, augmentation is independent of the batch size."""
 
     indices: IndexKind = "integers"
     """Indices that client-side samplers may send: ``integers`` in [0, length), or ``any`` value.
@@ -128,14 +128,14 @@ def parse_size(text: str) -> int:
 
 
 def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ConfigError if a table has a key that is not known."""
+    """Raise `ConfigError` if a table has an unknown key."""
     for name in table:
         if name not in known:
             raise ConfigError(f"unknown entry {name!r} in {where}: expected {', '.join(known)}")
 
 
 def _meant(chosen: str, target: str) -> str:
-    """Return the corrected form of an invalid dataset argument: a module without a name, or a file path."""
+    """Suggest a valid form of an invalid dataset argument, such as a module without a name or a file path."""
     module, _, name = target.partition(":")
     dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"

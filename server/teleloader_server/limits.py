@@ -105,7 +105,7 @@ class ClientLimits:
     max_unauthenticated_requests_per_second: float = 100.0
     """Maximum rate of requests without a valid token from one IP address, in requests/s."""
     max_batches_per_request: int = 4096
-    """Maximum number of batches that a request may prefetch or list by index, or outstanding on a WebSocket."""
+    """Maximum number of batches that a request may prefetch or list by index, or that a WebSocket has outstanding."""
     max_consumers: int = 4096
     """Maximum number of one principal's consumers with open requests; idle consumers above this number are removed."""
     max_loaders: int = 4096

@@ -44,7 +44,7 @@ class Principal(NamedTuple):
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
         """Return this principal if its scopes permit an operation.
 
-        A principal thereby implements `Caller`, for operations without a request.
+        With this method, a principal implements `Caller` for operations without an HTTP request.
 
         Args:
             need: Required scope, or `ANY`.

@@ -28,7 +28,7 @@ def new_id() -> str:
 
 
 def current() -> str | None:
-    """Return the ID of the request that is processed in this context, or None outside of requests."""
+    """Return the ID of the current request, or None outside a request."""
     return _current.get()
 
 
