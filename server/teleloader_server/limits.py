@@ -25,7 +25,11 @@ _LEAST: Final = {"max_header_bytes": 1024, "max_headers": 32, "max_unauthenticat
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Resource limits of a worker pool."""
+    """Resource limits of a worker pool.
+
+    Raises:
+        ConfigError: If a field is invalid; raised at construction, with the field and its value.
+    """
 
     num_workers: int = 2
     """Worker processes; 0 loads in the server's own process, for debugging."""
@@ -42,7 +46,7 @@ class Limits:
     max_worker_memory: int = 0
     """Resident memory in bytes above which a worker process is replaced; 0 disables this."""
     debug: bool = False
-    """True to permit loading batches in the server process itself, where loading blocks all other requests."""
+    """True to permit loading batches in the server process itself, which blocks all other requests meanwhile."""
 
     def __post_init__(self) -> None:
         """Validate the fields."""

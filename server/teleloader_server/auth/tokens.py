@@ -19,7 +19,7 @@ DEFAULT_SCOPES: Final = (READ, STATS)
 
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""Pattern of valid tokens: the characters that RFC 6750 allows, and at least 16 of them to prevent guessing."""
+"""Pattern of valid tokens: only characters that RFC 6750 allows; at least 16 characters, to prevent guessing."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -394,7 +394,10 @@ def check(
 
 
 def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
-    """Run the server as a child process that is restarted; port 0 is resolved once, so that clients can reconnect."""
+    """Run the server as a child process, restart it after file changes, and return its exit code.
+
+    A free port for port 0 is selected only once, so that clients can reconnect.
+    """
     arguments = [*sys.argv[1:], "--no-reload"]
     if port == 0:
         with bind(host, 0) as free:

@@ -43,7 +43,7 @@ from teleloader_shared.summary import Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 
 PASS_SECONDS: Final = 10.0
-"""Time limit of a pass over some batches, in seconds."""
+"""Time limit in seconds of each pass over the batches."""
 SEVERAL: Final = 4
 """Number of workers in the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3

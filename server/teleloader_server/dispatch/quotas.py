@@ -116,7 +116,7 @@ class Quotas:
 
     Args:
         limits: Limits of clients.
-        budget: Memory budget in bytes, of which principals have shares.
+        budget: Memory budget of the server in bytes; each principal may use its share of it.
     """
 
     def __init__(self, limits: ClientLimits, budget: int) -> None:

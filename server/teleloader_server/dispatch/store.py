@@ -192,7 +192,7 @@ class Store:
             self._evict(batch)
 
     def evict_cached(self) -> None:
-        """Evict batches in the order in which they became unwanted, until the rest fits into the cache share.
+        """Evict batches in the order in which they became unwanted, until the remaining ones fit into the cache share.
 
         The cache share is `CACHE_SHARE` of the memory budget and of `MAX_BATCHES`.
         """

@@ -33,7 +33,7 @@ class RequestTrace:
 
     Args:
         within: Context of the client's span.
-        span: Server span of the request, which lasts until the stream of its batches is closed.
+        span: Server span of the request; it ends when the stream of the request's batches is closed.
     """
 
     def __init__(self, within: Context, span: Span) -> None:

@@ -114,7 +114,7 @@ def first_integers(frame: bytes, count: int) -> list[int]:
 
 
 class IndexMemory(codec.Bits):
-    """`codec.Memory` for the frame of an index list, in which a tensor stands for a list of integers."""
+    """Buffer (`codec.Memory`) for the frame of an index list; returns each tensor in it as a list of integers."""
 
     __slots__ = ()
 
@@ -205,7 +205,7 @@ def _skipped(unpacker: msgpack.Unpacker, header: memoryview) -> bytes:
 
 
 def _small(packed: bytes, limit: int) -> object:
-    """Parse a msgpack value in the event loop, which requires a limited size.
+    """Parse a msgpack value that is small enough to be parsed in the event loop.
 
     Raises:
         ProtocolError: If the value is larger than `limit` bytes, or is not msgpack.

@@ -120,7 +120,7 @@ class Passes:
         """Progress of the most recent pass."""
 
     def replace(self, began: Began | None, reached: Reached | None) -> None:
-        """Continue the pass of the previous worker, which this worker replaces."""
+        """Prepare to continue the last pass of the worker that this worker replaces."""
         self._began, self.reached = began, reached
         if began is not None:  # random states in frames must not depend on which worker computes them
             self._initial = user_state.unpack(began.initial)
@@ -163,7 +163,7 @@ class Passes:
             self.reached = Reached(loader, epoch, Delivered(replay.first or 0, replay.next, replay.digest, state))
 
     def end(self, task: Task, state: str | None) -> None:
-        """Record the state at the end of a shard: a dataset that is its own iterator starts the next epoch with it."""
+        """Record the state at the end of a shard; a dataset that is its own iterator starts the next epoch from it."""
         (loader, epoch, _), number = task.batch_id, Pass.number(task)
         if self.reached is None or self.reached[:2] != (loader, epoch):
             self.reached = Reached(loader, epoch, Delivered(number, number, 0, None))

@@ -55,7 +55,7 @@ class Replay:
         """Position after the last batch of the current iteration."""
 
     def restart(self, number: int) -> None:
-        """Restart the digest before batch `number`, from which the dataset is iterated again."""
+        """Restart the digest at position `number`, because the dataset is iterated again from there."""
         self._current = self._saved.get(number, 0)
         self._position = number
 

@@ -26,8 +26,7 @@ class Task(NamedTuple):
     """Length of the dataset; 0 if unknown."""
     batch_id: BatchId
     indices: bytes | None = None
-    """Frame with the index list of a client-side sampler; None in seeded order, in which workers compute the indices.
-    """
+    """Frame with the index list of a client-side sampler; None in seeded order: workers then compute the indices."""
 
 
 class Report(NamedTuple):

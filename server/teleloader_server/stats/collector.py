@@ -38,7 +38,7 @@ MARKS_PER_CPU: Final = 5
 SLICE: Final = 64
 """Number of consumers processed per iteration of the event loop; each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
-"""Maximum fraction of one CPU for measuring memory, which is slow in the kernel: results are cached accordingly."""
+"""Maximum fraction of one CPU for measuring memory: a measurement takes long in the kernel, so results are cached."""
 
 _Item = TypeVar("_Item")
 

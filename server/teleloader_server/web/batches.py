@@ -454,7 +454,7 @@ def parsed_spec(body: bytes) -> LoaderSpec:
 def _parsed_json(body: bytes) -> object:
     """Parse JSON of limited complexity.
 
-    A spec consists of some fields and one string per shard. Parsing JSON with many more values would block the event
+    A spec consists of a few fields and one string per shard. Parsing JSON with many more values would block the event
     loop, so its strings are counted first, and the size of the rest is checked.
 
     Raises:

@@ -30,9 +30,9 @@ def abort(transport: asyncio.Transport) -> None:
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of bytes in the transport's buffer and the kernel's send buffer; 0 if the former is empty.
+    """Return the number of bytes that the peer has not acknowledged; 0 if the transport's buffer is empty.
 
-    While the transport's buffer is constant, the kernel's send buffer shows the progress of a slow peer.
+    Includes the kernel's send buffer, which shows the progress of a slow peer while the transport's buffer is constant.
     """
     buffered = transport.get_write_buffer_size()
     if not buffered:

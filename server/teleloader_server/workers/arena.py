@@ -137,7 +137,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mapped(fd: int, size: int, protection: int) -> NDArray[np.uint8]:
-    """Map a file, which may be closed afterwards; unmap it when the returned array and all its views are freed."""
+    """Map a file into memory; unmap it when the returned array and all its views are freed.
+
+    The caller may close the file after the call.
+    """
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()

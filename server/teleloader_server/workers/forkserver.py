@@ -218,7 +218,7 @@ def _watch(pid: int, selector: selectors.BaseSelector) -> None:
 
 
 def _await_workers(selector: selectors.BaseSelector, control: Channel) -> None:
-    """Wait for workers to exit by themselves; the kernel kills the rest when this process exits."""
+    """Wait until all workers exit, up to the grace period; the kernel kills remaining ones when this process exits."""
     selector.unregister(control)
     deadline = time.monotonic() + _WORKER_GRACE_S
     while selector.get_map() and (left := deadline - time.monotonic()) > 0:

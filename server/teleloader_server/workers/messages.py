@@ -1,8 +1,9 @@
 """Messages between the server, its fork server and its workers.
 
 A message is encoded as a list of its type code and its fields. All processes run the same code, so types are not
-checked. File descriptors are sent together with a message (`Channel`). State that a worker must publish even if it
-cannot send messages is in its status file, which is in shared memory; the end of this module defines its fields.
+checked. File descriptors are sent together with a message (`Channel`). A worker publishes some state in its status
+file, a file in shared memory, because it must do so even if it cannot send messages; the end of this module defines
+the fields of this file.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def decode(encoded: Sequence[Any]) -> Message:
 # -- status file of a worker, in shared memory
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 13
-"""Signal on which a worker appends the stacks of its threads to its status file, even while it hangs."""
+"""Signal that makes a worker append the stacks of its threads to its status file, even while the worker hangs."""
 
 CURRENT_TASK: Final = struct.Struct("<q")
 """First field, written by the worker: ID of the task that it started last, or -1.

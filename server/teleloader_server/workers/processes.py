@@ -53,7 +53,7 @@ class _Place:
     respawn: asyncio.TimerHandle | None = None
     """Scheduled start of the next process, after the exit of the previous one."""
     began: Sequence[Any] | None = None
-    """`Began` of the current pass over an iterable-style dataset, from which the next process resumes."""
+    """`Began` of the last pass over an iterable-style dataset; sent to the next process, which resumes the pass."""
     reached: Sequence[Any] | None = None
     """`Reached` of the most recent result; sent to the next process."""
 

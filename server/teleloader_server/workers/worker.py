@@ -272,7 +272,7 @@ class Worker:
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
 
     def _end_if_forked(self) -> None:
-        """Exit if this process was forked by user code and has returned from it: it would use the worker's channel."""
+        """Exit if this process is a fork that user code created and did not end: it would use the worker's channel."""
         if os.getpid() != self._pid:
             print(f"the dataset forked process {os.getpid()}, which returned: end it with os._exit()", file=sys.stderr)
             sys.stderr.flush()
